@@ -1,0 +1,1 @@
+"""A Megatron-style tensor-parallel GPT training engine. Start reading at pretrain_gpt.py, then training/loop.py."""

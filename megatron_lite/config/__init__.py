@@ -1,0 +1,1 @@
+"""Floor 0: frozen configuration values and their rules. Standard library only."""

@@ -1,0 +1,99 @@
+"""A whole run as one frozen value: the rules across topics, and JSON both ways. Stored in every checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.training import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a run needs to know. Rules that span two topics live here."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        model, tp_size = self.model, self.parallel.tensor_model_parallel_size
+        divided = (("--num-attention-heads", model.num_attention_heads), ("--num-query-groups", model.query_groups),
+                   ("--ffn-hidden-size", model.ffn_size))
+        for name, value in divided:
+            if value % tp_size:
+                raise ValueError(f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}")
+        if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
+            raise ValueError(f"--sequence-parallel splits --seq-length {self.data.seq_length} over "
+                             f"--tensor-model-parallel-size {tp_size} ranks, which does not divide it")
+        if self.data.seq_length > model.max_position_embeddings:
+            raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
+                             f"{model.max_position_embeddings}")
+        by_samples = self.training.train_samples is not None
+        schedule = self.lr_schedule
+        if by_samples and (schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters):
+            raise ValueError("--train-samples counts the learning-rate schedule in samples: use --lr-decay-samples, "
+                             "--lr-warmup-samples and --lr-wsd-decay-samples")
+        if not by_samples and (schedule.lr_decay_samples or schedule.lr_warmup_samples or schedule.lr_wsd_decay_samples):
+            raise ValueError("--train-iters counts the learning-rate schedule in iterations: use --lr-decay-iters, "
+                             "--lr-warmup-iters and --lr-wsd-decay-iters")
+
+    def to_json(self) -> str:
+        """The run as indented JSON, one object per topic. `from_json` gives an equal value back."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        """Reads what `to_json` wrote. ValueError on unknown topics, unknown or ill-typed fields, and every broken rule."""
+        return typing.cast(RunConfig, _from_plain(cls, json.loads(text), "run"))
+
+
+def _from_plain(cls: type, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ValueError(f"{where}: unknown field {', '.join(unknown)} (known: {', '.join(sorted(hints))})")
+    missing = sorted(f.name for f in dataclasses.fields(cls)
+                     if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
+    if missing:
+        raise ValueError(f"{where}: missing field {', '.join(missing)}")
+    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _from_plain(typing.cast(type, hint), value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{where}: expected a list of strings, got {value!r}")
+        return tuple(value)
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, bool) and bool not in allowed:
+        raise ValueError(f"{where}: expected {hint}, got {value!r}")
+    if isinstance(value, int) and not isinstance(value, bool) and float in allowed and int not in allowed:
+        return float(value)
+    if not isinstance(value, allowed):
+        raise ValueError(f"{where}: expected {hint}, got {value!r}")
+    return value

@@ -1,0 +1,208 @@
+"""One frozen class per topic of a run: batch, optimizer, learning rate, data, tokenizer, checkpoint, logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.checks import require_at_least, require_one_of, require_within, resolve
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+TOKENIZER_TYPES = ("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
+LANGUAGE_MODEL_SEED = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Length of the run, batch sizes, precision, and when it stops."""
+
+    micro_batch_size: int
+    global_batch_size: int | None = None
+    train_iters: int | None = None
+    train_samples: int | None = None
+    seed: int = LANGUAGE_MODEL_SEED
+    bf16: bool = False
+    eval_interval: int | None = None
+    eval_iters: int = 100
+    exit_interval: int | None = None
+    check_for_nan_in_loss_and_grad: bool = True
+    deterministic_mode: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval")
+        require_at_least(self, 0, "eval_iters", "train_iters", "seed")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise ValueError("--train-iters and --train-samples both give the length of the run: set one")
+        if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
+            raise ValueError(f"--global-batch-size {self.global_batch_size} is not divisible by --micro-batch-size "
+                             f"{self.micro_batch_size}")
+        if self.train_samples is not None and self.global_batch_size is None:
+            raise ValueError("--train-samples needs --global-batch-size: the number of iterations follows from both")
+
+    def batch_size(self, data_parallel_size: int) -> int:
+        """Samples per iteration over all ranks: `--global-batch-size`, or one micro-batch per data-parallel rank."""
+        return self.global_batch_size or self.micro_batch_size * data_parallel_size
+
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        """Micro-batches that one rank runs per iteration. ValueError where the batch does not divide."""
+        batch, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
+        if batch % step:
+            raise ValueError(f"--global-batch-size {batch} is not divisible by --micro-batch-size {self.micro_batch_size} x "
+                             f"data-parallel size {data_parallel_size} = {step}")
+        return batch // step
+
+    def num_iterations(self, data_parallel_size: int) -> int:
+        """Length of the run in iterations. ValueError without `--train-iters` or `--train-samples`."""
+        if self.train_samples is not None:
+            return self.train_samples // self.batch_size(data_parallel_size)
+        if self.train_iters is None:
+            raise ValueError("the length of the run is not given: set --train-iters or --train-samples")
+        return self.train_iters
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and gradient clipping."""
+
+    optimizer: str = "adam"
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "optimizer", ("adam",))
+        require_within(self, 0.0, 1.0, "adam_beta1", "adam_beta2")
+        require_at_least(self, 0.0, "adam_eps", "weight_decay", "clip_grad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleConfig:
+    """Learning rate over the run. Lengths are iterations, or samples where the run is given in samples (Megatron's rule)."""
+
+    lr: float | None = None
+    min_lr: float = 0.0
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int = 0
+    lr_warmup_samples: int = 0
+    lr_warmup_fraction: float | None = None
+    lr_warmup_init: float = 0.0
+    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "lr_decay_style", LR_DECAY_STYLES)
+        require_one_of(self, "lr_wsd_decay_style", WSD_DECAY_STYLES)
+        require_at_least(self, 0.0, "lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples")
+        require_at_least(self, 1, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        require_within(self, 0.0, 1.0, "lr_warmup_fraction")
+        if self.lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+        if self.lr is not None and self.lr_warmup_init > self.lr:
+            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}")
+        if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
+            raise ValueError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)")
+        if self.lr_decay_style != "WSD" and (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
+            raise ValueError(f"--lr-wsd-decay-iters needs --lr-decay-style WSD (got {self.lr_decay_style})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read: dataset prefixes with optional weights, the split, and the sequence length."""
+
+    seq_length: int
+    data_path: tuple[str, ...] = ()
+    mock_data: bool = False
+    split: str = "969, 30, 1"
+    data_cache_path: str | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "seq_length")
+        object.__setattr__(self, "data_path", tuple(self.data_path))
+        if self.data_path and self.mock_data:
+            raise ValueError("--data-path and --mock-data are two sources of data: set one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer, and the size of the vocabulary. `vocab_size` None: the tokenizer's own, filled in before the run."""
+
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    make_vocab_size_divisible_by: int = 128
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "vocab_size", "make_vocab_size_divisible_by")
+        if self.tokenizer_type is None:
+            if self.tokenizer_model is not None or self.vocab_file is not None or self.merge_file is not None:
+                raise ValueError("--tokenizer-model, --vocab-file and --merge-file need --tokenizer-type "
+                                 f"({', '.join(TOKENIZER_TYPES)})")
+            resolve(self, "tokenizer_type", "NullTokenizer")
+        require_one_of(self, "tokenizer_type", TOKENIZER_TYPES)
+        if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
+                             "--tokenizer-type and its files)")
+        if self.tokenizer_type == "HuggingFaceTokenizer" and self.tokenizer_model is None:
+            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a tokenizer.json or its folder)")
+        if self.tokenizer_type == "GPT2BPETokenizer" and (self.vocab_file is None or self.merge_file is None):
+            raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+
+    @property
+    def true_vocab_size(self) -> int:
+        """V: ids that the tokenizer can produce. NullTokenizer adds one id for end-of-document, as Megatron's does."""
+        if self.vocab_size is None:
+            raise ValueError(f"the vocabulary of --tokenizer-type {self.tokenizer_type} is not known yet: set --vocab-size")
+        return self.vocab_size + 1 if self.tokenizer_type == "NullTokenizer" else self.vocab_size
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """V rounded up so that each rank holds the same, suitably aligned number of rows."""
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return -(-self.true_vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where training state is saved and loaded."""
+
+    save: str | None = None
+    save_interval: int | None = None
+    load: str | None = None
+    allow_fresh_start: bool = False
+    finetune: bool = False
+    no_load_optim: bool = False
+    no_load_rng: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "save_interval")
+        if self.save_interval is not None and self.save is None:
+            raise ValueError(f"--save-interval {self.save_interval} needs --save DIR")
+        for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng"):
+            if getattr(self, field) and self.load is None:
+                raise ValueError(f"--{field.replace('_', '-')} needs --load DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is written while training."""
+
+    log_interval: int = 100
+    metrics_jsonl: str | None = None
+    tensorboard_dir: str | None = None
+    log_throughput: bool = False
+    log_params_norm: bool = False
+    log_num_zeros_in_grad: bool = False
+    log_validation_ppl_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "log_interval")

@@ -1,0 +1,1 @@
+"""Floor 1: tokenizers, indexed datasets, sample order. No torch."""

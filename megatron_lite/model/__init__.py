@@ -1,0 +1,1 @@
+"""Floor 3: the GPT model, with Megatron's parameter names."""

@@ -1,0 +1,97 @@
+"""Causal self-attention: heads split over the TP ranks, by query group.
+
+linear_qkv's output rows are Megatron's, group by group: [q .. q k v][q .. q k v] .., so that a rank's rows are whole groups.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.dropout import dropout
+from megatron_lite.model.norm import Norm
+from megatron_lite.model.rotary import RotaryTables, apply_rotary
+from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class SelfAttention(nn.Module):
+    """[s/t under sequence parallelism else s, b, h] -> the same shape. Each rank computes a/t heads of the whole sequence."""
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+        super().__init__()
+        self.config = config
+        self.groups = config.query_groups // context.size
+        self.queries_per_group = config.num_attention_heads // config.query_groups
+        qkv_size = (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
+        self.linear_qkv = ColumnParallelLinear(config.hidden_size, qkv_size, bias=config.add_bias_linear or config.add_qkv_bias,
+                                               init_std=config.init_method_std, context=context)
+        self.linear_proj = RowParallelLinear(config.num_attention_heads * config.head_dim, config.hidden_size,
+                                             bias=config.add_bias_linear, init_std=output_init_std(config), context=context)
+        # One weight for all heads: each rank's gradient covers its own heads, with or without sequence parallelism.
+        self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
+        self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
+        self.core_attention = CoreAttention(config, context.rng)
+
+    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
+        query, key, value = self._split_heads(self.linear_qkv(hidden_states))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        return self.linear_proj(self.core_attention(query, key, value))
+
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s, b, _ = qkv.shape
+        q, d = self.queries_per_group, self.config.head_dim
+        grouped = qkv.view(s, b, self.groups, q + 2, d)
+        query = grouped[..., :q, :].reshape(s, b, self.groups * q, d)
+        return query, grouped[..., q, :], grouped[..., q + 1, :]
+
+
+class CoreAttention(nn.Module):
+    """query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d]. No parameters, no collectives.
+
+    "flash" is torch's scaled_dot_product_attention, which keeps its inputs, its output and one float32 per row.
+    "unfused" builds the scores: keeps 2 or 4 bytes for the softmax, one for the mask and as many again for the dropped
+    softmax of a/t * s^2 * b elements. "auto" is flash, except with dropout on a CPU, where torch itself would build the scores.
+    """
+
+    def __init__(self, config: ModelConfig, rng: RngStreams) -> None:
+        super().__init__()
+        self.backend = config.attention_backend
+        self.dropout = config.attention_dropout
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32
+        self.scale = config.head_dim**-0.5
+        self.rng = rng
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        dropout_p = self.dropout if self.training else 0.0
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        unfused = self.backend == "unfused" or (self.backend == "auto" and dropout_p > 0.0 and query.device.type == "cpu")
+        context = (self._unfused if unfused else self._flash)(query, key, value, dropout_p)
+        return context.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+        with self.rng.fork(TENSOR_PARALLEL):
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
+                                                  enable_gqa=query.shape[1] != key.shape[1])
+
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        scores = torch.matmul(query * self.scale, key.transpose(-1, -2))  # [b, a/t, s, s]
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(future, -torch.inf)
+        dtype = torch.float32 if self.softmax_in_fp32 and scores.dtype != torch.float64 else scores.dtype
+        weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
+        return torch.matmul(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value)
+
+
+def output_init_std(config: ModelConfig) -> float:
+    """Standard deviation of the layers that write to the residual stream: scaled down by sqrt(2 L), as Megatron does."""
+    return config.init_method_std / (2.0 * config.num_layers) ** 0.5

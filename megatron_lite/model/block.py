@@ -1,0 +1,25 @@
+"""The stack of transformer layers and the norm after it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.layer import TransformerLayer
+from megatron_lite.model.norm import Norm
+from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+
+
+class TransformerBlock(nn.Module):
+    """[s/t under sequence parallelism else s, b, h] -> the same shape."""
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer(config, context) for _ in range(config.num_layers))
+        self.final_layernorm = Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+
+    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, rotary)
+        return self.final_layernorm(hidden_states)

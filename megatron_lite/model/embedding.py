@@ -1,0 +1,50 @@
+"""Token and position embeddings."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.dropout import dropout
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_parameter
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions: weight [max_position_embeddings, h], whole on every rank.
+
+    Returns [n, 1, h] for positions [start, start + n): under sequence parallelism a rank adds only its own positions, so the
+    gradient is summed over the ranks.
+    """
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+        super().__init__()
+        spec = ParameterSpec(global_shape=(config.max_position_embeddings, config.hidden_size),
+                             init_std=config.init_method_std, sum_grad_over_tp=context.sequence_parallel)
+        self.weight = new_parameter(spec, context)
+
+    def forward(self, start: int, length: int) -> Tensor:
+        return self.weight.narrow(0, start, length).unsqueeze(1)
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h], positions added, dropped out."""
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.context = context
+        self.hidden_dropout = config.hidden_dropout
+        self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size,
+                                                      init_std=config.init_method_std, context=context)
+        learned = config.position_embedding_type == "learned_absolute"
+        self.position_embeddings = PositionEmbedding(config, context) if learned else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden_states = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            length = hidden_states.shape[0]
+            start = self.context.rank * length if self.context.sequence_parallel else 0
+            hidden_states = hidden_states + self.position_embeddings(start, length)
+        return dropout(hidden_states, self.hidden_dropout if self.training else 0.0, self.context.rng,
+                       self.context.residual_stream)

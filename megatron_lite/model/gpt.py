@@ -1,0 +1,65 @@
+"""The GPT language model, sharded over the TP ranks, with Megatron's parameter names."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.block import TransformerBlock
+from megatron_lite.model.embedding import LanguageModelEmbedding
+from megatron_lite.model.rotary import RotaryTables, rotary_tables
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, enter_column_parallel
+from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
+
+
+class GPTModel(nn.Module):
+    """Parameters: embedding.*, decoder.layers.N.*, decoder.final_layernorm.*, and output_layer.weight where untied.
+
+    Parameters start uninitialised: see tensor_parallel/initialize.py. vocab_size is the true V; the rows up to
+    padded_vocab_size are zero, take no part in the loss and stay zero.
+    """
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        self.vocab_size = vocab_size
+        self.embedding = LanguageModelEmbedding(config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
+        self.decoder = TransformerBlock(config, context)
+        self.output_layer = ColumnParallelLinear(
+            config.hidden_size, vocab_size, bias=False, init_std=config.init_method_std, context=context,
+            padded_output_size=padded_vocab_size) if config.untie_embeddings_and_output_weights else None
+        columns = padded_vocab_size // context.size
+        self.first_id = context.rank * columns
+        self.num_ids = max(0, min(columns, vocab_size - self.first_id))
+        self._rotary: RotaryTables | None = None
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Negative log-likelihood of each label, float32 [b, s]. tokens, labels: [b, s]."""
+        losses = vocab_parallel_cross_entropy(self._logits(tokens), labels.t(), tp_group=self.context.group,
+                                              first_id=self.first_id, num_ids=self.num_ids)
+        return losses.t()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [b, s, V] of every true id, gathered over the TP ranks (for evaluation and generation). tokens: [b, s]."""
+        logits = gather_from_tensor_parallel_region(self._logits(tokens), self.context.group)
+        return logits[..., : self.vocab_size].transpose(0, 1)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [s, b, padded V / t]."""
+        rotary = self._rotary_tables(tokens.shape[1]) if self.config.position_embedding_type == "rope" else None
+        hidden_states = self.decoder(self.embedding(tokens), rotary)
+        if self.output_layer is not None:
+            return self.output_layer(hidden_states)
+        return F.linear(enter_column_parallel(hidden_states, self.context), self.embedding.word_embeddings.weight)
+
+    def _rotary_tables(self, seq_length: int) -> RotaryTables:
+        """Built once per sequence length: they are constants of the model, not state."""
+        if self._rotary is None or self._rotary.cos.shape[0] != seq_length:
+            self._rotary = rotary_tables(seq_length, self.config.rotary_dim, self.config.rotary_base,
+                                         device=self.context.device, dtype=self.context.params_dtype)
+        return self._rotary

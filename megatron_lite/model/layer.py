@@ -1,0 +1,34 @@
+"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), dropout before each addition."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model.dropout import dropout
+from megatron_lite.model.mlp import MLP
+from megatron_lite.model.norm import Norm
+from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+
+
+class TransformerLayer(nn.Module):
+    """[s/t under sequence parallelism else s, b, h] -> the same shape."""
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+        super().__init__()
+        self.context = context
+        self.hidden_dropout = config.hidden_dropout
+        partial_grad = context.sequence_parallel
+        self.input_layernorm = Norm(config.hidden_size, config, context, partial_grad=partial_grad)
+        self.self_attention = SelfAttention(config, context)
+        self.pre_mlp_layernorm = Norm(config.hidden_size, config, context, partial_grad=partial_grad)
+        self.mlp = MLP(config, context)
+
+    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
+        hidden_states = hidden_states + self._dropout(self.self_attention(self.input_layernorm(hidden_states), rotary))
+        return hidden_states + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden_states)))
+
+    def _dropout(self, branch: Tensor) -> Tensor:
+        return dropout(branch, self.hidden_dropout if self.training else 0.0, self.context.rng, self.context.residual_stream)

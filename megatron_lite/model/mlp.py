@@ -1,0 +1,39 @@
+"""The MLP of a layer: split by columns, activated, split by rows."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention import output_init_std
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class MLP(nn.Module):
+    """[s/t under sequence parallelism else s, b, h] -> the same shape, through [s, b, f/t].
+
+    With swiglu linear_fc1 computes [gate; up], 2f rows in two blocks, each split over the ranks.
+    """
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.gelu_approximation = "tanh" if config.bias_gelu_fusion else "none"
+        blocks = 2 if config.activation == "swiglu" else 1
+        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, blocks * config.ffn_size, bias=config.add_bias_linear,
+                                               init_std=config.init_method_std, context=context, tp_blocks=blocks)
+        self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, bias=config.add_bias_linear,
+                                            init_std=output_init_std(config), context=context)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.linear_fc2(self._activate(self.linear_fc1(hidden_states)))
+
+    def _activate(self, intermediate: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            gate, up = intermediate.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        if self.activation == "squared_relu":
+            return F.relu(intermediate).square()
+        return F.gelu(intermediate, approximate=self.gelu_approximation)

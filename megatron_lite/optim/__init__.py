@@ -1,0 +1,1 @@
+"""Floor 2: gradient buffers, clipping, AdamW, learning-rate schedules."""

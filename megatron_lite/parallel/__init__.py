@@ -1,0 +1,1 @@
+"""Floor 1: processes, groups, collectives and random-number streams."""

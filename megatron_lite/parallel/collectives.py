@@ -1,0 +1,62 @@
+"""Every collective of the project. A group of None is a group of one rank: nothing is sent and the input comes back.
+
+Inputs need not be contiguous. Sums of bf16 run in bf16 and depend on the ring order, so gradients are reduced in fp32
+(see optim/). Names ending in an underscore write into their argument; the others never do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed the single-tensor forms; older releases know only the first names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks in the group; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def all_reduce_(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduces contiguous `tensor` over the group in place and returns it. Moves 2(n-1)/n of its bytes per rank."""
+    if group is not None:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The reduction of `tensor` over the group as a new tensor (the tensor itself for a group of one)."""
+    if group is None:
+        return tensor
+    return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
+
+
+def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[n, ...] on each rank -> [n * size, ...], in rank order. Each rank receives (size - 1) shards."""
+    if group is None:
+        return tensor
+    gathered = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
+    _all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[n * size, ...] on each rank -> this rank's [n, ...] slice of the sum over ranks. ValueError where n is not whole."""
+    if group is None:
+        return tensor
+    if tensor.shape[0] % group.size():
+        raise ValueError(f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group size {group.size()}")
+    scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
+    _reduce_scatter(scattered, tensor.contiguous(), group=group)
+    return scattered
+
+
+def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
+    """Overwrites `tensor` on every rank with that of the group's rank `group_source`."""
+    if group is not None:
+        dist.broadcast(tensor, src=dist.get_global_rank(group, group_source), group=group)
+    return tensor

@@ -1,0 +1,36 @@
+"""What a sharded layer needs to know of its surroundings, handed to its constructor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.state import ParallelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelContext:
+    """A rank's place in its TP group, whether the sequence is sharded there too, and where parameters live."""
+
+    rng: RngStreams
+    group: ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    sequence_parallel: bool = False
+    device: torch.device = torch.device("cpu")
+    params_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, parallel: ParallelState, *, sequence_parallel: bool, params_dtype: torch.dtype) -> TensorParallelContext:
+        """The context of this rank."""
+        return cls(rng=parallel.rng, group=parallel.tp_group, rank=parallel.tp_rank, size=parallel.tp_size,
+                   sequence_parallel=sequence_parallel and parallel.tp_size > 1, device=parallel.device,
+                   params_dtype=params_dtype)
+
+    @property
+    def residual_stream(self) -> str:
+        """The RNG stream of draws on the residual stream: per rank where each rank holds other tokens, else shared."""
+        return TENSOR_PARALLEL if self.sequence_parallel else DEFAULT
