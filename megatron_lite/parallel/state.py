@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.rng import RngStreams
 
@@ -57,6 +58,13 @@ class ParallelState:
         """Returns once every rank has come here."""
         if self.mesh is not None:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes. One all-reduce of one number; waits for the device."""
+        if self.mesh is None:
+            return yes
+        votes = torch.tensor(float(yes), device=self.device)
+        return all_reduce_(votes, self.world_group, dist.ReduceOp.MIN).item() == 1.0
 
 
 @contextmanager

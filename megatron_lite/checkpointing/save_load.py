@@ -1,0 +1,222 @@
+"""Saving a run and loading it again: bit for bit in the same layout, and at any other tensor-parallel size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_lite.checkpointing.files import (
+    CONFIG,
+    METADATA,
+    latest_step,
+    publish_step,
+    rng_file,
+    shard_file,
+    start_step,
+    step_directory,
+    sync_file,
+    write_durably,
+)
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, layouts_of, owned_rows
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
+from megatron_lite.parallel.state import ParallelState
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Where the loaded run stands, and what its user should know."""
+
+    progress: Progress
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """metadata.json: what is needed to read the tensors of a step."""
+
+    progress: Progress
+    tp_size: int
+    dp_size: int
+    num_updates: int
+    parameters: dict[str, SavedLayout]
+
+    def to_json(self) -> str:
+        """The file's text."""
+        return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size,
+                           "dp_size": self.dp_size, "num_updates": self.num_updates,
+                           "parameters": {name: layout.to_plain() for name, layout in self.parameters.items()}}, indent=1)
+
+    @classmethod
+    def read(cls, step: Path) -> Metadata:
+        """Reads a step's metadata. InputError where it is damaged or of another format."""
+        path = step / METADATA
+        try:
+            values = json.loads(path.read_text())
+            if values["format"] != FORMAT:
+                raise InputError(f"{path}: format {values['format']}, but this version reads format {FORMAT}")
+            return cls(progress=Progress(**values["progress"]), tp_size=int(values["tp_size"]), dp_size=int(values["dp_size"]),
+                       num_updates=int(values["num_updates"]),
+                       parameters={name: SavedLayout.from_plain(layout) for name, layout in values["parameters"].items()})
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise InputError(f"{path}: cannot be read ({error!r}): the checkpoint is damaged") from error
+
+
+def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, model: GPTModel, optimizer: Optimizer,
+                    progress: Progress) -> None:
+    """Writes iter_N under `directory` and points at it. Every rank must call this; it returns once the step is durable.
+
+    InputError on every rank where any rank could not write; the checkpoints that were there before stay as they are.
+    """
+    root = Path(directory)
+    iteration = progress.iteration
+    _together(parallel, directory, lambda: start_step(root, iteration) if parallel.rank == 0 else None)
+    temporary = step_directory(root, iteration).with_suffix(".tmp")
+    metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size,
+                        num_updates=optimizer.num_updates, parameters=layouts_of(model))
+
+    def write() -> None:
+        if parallel.dp_rank == 0:
+            _write_tensors(temporary / shard_file("model", parallel.tp_rank, parallel.tp_size), _model_tensors(model, parallel))
+            _write_tensors(temporary / shard_file("optimizer", parallel.tp_rank, parallel.tp_size),
+                           _optimizer_tensors(model, optimizer, parallel))
+        _write_tensors(temporary / rng_file(parallel.rank), parallel.rng.snapshot().states)
+        if parallel.rank == 0:
+            write_durably(temporary / CONFIG, config.to_json().encode())
+            write_durably(temporary / METADATA, metadata.to_json().encode())
+
+    _together(parallel, directory, write)
+    _together(parallel, directory, lambda: publish_step(root, iteration) if parallel.rank == 0 else None)
+
+
+def load_checkpoint(config: RunConfig, parallel: ParallelState, model: GPTModel, optimizer: Optimizer | None) -> Loaded:
+    """Fills model, optimizer and random-number streams from the newest step under `--load`.
+
+    `--finetune` takes the weights alone and starts at iteration 0. InputError: nothing there (unless `--allow-fresh-start`),
+    another architecture or vocabulary, damaged files.
+    """
+    options = config.checkpoint
+    assert options.load is not None
+    step = latest_step(Path(options.load))
+    if step is None:
+        if options.allow_fresh_start:
+            return Loaded(progress=Progress(), notices=(f"--load {options.load}: no checkpoint there, starting from scratch",))
+        raise InputError(f"--load {options.load}: no checkpoint there (no latest_checkpointed_iteration.txt). Correct the path, "
+                         "or add --allow-fresh-start to begin without one")
+    metadata = Metadata.read(step)
+    check_same_model(config, read_config(step), where=str(step))
+    load_weights(step, metadata, parallel, model)
+    notices = [f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}"]
+    if optimizer is not None:
+        optimizer.reset_masters()
+        if not options.finetune and not options.no_load_optim:
+            _load_optimizer(step, metadata, parallel, model, optimizer)
+    if options.finetune:
+        return Loaded(progress=Progress(), notices=(*notices, "--finetune: weights only, starting at iteration 0"))
+    if not options.no_load_rng:
+        notices += _load_rng(step, metadata, parallel)
+    return Loaded(progress=metadata.progress, notices=tuple(notices))
+
+
+def read_config(step: Path) -> RunConfig:
+    """The configuration of the run that saved a step. InputError where it cannot be read."""
+    path = step / CONFIG
+    try:
+        return RunConfig.from_json(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}): the checkpoint is damaged or of another version") from error
+
+
+def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
+    """InputError with a table of the differing fields, unless weights of `saved` fit into a model of `ours`.
+
+    Dropout, the attention backend and the spread of initial weights may differ: they do not change what a weight means.
+    """
+    free = {"hidden_dropout", "attention_dropout", "attention_backend", "attention_softmax_in_fp32", "init_method_std"}
+    mine, theirs = asdict(ours.model), asdict(saved.model)
+    mine["vocabulary"], theirs["vocabulary"] = ours.tokenizer.true_vocab_size, saved.tokenizer.true_vocab_size
+    differing = [name for name in mine if name not in free and mine[name] != theirs[name]]
+    if differing:
+        rows = "".join(f"\n  {name:40} {theirs[name]!s:>20} {mine[name]!s:>20}" for name in differing)
+        raise InputError(f"{where} holds another model:\n  {'field':40} {'checkpoint':>20} {'this run':>20}{rows}")
+
+
+@torch.no_grad()
+def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel) -> None:
+    """Fills the model's parameters. InputError where their names or global shapes differ from the checkpoint's."""
+    with ShardReader(step, "model", saved_tp_size=metadata.tp_size) as reader:
+        for name, parameter in model.named_parameters():
+            saved, wanted = metadata.parameters.get(name), spec_of(parameter)
+            if saved is None or saved.global_shape != wanted.global_shape:
+                raise InputError(f"{step}: parameter {name} is {'missing' if saved is None else saved.global_shape}, this model "
+                                 f"has {wanted.global_shape}")
+            parameter.copy_(reader.read(name, saved.spec(), wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size))
+
+
+def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel, optimizer: Optimizer) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
+    with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
+        for name, parameter in model.named_parameters():
+            saved, wanted = metadata.parameters[name].spec(), spec_of(parameter)
+            states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+                            for key in ("exp_avg", "exp_avg_sq", "master") if reader.has(f"{name}/{key}")}
+    optimizer.load(states, num_updates=metadata.num_updates)
+
+
+def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
+    if (metadata.tp_size, metadata.dp_size) != (parallel.tp_size, parallel.dp_size):
+        return [f"the checkpoint was saved on TP {metadata.tp_size} x DP {metadata.dp_size}, this run has TP {parallel.tp_size} x "
+                f"DP {parallel.dp_size}: random-number streams (dropout) start from --seed"]
+    path = step / rng_file(parallel.rank)
+    try:
+        parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
+    except Exception as error:
+        raise InputError(f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed") from error
+    return []
+
+
+def _model_tensors(model: GPTModel, parallel: ParallelState) -> dict[str, Tensor]:
+    return _owned({name: (parameter, parameter) for name, parameter in model.named_parameters()}, parallel)
+
+
+def _optimizer_tensors(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> dict[str, Tensor]:
+    return _owned({f"{name}/{key}": (value, parameter) for name, parameter in model.named_parameters()
+                   for key, value in optimizer.states[name].items()}, parallel)
+
+
+def _owned(tensors: dict[str, tuple[Tensor, Tensor]], parallel: ParallelState) -> dict[str, Tensor]:
+    """What this rank saves of {key: (tensor, the parameter whose split it shares)}."""
+    owned = {key: owned_rows(tensor, spec_of(parameter), tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+             for key, (tensor, parameter) in tensors.items()}
+    return {key: tensor for key, tensor in owned.items() if tensor is not None}
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, str(path))
+    sync_file(path)
+
+
+def _together(parallel: ParallelState, directory: str, action: Any) -> None:
+    """Runs `action` on every rank and waits for all. Where any rank fails, all raise: none is left waiting for another."""
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    if parallel.all_agree(failure is None):
+        return
+    reason = str(failure) if failure is not None else "another rank failed"
+    raise InputError(f"--save {directory}: the checkpoint could not be written ({reason})") from failure

@@ -1,0 +1,1 @@
+"""Floor 3: arithmetic of bytes and FLOPs. No torch."""

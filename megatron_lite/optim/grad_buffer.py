@@ -1,0 +1,72 @@
+"""All gradients of a rank in one contiguous float32 buffer (float64 for a float64 model), in which backward accumulates over micro-batches.
+
+    [ gradients that TP ranks must add | all others ]       one all-reduce over TP for the first part,
+                                                            one over DP for the whole
+A float32 parameter's `.grad` is a view of the buffer. So is a bf16 parameter's (`grad_dtype`): each micro-batch's gradient is
+rounded to bf16 once and summed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.state import ParallelState
+
+ALIGNMENT = 32  # elements: 128 bytes, so that vectorised kernels take their fast path on every view
+
+
+class GradBuffer:
+    """Owns the gradients of the given parameters; `grads[name]` is the float32 view of one."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], parallel: ParallelState) -> None:
+        self._parallel = parallel
+        ordered = sorted(parameters.items(), key=lambda item: not spec_of(item[1]).sum_grad_over_tp)  # stable
+        starts, total, num_partial = {}, 0, 0
+        for name, parameter in ordered:
+            starts[name] = total
+            total += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            if spec_of(parameter).sum_grad_over_tp:
+                num_partial = total
+        dtype = torch.promote_types(torch.float32, ordered[0][1].dtype)
+        self._flat = torch.zeros(total, dtype=dtype, device=parallel.device)
+        self._partial = self._flat[:num_partial]
+        self.grads: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            view = self._flat[starts[name] : starts[name] + parameter.numel()].view_as(parameter)
+            self.grads[name] = view
+            _accumulate_into(parameter, view)
+
+    def zero_(self) -> None:
+        """Forgets all gradients."""
+        self._flat.zero_()
+
+    def reduce_(self) -> None:
+        """Completes the gradients once backward has run: sums over TP where ranks hold parts, then sums over DP."""
+        if self._partial.numel():
+            all_reduce_(self._partial, self._parallel.tp_group)
+        all_reduce_(self._flat, self._parallel.dp_group)
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies all gradients by a 0-d tensor, without reading it."""
+        self._flat.mul_(factor)
+
+
+def _accumulate_into(parameter: nn.Parameter, view: Tensor) -> None:
+    if parameter.dtype == view.dtype:
+        parameter.grad = view
+    elif hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = torch.float32
+        parameter.grad = view
+    else:  # torch before grad_dtype
+
+        def add_and_drop(owner: Tensor) -> None:
+            assert owner.grad is not None
+            view.add_(owner.grad)
+            owner.grad = None
+
+        parameter.register_post_accumulate_grad_hook(add_and_drop)

@@ -1,0 +1,44 @@
+"""Micro-batches of token ids on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.parallel.state import ParallelState
+
+
+class SampleDataset(Protocol):
+    """A map from a sample's number to its s+1 token ids, int64."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+class MicroBatch(NamedTuple):
+    """tokens and labels [b, s]: labels are the tokens one position later."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device) -> MicroBatch:
+    """The named samples. The copy to a GPU does not wait for the kernels before it."""
+    samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
+    if device.type == "cuda":
+        samples = samples.pin_memory().to(device, non_blocking=True)
+    return MicroBatch(samples[:, :-1].contiguous(), samples[:, 1:].contiguous())
+
+
+def microbatches(dataset: SampleDataset, *, consumed_samples: int, micro_batch_size: int, num_microbatches: int,
+                 parallel: ParallelState) -> Iterator[MicroBatch]:
+    """This data-parallel rank's micro-batches of the iteration that starts after `consumed_samples`."""
+    for number in range(num_microbatches):
+        indices = microbatch_indices(consumed_samples, micro_batch_size, parallel.dp_rank, parallel.dp_size, number)
+        yield fetch(dataset, indices, parallel.device)

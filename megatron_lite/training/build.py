@@ -1,0 +1,48 @@
+"""From a RunConfig to the parts of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.data.build import build_datasets
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.training.loop import Trainer
+
+
+def build_model(config: RunConfig, parallel: ParallelState) -> GPTModel:
+    """This rank's shard of the model, initialised from `--seed`; bf16 weights under `--bf16` (see optim/adamw.py)."""
+    context = TensorParallelContext.of(parallel, sequence_parallel=config.parallel.sequence_parallel,
+                                       params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32)
+    model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
+                     padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size))
+    initialize_parameters_(model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    return model
+
+
+def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
+    """Model, optimizer, schedule and data of a run, at iteration 0 or where `--load` stands.
+
+    InputError: no data, no length, no learning rate, a batch that does not divide, faults in the data files.
+    """
+    training = config.training
+    try:
+        num_iterations = training.num_iterations(parallel.dp_size)
+        num_microbatches = training.num_microbatches(parallel.dp_size)
+        batch_size = training.batch_size(parallel.dp_size)
+        schedule = LrSchedule.build(config.lr_schedule, num_iterations=num_iterations, batch_size=batch_size)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    evaluation_samples = training.eval_iters * batch_size
+    datasets = build_datasets(config.data, vocab_size=config.tokenizer.true_vocab_size, seed=training.seed,
+                              num_samples=(num_iterations * batch_size, evaluation_samples, evaluation_samples))
+    model = build_model(config, parallel)
+    optimizer = Optimizer(model, config.optimizer, parallel)
+    return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
+                   num_iterations=num_iterations, num_microbatches=num_microbatches, batch_size=batch_size)

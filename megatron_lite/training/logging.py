@@ -1,0 +1,172 @@
+"""What a person and a program read while training: Megatron's lines, a progress bar, JSON lines, TensorBoard.
+
+Only rank 0 writes; the other ranks hold a RunLog that stays silent, so that no caller asks for its rank.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from contextlib import ExitStack
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_lite.config.training import LoggingConfig
+from megatron_lite.training.evaluate import Evaluation
+from megatron_lite.training.metrics import IterationRecord, MetricsFile
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class RunFacts(NamedTuple):
+    """What log lines need to know of the run. flops: model FLOPs of one iteration, over all ranks."""
+
+    num_iterations: int
+    batch_size: int
+    world_size: int
+    flops: int
+    device: torch.device
+
+
+class LogExtras(NamedTuple):
+    """Figures computed only on logged iterations and only if asked for."""
+
+    params_norm: float | None = None
+    num_zeros: int | None = None
+
+
+class RunLog:
+    """The log of one run. `start` is the number of iterations done before."""
+
+    def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: int) -> None:
+        self._config = config
+        self._facts = facts
+        self._enabled = enabled
+        self._interval: list[IterationRecord] = []
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+        self._metrics: MetricsFile | None = None
+        self._tensorboard: SummaryWriter | None = None
+        if not enabled:
+            return
+        if config.metrics_jsonl:
+            self._metrics = self._stack.enter_context(MetricsFile(config.metrics_jsonl, after_iteration=start))
+        if config.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = self._stack.enter_context(SummaryWriter(config.tensorboard_dir, purge_step=start + 1))
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
+                       TimeElapsedColumn())
+            self._progress = self._stack.enter_context(Progress(*columns, console=Console(soft_wrap=True)))
+            self._task = self._progress.add_task("training", total=facts.num_iterations, completed=start, status="")
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def line(self, text: str) -> None:
+        """Prints one line."""
+        if not self._enabled:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def iteration(self, record: IterationRecord, extras: LogExtras) -> None:
+        """Takes one iteration's figures; prints Megatron's line, averaged since the last one, every --log-interval iterations."""
+        if not self._enabled:
+            return
+        if self._metrics is not None:
+            self._metrics.write(record)
+        if self._tensorboard is not None:
+            _write_scalars(self._tensorboard, record, extras, self._facts, self._config)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.iteration, status=(
+                f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | ETA {_eta(record, self._facts)}"))
+        self._interval.append(record)
+        if record.iteration % self._config.log_interval == 0:
+            self.line(iteration_line(self._interval, self._facts, extras, throughput=self._config.log_throughput))
+            self._interval.clear()
+
+    def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
+        """Prints the loss and perplexity of a validation or test pass."""
+        text = (f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
+                f"lm loss PPL: {result.perplexity:.6E} | ")
+        rule = "-" * len(text)
+        self.line(f"{rule}\n{text}\n{rule}")
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar(f"lm loss {name}", result.loss, iteration)
+            if self._config.log_validation_ppl_to_tensorboard:
+                self._tensorboard.add_scalar(f"lm loss {name} ppl", result.perplexity, iteration)
+
+
+def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool) -> str:
+    """Megatron's iteration line over the records since the last one, with its fields in its order, then our own."""
+    last = records[-1]
+    ms = sum(record.iteration_ms for record in records) / len(records)
+    losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
+    tokens_per_second = sum(record.tokens_per_second for record in records) / len(records)
+    fields = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.num_iterations:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {ms:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {_teraflops(ms, facts):.1f}" if throughput else None,
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {facts.batch_size:5d}",
+        f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
+        "loss scale: 1.0",
+        f"grad norm: {last.grad_norm:.3f}",
+        f"num zeros: {extras.num_zeros}" if extras.num_zeros is not None else None,
+        f"params norm: {extras.params_norm:.3f}" if extras.params_norm is not None else None,
+        f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
+        f"number of nan iterations: {sum(record.nan for record in records):3d}",
+        f"tokens/s/GPU: {tokens_per_second / facts.world_size:.1f}",
+        f"peak GiB: {peak_gib(facts.device):.2f}",
+        f"ETA: {_eta(last, facts, ms)}",
+    ]
+    return " | ".join(field for field in fields if field is not None) + " |"
+
+
+def peak_gib(device: torch.device) -> float:
+    """The most memory this process has held: allocated on the GPU, or resident on a CPU run."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
+
+
+def _teraflops(ms: float, facts: RunFacts) -> float:
+    return facts.flops / (ms / 1000.0) / facts.world_size / 1e12
+
+
+def _eta(record: IterationRecord, facts: RunFacts, ms: float | None = None) -> str:
+    seconds = int((facts.num_iterations - record.iteration) * (record.iteration_ms if ms is None else ms) / 1000.0)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _write_scalars(writer: SummaryWriter, record: IterationRecord, extras: LogExtras, facts: RunFacts,
+                   config: LoggingConfig) -> None:
+    scalars: dict[str, float | None] = {
+        "learning-rate": record.learning_rate, "batch-size": facts.batch_size, "lm loss": record.lm_loss, "loss-scale": 1.0,
+        "grad-norm": record.grad_norm, "num-zeros": extras.num_zeros, "params-norm": extras.params_norm,
+        "throughput": _teraflops(record.iteration_ms, facts) if config.log_throughput else None,
+        "iteration-time": record.iteration_ms / 1000.0 if config.log_timers_to_tensorboard else None,
+        "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
+    }
+    for name, value in scalars.items():
+        if value is not None:
+            writer.add_scalar(name, value, record.iteration)
+    writer.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples)
+
+

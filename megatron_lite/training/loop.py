@@ -1,0 +1,164 @@
+"""The training loop: step, record, evaluate, save, until the run or its --exit-interval ends.
+
+On a GPU the figures of a step are read only after the next step was started, so that the device never waits for the log.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.save_load import load_checkpoint, save_checkpoint
+from megatron_lite.config.run import RunConfig
+from megatron_lite.data.build import Datasets
+from megatron_lite.memory.flops import step_flops
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.batches import SampleDataset, microbatches
+from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.logging import LogExtras, RunFacts, RunLog
+from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.step import StepResult, TrainingError, train_step
+
+
+class StartedStep(NamedTuple):
+    """A step whose figures may still be on the device."""
+
+    iteration: int
+    consumed_samples: int
+    learning_rate: float
+    result: StepResult
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a run, and how far it has come."""
+
+    config: RunConfig
+    parallel: ParallelState
+    model: GPTModel
+    optimizer: Optimizer
+    schedule: LrSchedule
+    datasets: Datasets
+    num_iterations: int
+    num_microbatches: int
+    batch_size: int
+    progress: Progress = field(default_factory=Progress)
+    _started: deque[StartedStep] = field(default_factory=deque, init=False)
+    _clock: float = field(default=0.0, init=False)
+    _saved_at: int = field(default=-1, init=False)
+
+    def run(self) -> Progress:
+        """Trains from where `--load` stands to the end, or to the exit interval. TrainingError where the loss is not finite."""
+        notices = self._load()
+        with self._open_log() as log:
+            for notice in notices:
+                log.line(notice)
+            finished = self._train(log)
+            self._save(log)
+            if finished:
+                self._evaluate("validation", self.datasets.valid, log)
+                self._evaluate("test", self.datasets.test, log)
+        return self.progress
+
+    def _train(self, log: RunLog) -> bool:
+        """Runs iterations until the end (True) or the exit interval (False)."""
+        training, checkpoint = self.config.training, self.config.checkpoint
+        steps_in_flight = 1 if self.parallel.device.type == "cuda" else 0
+        self._clock = time.perf_counter()
+        while self.progress.iteration < self.num_iterations:
+            self._started.append(self._start_step())
+            iteration = self.progress.iteration
+            evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
+            saves, exits = _due(iteration, checkpoint.save_interval), _due(iteration, training.exit_interval)
+            finished = iteration == self.num_iterations
+            while len(self._started) > (0 if evaluates or saves or exits or finished else steps_in_flight):
+                self._finish_step(self._started.popleft(), log)
+            if evaluates:
+                self._evaluate("validation", self.datasets.valid, log)
+            if saves:
+                self._save(log)
+            if exits and not finished:
+                log.line(f"exiting at iteration {iteration}: --exit-interval {training.exit_interval}")
+                return False
+            if evaluates or saves:
+                self._clock = time.perf_counter()
+        return True
+
+    def _start_step(self) -> StartedStep:
+        before = self.progress.consumed_samples
+        learning_rate = self.schedule.at(before)
+        batches = microbatches(self.datasets.train, consumed_samples=before, num_microbatches=self.num_microbatches,
+                               micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel)
+        result = train_step(self.model, self.optimizer, batches, num_microbatches=self.num_microbatches,
+                            learning_rate=learning_rate, parallel=self.parallel)
+        self.progress = replace(self.progress, iteration=self.progress.iteration + 1,
+                                consumed_samples=before + self.batch_size)
+        return StartedStep(self.progress.iteration, self.progress.consumed_samples, learning_rate, result)
+
+    def _finish_step(self, step: StartedStep, log: RunLog) -> None:
+        """Reads a step's figures (the one place that waits for the device), counts and logs them."""
+        loss, grad_norm, skipped = torch.stack([value.float() for value in step.result]).tolist()
+        seconds = time.perf_counter() - self._clock
+        self._clock += seconds
+        is_nan = not math.isfinite(loss)
+        self.progress = replace(self.progress, skipped_iterations=self.progress.skipped_iterations + int(skipped),
+                                nan_iterations=self.progress.nan_iterations + is_nan)
+        log.iteration(IterationRecord(
+            iteration=step.iteration, consumed_samples=step.consumed_samples, lm_loss=loss, grad_norm=grad_norm,
+            learning_rate=step.learning_rate, iteration_ms=seconds * 1000.0,
+            tokens_per_second=self.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
+        ), self._extras(step.iteration))
+        if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or skipped):
+            raise TrainingError(f"iteration {step.iteration}: the loss is {loss} and the gradient norm {grad_norm}, so no weight "
+                                "was changed. Lower --lr or raise --lr-warmup-iters; with "
+                                "--no-check-for-nan-in-loss-and-grad such iterations are skipped and counted instead")
+
+    def _extras(self, iteration: int) -> LogExtras:
+        logging = self.config.logging
+        if iteration % logging.log_interval:
+            return LogExtras()
+        return LogExtras(params_norm=self.optimizer.params_norm().item() if logging.log_params_norm else None,
+                         num_zeros=int(self.optimizer.num_zeros_in_grad().item()) if logging.log_num_zeros_in_grad else None)
+
+    def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog) -> None:
+        if dataset is None or self.config.training.eval_iters == 0:
+            return
+        result = evaluate(self.model, dataset, num_iterations=self.config.training.eval_iters, parallel=self.parallel,
+                          num_microbatches=self.num_microbatches, micro_batch_size=self.config.training.micro_batch_size)
+        log.evaluation(name, self.progress.iteration, result)
+
+    def _load(self) -> list[str]:
+        if self.config.checkpoint.load is None:
+            return []
+        loaded = load_checkpoint(self.config, self.parallel, self.model, self.optimizer)
+        self.progress = loaded.progress
+        return list(loaded.notices)
+
+    def _save(self, log: RunLog) -> None:
+        directory, iteration = self.config.checkpoint.save, self.progress.iteration
+        if directory is None or iteration in (0, self._saved_at):
+            return
+        log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+        save_checkpoint(directory, self.config, self.parallel, self.model, self.optimizer, self.progress)
+        log.line(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
+        self._saved_at = iteration
+
+    def _open_log(self) -> RunLog:
+        flops = step_flops(self.config.model, batch=self.batch_size, seq_length=self.config.data.seq_length,
+                           padded_vocab_size=self.config.tokenizer.padded_vocab_size(self.parallel.tp_size))
+        facts = RunFacts(num_iterations=self.num_iterations, batch_size=self.batch_size, device=self.parallel.device,
+                         world_size=self.parallel.world_size, flops=flops)
+        return RunLog(self.config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress.iteration)
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0

@@ -1,0 +1,85 @@
+"""What one iteration reports, and the JSON-lines file of it.
+
+One object per iteration, floats with all their digits: equal text means equal numbers. A NaN or infinite value is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from megatron_lite.config.checks import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationRecord:
+    """lm_loss: mean over the global batch, nats per token. learning_rate: the one used. skipped, nan: 0 or 1.
+
+    tokens_per_second: over all ranks.
+    """
+
+    iteration: int
+    consumed_samples: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    iteration_ms: float
+    tokens_per_second: float
+    skipped: int
+    nan: int
+
+
+class MetricsFile:
+    """Appends records to a file, one JSON object a line, each flushed.
+
+    Opened at iteration n, it keeps the rows up to n and drops later ones, which the run is about to write again: a resumed run
+    leaves the same rows as an uninterrupted one. Where rows are dropped, the file as it was stays beside it as FILE.previous.
+    """
+
+    def __init__(self, path: str, *, after_iteration: int) -> None:
+        target = Path(path)
+        kept = _rows_up_to(target, after_iteration)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if kept is not None:
+                os.replace(target, f"{path}.previous")
+                target.write_text("".join(kept))
+            self._file: IO[str] = target.open("a")
+        except OSError as error:
+            raise InputError(f"--metrics-jsonl {path}: cannot be written ({error.strerror}): choose another file") from error
+
+    def write(self, record: IterationRecord) -> None:
+        """Appends one row."""
+        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+               for key, value in asdict(record).items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+
+def _rows_up_to(path: Path, iteration: int) -> list[str] | None:
+    """The rows to keep, or None where the file may stay as it is. A last line cut short by a kill is dropped."""
+    if not path.is_file():
+        return None
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if _iteration_of(line) is not None and (_iteration_of(line) or 0) <= iteration]
+    return None if kept == lines else kept
+
+
+def _iteration_of(line: str) -> int | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    number = value.get("iteration") if isinstance(value, dict) else None
+    return number if isinstance(number, int) and line.endswith("\n") else None

@@ -1,0 +1,108 @@
+"""Small models for tests, built and run on one rank of a TP group, and compared as whole (unsharded) tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.parallel.collectives import all_gather_first_dim
+from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+
+VOCAB_SIZE = 61  # not a multiple of anything that splits it
+SEQ_LENGTH, BATCH = 12, 3
+
+
+def tiny_config(**overrides: object) -> ModelConfig:
+    """A GPT of unequal small sizes without dropout."""
+    values: dict[str, object] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=40, kv_channels=6,
+                                     max_position_embeddings=17, hidden_dropout=0.0, attention_dropout=0.0,
+                                     init_method_std=0.2)
+    return ModelConfig(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+@contextmanager
+def tp_state(tp_size: int, *, seed: int = 7) -> Iterator[ParallelState]:
+    """The parallel state of this process within the initialised default group (or alone)."""
+    config = ParallelConfig(tensor_model_parallel_size=tp_size, distributed_backend="gloo")
+    with parallel_state(config, seed=seed) as parallel:
+        yield parallel
+
+
+def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool = False,
+                     dtype: torch.dtype = torch.float64, seed: int = 7) -> GPTModel:
+    """This rank's shard. The vocabulary is padded to 64 rows per rank, so that padding depends on the TP size."""
+    context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype)
+    model = GPTModel(config, context, vocab_size=VOCAB_SIZE, padded_vocab_size=-(-VOCAB_SIZE // (64 * parallel.tp_size))
+                     * 64 * parallel.tp_size)
+    initialize_parameters_(model, seed=seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    perturb_constant_parameters_(model, parallel)
+    return model
+
+
+@torch.no_grad()
+def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> None:
+    """Gives biases and norm weights distinct values (by global index), since zeros and ones hide mistakes."""
+    for parameter in model.parameters():
+        spec = spec_of(parameter)
+        if spec.init_std is not None:
+            continue
+        whole = 0.3 * torch.sin(torch.arange(spec.global_shape[0], dtype=parameter.dtype) + 1.0) + spec.init_value
+        if spec.tp_dim is None:
+            parameter.copy_(whole)
+        else:
+            for span in spec.spans(parallel.tp_rank, parallel.tp_size):
+                parameter[span.local_start : span.local_start + span.length] = whole[span.global_start :][: span.length]
+
+
+def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH) -> tuple[Tensor, Tensor]:
+    """(tokens, labels), each [b, s]."""
+    text = torch.randint(0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> Tensor:
+    """The global tensor of which each TP rank holds a shard split like `parameter`, without padding."""
+    spec = spec_of(parameter)
+    if spec.tp_dim is None:
+        return local.detach().clone()
+    shards = all_gather_first_dim(local.detach().unsqueeze(0).contiguous(), parallel.tp_group)
+    whole = local.new_zeros(spec.global_shape)
+    for rank in range(parallel.tp_size):
+        for span in spec.spans(rank, parallel.tp_size):
+            whole.narrow(spec.tp_dim, span.global_start, span.length).copy_(
+                shards[rank].narrow(spec.tp_dim, span.local_start, span.length))
+    return whole
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Loss, and whole gradients by parameter name."""
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+def loss_and_grads(model: GPTModel, parallel: ParallelState, *, micro_batches: int = 2) -> Outcome:
+    """Two micro-batches forward and backward through the product's own gradient buffer."""
+    parameters = dict(model.named_parameters())
+    buffer = GradBuffer(parameters, parallel)
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(micro_batches):
+        tokens, labels = sample_tokens(number)
+        loss = model.loss(tokens, labels).mean() / micro_batches
+        loss.backward()
+        total += loss.detach()
+    buffer.reduce_()
+    return Outcome(total, {name: whole_tensor(buffer.grads[name], parameter, parallel)
+                           for name, parameter in parameters.items()})
