@@ -45,12 +45,12 @@ def latest_step(root: Path) -> Path | None:
         return None
     text = pointer.read_text(errors="replace")[:32].strip()
     if not re.fullmatch(r"\d{1,9}", text):
-        raise InputError(f"{pointer}: expected an iteration number, found {text!r}: write the number of a complete iter_* folder "
-                         "into it")
+        raise InputError(f"{pointer}: expected an iteration number, found {text!r}: write the number of a complete iter_* "
+                         "folder into it")
     step = step_directory(root, int(text))
     if not (step / METADATA).is_file():
-        raise InputError(f"{pointer} names iteration {text}, but {step / METADATA} does not exist: write the number of a complete "
-                         "iter_* folder into it")
+        raise InputError(f"{pointer} names iteration {text}, but {step / METADATA} does not exist: write the number of a "
+                         "complete iter_* folder into it")
     return step
 
 

@@ -178,8 +178,8 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
     if (metadata.tp_size, metadata.dp_size) != (parallel.tp_size, parallel.dp_size):
-        return [f"the checkpoint was saved on TP {metadata.tp_size} x DP {metadata.dp_size}, this run has TP {parallel.tp_size} x "
-                f"DP {parallel.dp_size}: random-number streams (dropout) start from --seed"]
+        return [f"the checkpoint was saved on TP {metadata.tp_size} x DP {metadata.dp_size}, this run has "
+                f"TP {parallel.tp_size} x DP {parallel.dp_size}: random-number streams (dropout) start from --seed"]
     path = step / rng_file(parallel.rank)
     try:
         parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
@@ -205,7 +205,10 @@ def _owned(tensors: dict[str, tuple[Tensor, Tensor]], parallel: ParallelState) -
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # what the umask allows; save_file would make it readable by its owner alone
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, str(path))
+    path.chmod(mode)
     sync_file(path)
 
 

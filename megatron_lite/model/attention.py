@@ -5,6 +5,8 @@ linear_qkv's output rows are Megatron's, group by group: [q .. q k v][q .. q k v
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,7 +78,7 @@ class CoreAttention(nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        with self.rng.fork(TENSOR_PARALLEL):
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
                                                   enable_gqa=query.shape[1] != key.shape[1])
 

@@ -1,4 +1,4 @@
-"""All gradients of a rank in one contiguous float32 buffer (float64 for a float64 model), in which backward accumulates over micro-batches.
+"""All gradients of a rank in one contiguous buffer, float32 (float64 for a float64 model), where backward accumulates them.
 
     [ gradients that TP ranks must add | all others ]       one all-reduce over TP for the first part,
                                                             one over DP for the whole

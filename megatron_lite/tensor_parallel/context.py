@@ -16,12 +16,12 @@ class TensorParallelContext:
     """A rank's place in its TP group, whether the sequence is sharded there too, and where parameters live."""
 
     rng: RngStreams
+    device: torch.device
+    params_dtype: torch.dtype
     group: ProcessGroup | None = None
     rank: int = 0
     size: int = 1
     sequence_parallel: bool = False
-    device: torch.device = torch.device("cpu")
-    params_dtype: torch.dtype = torch.float32
 
     @classmethod
     def of(cls, parallel: ParallelState, *, sequence_parallel: bool, params_dtype: torch.dtype) -> TensorParallelContext:

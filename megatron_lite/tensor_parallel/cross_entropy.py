@@ -33,10 +33,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         accumulate = torch.float64 if logits.dtype == torch.float64 else torch.float32
         local = labels - first_id
         mine = (local >= 0) & (local < num_ids)
-        if num_ids:
-            maximum = true_logits.amax(-1).to(accumulate)  # [s, b]
-        else:  # a rank that holds nothing but padding
-            maximum = logits.new_full(labels.shape, -torch.inf, dtype=accumulate)
+        # [s, b]; a rank may hold nothing but padding
+        maximum = true_logits.amax(-1).to(accumulate) if num_ids else logits.new_full(labels.shape, -torch.inf, dtype=accumulate)
         all_reduce_(maximum, tp_group, dist.ReduceOp.MAX)
         sums = maximum.new_zeros((2, *labels.shape))  # label logit; sum of exponentials
         if num_ids:
@@ -50,7 +48,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return log_sum - sums[0]
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, mine, log_sum_exp = ctx.saved_tensors
         num_ids = ctx.num_ids
         # softmax - one_hot(label), times the incoming gradient; padding columns stay 0.

@@ -55,7 +55,7 @@ class _Copy(torch.autograd.Function):
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad_output, ctx.tp_group), None  # out of place: autograd may share grad_output
 
 
@@ -67,7 +67,7 @@ class _Reduce(torch.autograd.Function):
         return all_reduce(partial, tp_group)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output, None
 
 
@@ -80,7 +80,7 @@ class _GatherSequence(torch.autograd.Function):
         return all_gather_first_dim(hidden_states, tp_group)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter_first_dim(grad_output, ctx.tp_group), None
 
 
@@ -93,7 +93,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return reduce_scatter_first_dim(partial, tp_group)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return all_gather_first_dim(grad_output, ctx.tp_group), None
 
 
@@ -107,5 +107,5 @@ class _GatherColumns(torch.autograd.Function):
         return stacked.movedim(0, -2).flatten(-2)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output.narrow(-1, ctx.rank * ctx.columns, ctx.columns).contiguous(), None

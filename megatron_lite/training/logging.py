@@ -116,7 +116,7 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
     last = records[-1]
     ms = sum(record.iteration_ms for record in records) / len(records)
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
-    tokens_per_second = sum(record.tokens_per_second for record in records) / len(records)
+    tokens = sum(record.tokens_per_second * record.iteration_ms for record in records) / len(records) / 1000.0
     fields = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.num_iterations:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
@@ -131,7 +131,7 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
         f"params norm: {extras.params_norm:.3f}" if extras.params_norm is not None else None,
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
-        f"tokens/s/GPU: {tokens_per_second / facts.world_size:.1f}",
+        f"tokens/s/GPU: {tokens / (ms / 1000.0) / facts.world_size:.1f}",
         f"peak GiB: {peak_gib(facts.device):.2f}",
         f"ETA: {_eta(last, facts, ms)}",
     ]

@@ -141,6 +141,8 @@ class Trainer:
             return []
         loaded = load_checkpoint(self.config, self.parallel, self.model, self.optimizer)
         self.progress = loaded.progress
+        if self.config.checkpoint.load == self.config.checkpoint.save:
+            self._saved_at = loaded.progress.iteration
         return list(loaded.notices)
 
     def _save(self, log: RunLog) -> None:

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# A small GPT-2-style model on mock data. Runs as it is on a laptop's CPU; set the three variables for a machine with 8 GPUs:
+#   NPROC_PER_NODE=8 TP=4 bash examples/pretrain_gpt_small.sh --bf16        (data-parallel size 8 / 4 = 2)
+# Needs an environment with megatron_lite (bash examples/quickstart.sh makes .venv). Further flags are handed on, and win.
+# Saves to CHECKPOINT_PATH, and a second start continues from there: remove the directory, or name another, to start anew.
+set -euo pipefail
+
+NPROC_PER_NODE=${NPROC_PER_NODE:-2}
+TP=${TP:-2}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-$root/runs/gpt_small}
+PATH="${VENV:-$root/.venv}/bin:$PATH"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+DISTRIBUTED_ARGS=(
+    --standalone
+    --nproc_per_node "$NPROC_PER_NODE"
+)
+
+GPT_MODEL_ARGS=(
+    --num-layers 4
+    --hidden-size 128
+    --num-attention-heads 4
+    --seq-length 128
+    --max-position-embeddings 128
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 4
+    --global-batch-size 16
+    --train-iters 20
+    --lr 6.0e-4
+    --min-lr 6.0e-5
+    --lr-decay-style cosine
+    --lr-warmup-fraction .1
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.95
+    --init-method-std 0.02
+    --clip-grad 1.0
+)
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size "$TP"
+    --sequence-parallel
+)
+
+DATA_ARGS=(
+    --mock-data
+    --tokenizer-type NullTokenizer
+    --vocab-size 1023
+    --split 949,50,1
+)
+
+EVAL_AND_LOGGING_ARGS=(
+    --log-interval 5
+    --eval-interval 10
+    --eval-iters 2
+    --save "$CHECKPOINT_PATH"
+    --save-interval 10
+    --load "$CHECKPOINT_PATH"
+    --allow-fresh-start
+    --tensorboard-dir "$CHECKPOINT_PATH/tensorboard"
+)
+
+COMMAND=(
+    torchrun "${DISTRIBUTED_ARGS[@]}" "$root/pretrain_gpt.py"
+    "${GPT_MODEL_ARGS[@]}"
+    "${TRAINING_ARGS[@]}"
+    "${MODEL_PARALLEL_ARGS[@]}"
+    "${DATA_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "$@"
+)
+if [[ ${DRY_RUN:-} ]]; then
+    printf '%q ' "${COMMAND[@]}"
+    echo
+    exit 0
+fi
+exec "${COMMAND[@]}"

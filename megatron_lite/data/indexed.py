@@ -1,0 +1,203 @@
+"""Megatron's indexed dataset: token ids of many documents in PREFIX.bin, and where each one lies in PREFIX.idx.
+
+    PREFIX.bin   raw token ids, one after the other, no header
+    PREFIX.idx   "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences | u64 documents + 1      (34 bytes)
+                 i32[sequences] lengths in tokens | i64[sequences] byte offsets | i64[documents + 1] first sequence of each
+                 document | optionally i8[sequences] modes, which text does not use        (all little-endian)
+
+Both files are read by memory map, so a dataset larger than memory costs nothing to open. All of the index and the size of the
+.bin are checked when it is opened: a truncated copy is an error there, not garbage tokens later. Samples: see gpt.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import os
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.data.files import sync_file, sync_folder
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
+FLOAT_DTYPES = {6: "float64", 7: "float32"}
+FIX = "copy the pair again, or write it again with python -m megatron_lite.tools.preprocess_data"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that Megatron stores ids of this vocabulary in: u16 below 65500 ids, else i32."""
+    return TOKEN_DTYPES[8] if vocab_size < 65500 else TOKEN_DTYPES[4]
+
+
+class IndexedDataset:
+    """Sequences of token ids, read only. `get` returns views of the file: nothing is copied.
+
+    InputError at construction for everything that can be wrong with the two files.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        for path in (self.idx_path, self.bin_path):
+            if not os.path.isfile(path):
+                raise InputError(f"{path}: no such file. --data-path takes the prefix of a .bin and .idx pair, such as "
+                                 "my-corpus_text_document for my-corpus_text_document.bin")
+        self.dtype, sequences, documents = self._read_header()
+        ends = list(itertools.accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * documents)))
+        size = os.path.getsize(self.idx_path)
+        if size not in (ends[-1], ends[-1] + sequences):
+            raise self._fault(self.idx_path, f"{size} bytes", f"{ends[-1]} bytes for {sequences} sequences and "
+                              f"{documents - 1} documents")
+        self._index = index = np.memmap(self.idx_path, mode="r").view(np.ndarray)
+        self.sequence_lengths: np.ndarray = index[ends[0]:ends[1]].view("<i4")
+        self._offsets: np.ndarray = index[ends[1]:ends[2]].view("<i8")
+        self.document_indices: np.ndarray = index[ends[2]:ends[3]].view("<i8")
+        self._check_index()
+        is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
+        self.tokens: np.ndarray = (np.empty(0, self.dtype) if is_empty
+                                   else np.memmap(self.bin_path, self.dtype, mode="r").view(np.ndarray))
+
+    @property
+    def bin_path(self) -> str:
+        return self.prefix + ".bin"
+
+    @property
+    def idx_path(self) -> str:
+        return self.prefix + ".idx"
+
+    def __len__(self) -> int:
+        """Number of sequences; for text that is one per document that is not empty."""
+        return len(self.sequence_lengths)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` ids of a sequence from `offset` on, by default to its end. IndexError past the end."""
+        available = int(self.sequence_lengths[sequence]) - offset
+        length = available if length is None else length
+        if offset < 0 or not 0 <= length <= available:
+            raise IndexError(f"{self.bin_path}: tokens {offset}..{offset + length} of sequence {sequence}, which holds "
+                             f"{available + offset}")
+        start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
+        return self.tokens[start:start + length]
+
+    def document_of(self, sequence: int) -> int:
+        """The number of the document, counted from 0, that a sequence belongs to."""
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A key of the .bin size and every byte of the .idx: all that a sample index depends on."""
+        return f"{self.tokens.nbytes}-{hashlib.sha256(self._index.data).hexdigest()}"
+
+    def _read_header(self) -> tuple[np.dtype, int, int]:
+        with open(self.idx_path, "rb") as file:
+            header = file.read(HEADER.size)
+        if not header.startswith(MAGIC):
+            raise self._fault(self.idx_path, f"first bytes {header[:9]!r}", repr(MAGIC))
+        if len(header) < HEADER.size:
+            raise self._fault(self.idx_path, f"{len(header)} bytes", f"a header of {HEADER.size} bytes")
+        _, version, code, sequences, documents = HEADER.unpack(header)
+        if version != VERSION:
+            raise self._fault(self.idx_path, f"version {version}", f"version {VERSION}")
+        if code not in TOKEN_DTYPES:
+            known = ", ".join(f"{key} {value.name}" for key, value in TOKEN_DTYPES.items())
+            raise self._fault(self.idx_path, f"dtype code {code} {FLOAT_DTYPES.get(code, '')}".rstrip(), f"one of {known}")
+        if documents < 1:
+            raise self._fault(self.idx_path, "0 document indices", "one more than there are documents")
+        return TOKEN_DTYPES[code], sequences, documents
+
+    def _check_index(self) -> None:
+        lengths, documents, count = self.sequence_lengths, self.document_indices, len(self)
+        if count and lengths.min() < 0:
+            sequence = int(np.argmax(lengths < 0))
+            raise self._fault(self.idx_path, f"length {lengths[sequence]} of sequence {sequence}", "a length >= 0")
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        starts = ends - lengths.astype(np.int64) * self.dtype.itemsize
+        if not np.array_equal(self._offsets, starts):
+            sequence = int(np.argmax(self._offsets != starts))
+            raise self._fault(self.idx_path, f"offset {self._offsets[sequence]} of sequence {sequence}",
+                              f"{starts[sequence]}, where the sequence before it ends")
+        if documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
+            raise self._fault(self.idx_path, f"document indices from {documents[0]} to {documents[-1]}"
+                              + (", not in order" if (np.diff(documents) < 0).any() else ""),
+                              f"indices in ascending order from 0 to {count}, the number of sequences")
+        size, expected = os.path.getsize(self.bin_path), int(ends[-1]) if count else 0
+        if size != expected:
+            raise self._fault(self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them")
+
+    def _fault(self, path: str, found: str, expected: str) -> InputError:
+        return InputError(f"{path}: found {found}, expected {expected}: {FIX}")
+
+
+class IndexedDatasetWriter:
+    """Context manager that writes a pair of files, each document as one sequence.
+
+    Both appear under their names when the block ends without an exception, complete and on disk; otherwise nothing remains.
+    An older pair of that name stays whole until then. A document without tokens counts as a document of no sequence, as in
+    Megatron's tool.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        self._code = next(code for code, known in TOKEN_DTYPES.items() if known == self.dtype)
+        self._lengths: list[int] = []
+        self._document_indices = [0]
+        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        self._bin_tmp, self._idx_tmp = (f"{prefix}.{kind}.tmp-{os.getpid()}" for kind in ("bin", "idx"))
+        self._file = open(self._bin_tmp, "wb")  # noqa: SIM115 closed in __exit__
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._lengths)
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends one document. InputError where an id does not fit the type of the file."""
+        ids = np.asarray(tokens)
+        if ids.size:
+            limits = np.iinfo(self.dtype)
+            low, high = ids.min(), ids.max()
+            if low < max(0, limits.min) or high > limits.max:
+                raise InputError(f"{self.prefix}.bin: token id {low if low < 0 else high} of document "
+                                 f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to {limits.max}): "
+                                 "is --vocab-size the size of the tokenizer's vocabulary?")
+            self._file.write(ids.astype(self.dtype).tobytes())
+            self._lengths.append(ids.size)
+        self._document_indices.append(len(self._lengths))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            self._file.close()
+            for path in (self._bin_tmp, self._idx_tmp):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    def _publish(self) -> None:
+        lengths = np.array(self._lengths, "<i4")
+        offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        with open(self._idx_tmp, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
+            for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
+                file.write(array.tobytes())
+            sync_file(file)
+        sync_file(self._file)
+        # An old index goes first: a kill between the renames must not leave it beside the new .bin.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.prefix + ".idx")
+        os.replace(self._bin_tmp, self.prefix + ".bin")
+        os.replace(self._idx_tmp, self.prefix + ".idx")
+        sync_folder(os.path.dirname(self.prefix) or ".")

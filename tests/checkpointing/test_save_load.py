@@ -1,0 +1,153 @@
+"""Checkpoints: complete or absent, readable at any tensor-parallel size, and clear where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.checkpointing import files, save_load
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from tests.support.models import whole_tensor
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_to_end, step_bytes, tiny_run, with_checkpoint
+
+MODELS = [dict(), dict(swiglu=True, ffn_hidden_size=24, group_query_attention=True, num_query_groups=4, qk_layernorm=True,
+                       position_embedding_type="rope", untie_embeddings_and_output_weights=True, normalization="RMSNorm")]
+
+
+def _train_and_save(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
+    return _whole_state(run_to_end(config))
+
+
+def _load_without_training(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
+    from megatron_lite.parallel.state import parallel_state
+    from megatron_lite.training.build import build_trainer
+
+    with parallel_state(config.parallel, seed=1) as parallel:
+        trainer = build_trainer(config, parallel)
+        save_load.load_checkpoint(config, parallel, trainer.model, trainer.optimizer)
+        return _whole_state(trainer)
+
+
+def _whole_state(trainer) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    """Weights and optimizer states as unsharded tensors."""
+    whole = {}
+    for name, parameter in trainer.model.named_parameters():
+        whole[name] = whole_tensor(parameter, parameter, trainer.parallel)
+        for key, value in trainer.optimizer.states[name].items():
+            whole[f"{name}/{key}"] = whole_tensor(value, parameter, trainer.parallel)
+    whole["updates"] = torch.tensor(trainer.optimizer.num_updates)
+    return whole
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["gpt", "llama"])
+def test_a_checkpoint_loads_bit_for_bit_at_every_tp_size(tmp_path: Path, model: dict[str, object]) -> None:
+    config = tiny_run(tp_size=2, model=model, training=dict(train_iters=3, bf16=True), checkpoint=dict(save=str(tmp_path)))
+    saved = run_ranks(_train_and_save, 2, config)[0]
+    assert any(key.endswith("/master") for key in saved) and saved["updates"] == 3
+    for tp_size in (1, 2, 4):
+        other = with_checkpoint(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp_size)),
+                                load=str(tmp_path))
+        loaded = run_ranks(_load_without_training, tp_size, other)[0]
+        assert loaded.keys() == saved.keys()
+        assert all(torch.equal(loaded[key], saved[key]) for key in saved), tp_size
+
+
+def test_a_missing_checkpoint_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"no checkpoint there.*--allow-fresh-start"):
+        run_to_end(tiny_run(checkpoint=dict(load=missing)))
+    assert run_to_end(tiny_run(checkpoint=dict(load=missing, allow_fresh_start=True))).progress.iteration == 20
+
+
+def test_another_architecture_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    with pytest.raises(InputError, match=r"num_layers +2 +3\n +normalization +LayerNorm +RMSNorm$"):
+        run_to_end(tiny_run(model=dict(num_layers=3, normalization="RMSNorm", hidden_dropout=0.0),
+                            checkpoint=dict(load=str(tmp_path))))
+
+
+def test_finetune_takes_the_weights_alone(tmp_path: Path) -> None:
+    first = run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(save=str(tmp_path))))
+    trainer = run_to_end(tiny_run(training=dict(train_iters=0), checkpoint=dict(load=str(tmp_path), finetune=True)))
+    assert trainer.progress.iteration == 0 and trainer.optimizer.num_updates == 0
+    for mine, theirs in zip(trainer.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_no_load_optim_keeps_progress_but_not_moments(tmp_path: Path) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(save=str(tmp_path))))
+    trainer = run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(load=str(tmp_path), no_load_optim=True)))
+    assert trainer.progress.iteration == 2 and trainer.optimizer.num_updates == 0
+
+
+@pytest.mark.parametrize("victim", ["config.json", "metadata.json", "model_tp00of01.safetensors",
+                                    "optimizer_tp00of01.safetensors", "rng_00000.safetensors"])
+def test_a_damaged_file_is_named(tmp_path: Path, victim: str) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    path = tmp_path / "iter_0000001" / victim
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(InputError, match=victim):
+        run_to_end(tiny_run(checkpoint=dict(load=str(tmp_path))))
+
+
+@pytest.mark.parametrize("text", ["", "latest", "7", "-1"])
+def test_a_broken_pointer_is_named(tmp_path: Path, text: str) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    (tmp_path / files.LATEST).write_text(text)
+    with pytest.raises(InputError, match=files.LATEST):
+        run_to_end(tiny_run(checkpoint=dict(load=str(tmp_path))))
+
+
+def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(save=str(tmp_path))))
+    before = step_bytes(tmp_path, 2)
+    monkeypatch.setattr(save_load, "publish_step", _fail)
+    with pytest.raises(InputError, match=r"could not be written.*disk full"):
+        run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(save=str(tmp_path), load=str(tmp_path))))
+    monkeypatch.undo()
+    assert (tmp_path / files.LATEST).read_text() == "2" and step_bytes(tmp_path, 2) == before
+    trainer = run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(save=str(tmp_path), load=str(tmp_path))))
+    assert trainer.progress.iteration == 3 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_saving_over_an_existing_step_replaces_it(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        run_to_end(tiny_run(training=dict(train_iters=1, seed=seed), checkpoint=dict(save=str(tmp_path))))
+    assert json.loads((tmp_path / "iter_0000001" / "config.json").read_text())["training"]["seed"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", files.LATEST]
+
+
+def _save_with_one_failing_rank(rank: int, world_size: int, folder: Path) -> str:
+    if rank == 1:
+        save_load._write_tensors = _fail  # type: ignore[assignment]
+    try:
+        run_to_end(tiny_run(tp_size=2, training=dict(train_iters=1), checkpoint=dict(save=str(folder))))
+    except InputError as error:
+        return str(error)
+    return "saved"
+
+
+def test_all_ranks_learn_that_one_could_not_write(tmp_path: Path) -> None:
+    messages = run_ranks(_save_with_one_failing_rank, 2, tmp_path)
+    assert "another rank failed" in messages[0] and "disk full" in messages[1]
+    assert not (tmp_path / files.LATEST).exists()
+
+
+def _fail(*_: object) -> None:
+    raise OSError("disk full")
+
+
+def test_vocabulary_padding_is_not_stored(tmp_path: Path) -> None:
+    """So that a checkpoint of TP 2 (padded to 128 rows) is that of TP 1 (padded to 64 x 2) or any other."""
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    from safetensors.torch import load_file
+
+    weights = load_file(tmp_path / "iter_0000001" / "model_tp00of01.safetensors")
+    assert weights["embedding.word_embeddings.weight"].shape == (99, 32)

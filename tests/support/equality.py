@@ -1,0 +1,104 @@
+"""Model variants that between them use every option, and how far a sharded run of one is from the unsharded run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState
+from tests.support.models import (
+    Outcome,
+    build_tiny_model,
+    loss_and_grads,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+    whole_tensor,
+)
+
+LLAMA = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False)
+GQA = dict(num_attention_heads=8, group_query_attention=True, num_query_groups=4)  # 4 groups: one per rank at TP 4
+
+# Named after the published model that each resembles. Sizes: hidden 32, ffn 40, heads of 6 channels, 61 token ids.
+VARIANTS: dict[str, dict[str, object]] = {
+    "gpt2": dict(attention_backend="flash"),
+    "llama": dict(LLAMA, **GQA, untie_embeddings_and_output_weights=True, attention_backend="flash"),
+    "qwen": dict(LLAMA, **GQA, add_qkv_bias=True, qk_layernorm=True, attention_backend="unfused"),
+    "neox": dict(position_embedding_type="rope", rotary_percent=0.67, bias_gelu_fusion=False, qk_layernorm=True,
+                 untie_embeddings_and_output_weights=True, attention_backend="unfused", attention_softmax_in_fp32=True),
+    "nemotron": dict(GQA, position_embedding_type="none", squared_relu=True, add_bias_linear=False,
+                     untie_embeddings_and_output_weights=True),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Losses and gradient norms of every step, and whole weights after the last."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def variant_config(name: str, **overrides: object) -> ModelConfig:
+    """The tiny model of a variant."""
+    return tiny_config(**{**VARIANTS[name], **overrides})
+
+
+def gradients(name: str, parallel: ParallelState, *, sequence_parallel: bool = False,
+              dtype: torch.dtype = torch.float64) -> Outcome:
+    """Loss and whole gradients of a variant, over two micro-batches."""
+    return loss_and_grads(build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype),
+                          parallel)
+
+
+def unsharded_gradients(name: str, dtype: torch.dtype = torch.float64) -> Outcome:
+    """The same in this process alone: no group, no collective."""
+    with tp_state(1) as parallel:
+        return gradients(name, parallel, dtype=dtype)
+
+
+def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: bool = False,
+          dtype: torch.dtype = torch.float64, clip_grad: float = 1.0) -> Training:
+    """`steps` AdamW updates, each over the same two batches of 4 sequences, split over the data-parallel ranks."""
+    model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+    optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
+    losses, grad_norms = [], []
+    for _ in range(steps):
+        losses.append(_backward(model, optimizer, parallel))
+        grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
+    weights = {key: whole_tensor(value, value, parallel) for key, value in model.named_parameters()}
+    return Training(losses, grad_norms, weights)
+
+
+def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, micro_batches: int = 2) -> float:
+    optimizer.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for number in range(micro_batches):
+        tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(number, batch=4))
+        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.dp_size)
+        loss.backward()
+        total += loss.detach()
+    return all_reduce_(total, parallel.dp_group).item()
+
+
+def difference(expected: Tensor, actual: Tensor) -> float:
+    """Largest error, relative to the largest expected value. Infinite where the shapes differ or a value is not finite."""
+    if expected.shape != actual.shape or not actual.isfinite().all():
+        return float("inf")
+    error = (expected.double() - actual.double()).abs().max() / expected.double().abs().max()
+    return error.item() if error == error else 0.0  # 0/0: both are all zeros
+
+
+def differences(expected: Outcome, actual: Outcome) -> dict[str, float]:
+    """The difference of the loss ("loss") and of each gradient, by parameter name."""
+    assert expected.grads.keys() == actual.grads.keys()
+    return {"loss": difference(expected.loss, actual.loss),
+            **{name: difference(grad, actual.grads[name]) for name, grad in expected.grads.items()}}

@@ -1,0 +1,106 @@
+"""run_ranks: results in order, failures with their traceback, and no process left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankFailure, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_a_test() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+def test_results_come_back_in_rank_order_from_one_group() -> None:
+    def work(rank: int, world_size: int, base: int) -> Any:
+        total = torch.tensor([base + rank])
+        dist.all_reduce(total)
+        return rank, world_size, int(total)
+
+    assert run_ranks(work, 3, 10) == [(0, 3, 33), (1, 3, 33), (2, 3, 33)]
+
+
+def test_closures_reach_the_ranks_and_tensors_come_back_by_value() -> None:
+    lock = threading.Lock()  # cannot be pickled
+    weight = torch.arange(5.0, requires_grad=True)
+
+    def work(rank: int, world_size: int) -> Any:
+        with lock:
+            return {"scaled": weight * (rank + 1), "bf16": torch.full((2,), rank, dtype=torch.bfloat16)}
+
+    first, second = run_ranks(work, 2)
+    assert torch.equal(first["scaled"], weight) and torch.equal(second["scaled"], 2 * weight)
+    assert second["bf16"].dtype == torch.bfloat16 and second["bf16"].tolist() == [1.0, 1.0]
+
+
+def test_a_result_larger_than_a_pipe_comes_back_whole() -> None:
+    results = run_ranks(lambda rank, world_size: torch.full((300_000,), float(rank)), 2)
+    assert [result.unique().tolist() for result in results] == [[0.0], [1.0]]
+
+
+def test_backward_runs_in_the_ranks_after_it_ran_in_the_parent() -> None:
+    torch.randn(64, 64, requires_grad=True).square().sum().backward()
+
+    def work(rank: int, world_size: int) -> Any:
+        x = torch.full((400, 400), 1.0, requires_grad=True)
+        (x @ x).sum().backward()
+        return float(x.grad[0, 0])
+
+    assert run_ranks(work, 2) == [800.0, 800.0]
+
+
+def test_every_rank_starts_from_the_same_seed_whatever_the_parent_drew() -> None:
+    draws = run_ranks(lambda rank, world_size: torch.rand(3).tolist(), 2)
+    torch.rand(7)
+    assert draws[0] == draws[1]
+    assert run_ranks(lambda rank, world_size: torch.rand(3).tolist(), 2) == draws
+
+
+def test_a_failing_rank_is_named_with_its_traceback_while_the_others_wait() -> None:
+    def fail_on_rank_one(rank: int, world_size: int) -> Any:
+        if rank == 1:
+            raise KeyError("the reason")
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 3 failed.*in fail_on_rank_one.*KeyError: 'the reason'"):
+        run_ranks(fail_on_rank_one, 3, timeout=60)
+    assert time.monotonic() - start < 20
+
+
+def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
+    def hang_on_rank_zero(rank: int, world_size: int) -> Any:
+        while rank == 0:
+            pass
+
+    with pytest.raises(RankFailure, match=r"(?s)did not return in 2 s.*rank 0:.*hang_on_rank_zero"):
+        run_ranks(hang_on_rank_zero, 2, timeout=2)
+
+
+def test_a_rank_that_dies_without_a_word_is_named() -> None:
+    with pytest.raises(RankFailure, match=r"rank \d of 2 died with exit code 7"):
+        run_ranks(lambda rank, world_size: os._exit(7), 2)
+
+
+def test_an_unpicklable_result_is_a_failure_of_its_rank() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)failed.*pickle"):
+        run_ranks(lambda rank, world_size: threading.Lock(), 2)
+
+
+def test_mismatched_collectives_are_an_error_not_a_wrong_result() -> None:
+    def mismatch(rank: int, world_size: int) -> Any:
+        dist.all_reduce(torch.ones(2 + rank))
+
+    with pytest.raises(RankFailure, match="mismatch"):
+        run_ranks(mismatch, 2, timeout=30)

@@ -1,0 +1,118 @@
+"""The layout is a rule: a module imports only from strictly lower floors or from its own folder, and some constructs are banned.
+
+Reads the sources; imports nothing of the project. Imports inside functions and under `if TYPE_CHECKING` count too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "megatron_lite"
+FLOORS = {
+    "config": 0,
+    "parallel": 1, "data": 1,
+    "tensor_parallel": 2, "recompute": 2, "pipeline": 2, "optim": 2,
+    "model": 3, "memory": 3,
+    "checkpointing": 4,
+    "training": 5,
+    "tools": 6,
+}
+ROOF = ("arguments", "pretrain_gpt")
+NOT_FOR_DATA = ("torch",)
+BANNED = {
+    "pickle.load": r"\bpickle\.loads?\b|from pickle import",
+    "eval(": r"(?<![\w.])eval\(",
+    "weights_only=False": r"weights_only\s*=\s*False",
+    "allow_pickle=True": r"allow_pickle\s*=\s*True",
+}
+LIBRARY = sorted((ROOT / PACKAGE).rglob("*.py"))
+SOURCES = [*LIBRARY, *(path for name in ROOF if (path := ROOT / f"{name}.py").exists())]
+
+
+def imports_of(source: str, module: str) -> set[str]:
+    """Dotted names of all modules, and of all names taken from modules, that `source` imports."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[:-node.level] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {f"{origin}.{alias.name}" for alias in node.names}
+    return found
+
+
+def faults_of(source: str, module: str) -> list[str]:
+    """What in `source` breaks a rule of the layout, where it is the text of `module` ("megatron_lite.model.layer")."""
+    folder = module.split(".")[1]
+    faults = []
+    for name in sorted(imports_of(source, module)):
+        first, *rest = name.split(".")
+        target = rest[0] if rest else ""
+        if first in ROOF:
+            faults.append(f"{name}: the roof")
+        elif first != PACKAGE:
+            if folder == "config" and first not in sys.stdlib_module_names:
+                faults.append(f"{name}: config/ is standard library only")
+            if folder == "data" and first in NOT_FOR_DATA:
+                faults.append(f"{name}: data/ does not import torch")
+        elif target != folder and FLOORS.get(target, 99) >= FLOORS[folder]:
+            faults.append(f"{name}: floor {FLOORS.get(target, 'unknown')} from floor {FLOORS[folder]}")
+    return faults
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_every_folder_has_a_floor() -> None:
+    folders = {path.parent.name for path in LIBRARY if path.parent.name != PACKAGE}
+    assert folders and folders <= set(FLOORS)
+    assert [path.name for path in LIBRARY if path.parent.name == PACKAGE] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if path.name != "__init__.py"], ids=module_name)
+def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path: Path) -> None:
+    assert faults_of(path.read_text(), module_name(path)) == []
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if path.name == "__init__.py"], ids=module_name)
+def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert len(tree.body) == 1 and ast.get_docstring(tree)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None:
+    source = path.read_text()
+    assert [name for name, pattern in BANNED.items() if re.search(pattern, source)] == []
+    assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+
+
+@pytest.mark.parametrize(("module", "source"), [
+    ("megatron_lite.model.layer", "from megatron_lite.memory.flops import step_flops"),  # a sibling
+    ("megatron_lite.model.layer", "import megatron_lite.training.loop"),
+    ("megatron_lite.model.layer", "from megatron_lite import training"),
+    ("megatron_lite.model.layer", "from ..tools import generate"),
+    ("megatron_lite.model.layer", "from megatron_lite.unheard_of import thing"),
+    ("megatron_lite.optim.adamw", "if TYPE_CHECKING:\n    from megatron_lite.model.gpt import GPT"),
+    ("megatron_lite.optim.adamw", "def late():\n    from megatron_lite.model.gpt import GPT"),
+    ("megatron_lite.training.loop", "from arguments import parse_args"),
+    ("megatron_lite.tools.generate", "import pretrain_gpt"),
+    ("megatron_lite.config.model", "import torch"),
+    ("megatron_lite.config.model", "from numpy import ndarray"),
+    ("megatron_lite.data.indexed", "from torch.utils.data import Dataset"),
+])
+def test_each_kind_of_forbidden_import_is_seen(module: str, source: str) -> None:
+    assert len(faults_of(source, module)) == 1
+
+
+def test_allowed_imports_pass() -> None:
+    source = "import torch\nfrom megatron_lite.config.model import ModelConfig\nfrom .mlp import MLP\nfrom . import norm"
+    assert faults_of(source, "megatron_lite.model.layer") == []

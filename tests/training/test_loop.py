@@ -1,0 +1,150 @@
+"""What the loop does around the steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.training.step import TrainingError
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, run_to_end, tiny_run
+
+NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def test_every_iteration_has_one_row_with_the_documented_fields(tmp_path: Path) -> None:
+    run_to_end(tiny_run(metrics=tmp_path / "m.jsonl"))
+    written = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in written] == list(range(1, 21))
+    assert [row["consumed_samples"] for row in written] == list(range(4, 81, 4))
+    assert list(written[0]) == ["iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "iteration_ms",
+                                "tokens_per_second", "skipped", "nan"]
+    assert written[-1]["lm_loss"] < written[0]["lm_loss"]
+
+
+def test_the_same_seed_repeats_every_digit_and_another_does_not(tmp_path: Path) -> None:
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        run_to_end(tiny_run(metrics=tmp_path / name, training=dict(seed=seed)))
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    assert rows(tmp_path / "a") != rows(tmp_path / "c")
+
+
+def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
+    """With dropout on: an evaluation that drew a random number, or left the model in eval mode, would show."""
+    run_to_end(tiny_run(metrics=tmp_path / "a"))
+    run_to_end(tiny_run(metrics=tmp_path / "b", training=dict(eval_interval=3)))
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+def _losses(rank: int, world_size: int, folder: Path, tp_size: int) -> None:
+    run_to_end(tiny_run(tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}"))
+
+
+def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """One data order at every DP size, one model at every TP size. float32 sums in another order: 1e-4 after 20 steps."""
+    for world_size, tp_size in ((1, 1), (2, 1), (2, 2), (4, 2)):
+        run_ranks(_losses, world_size, tmp_path, tp_size)
+    expected = [row["lm_loss"] for row in rows(tmp_path / "world1-tp1")]
+    for name in ("world2-tp1", "world2-tp2", "world4-tp2"):
+        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(expected, rel=1e-4), name
+
+
+def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+    for size in (1, 2, 4):
+        run_to_end(tiny_run(model=NO_DROPOUT, metrics=tmp_path / str(size), training=dict(micro_batch_size=size)))
+    expected = [row["lm_loss"] for row in rows(tmp_path / "1")]
+    for size in (2, 4):
+        assert [row["lm_loss"] for row in rows(tmp_path / str(size))] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_nan_loss_stops_the_run_and_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _poison_the_loss(monkeypatch, iteration=3)
+    with pytest.raises(TrainingError, match=r"iteration 3: the loss is nan"):
+        run_to_end(tiny_run(metrics=tmp_path / "m"))
+    assert rows(tmp_path / "m")[-1] == {"iteration": 3, "consumed_samples": 12, "lm_loss": None, "grad_norm": None,
+                                        "learning_rate": 0.01 * 2 / 3, "skipped": 1, "nan": 1}
+
+
+def test_without_the_check_a_nan_loss_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _poison_the_loss(monkeypatch, iteration=3)
+    trainer = run_to_end(tiny_run(metrics=tmp_path / "m", training=dict(check_for_nan_in_loss_and_grad=False)))
+    assert (trainer.progress.skipped_iterations, trainer.progress.nan_iterations) == (1, 1)
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    assert [row["iteration"] for row in rows(tmp_path / "m") if row["skipped"]] == [3]
+
+
+def _poison_the_loss(monkeypatch: pytest.MonkeyPatch, *, iteration: int) -> None:
+    """Makes the loss NaN in the first micro-batch of one iteration (4 micro-batches each)."""
+    from megatron_lite.model.gpt import GPTModel
+
+    true_loss, calls = GPTModel.loss, []
+
+    def loss(self: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return true_loss(self, tokens, labels) * (float("nan") if len(calls) == 4 * (iteration - 1) + 1 else 1.0)
+
+    monkeypatch.setattr(GPTModel, "loss", loss)
+
+
+def test_the_iteration_line_is_what_megatron_parsers_expect(capsys: pytest.CaptureFixture[str]) -> None:
+    run_to_end(tiny_run())
+    lines = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line and "consumed" in line]
+    assert len(lines) == 4  # 20 iterations, one line every 5
+    pattern = (r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +5/ +20 \| consumed samples: +20 \| "
+               r"elapsed time per iteration \(ms\): [\d.]+ \| learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: +4 \| "
+               r"lm loss: \d\.\d{6}E[-+]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \| "
+               r"number of skipped iterations:   0 \| number of nan iterations:   0 \| tokens/s/GPU: [\d.]+ \| "
+               r"peak GiB: [\d.]+ \| ETA: \d+:\d\d:\d\d \|")
+    assert re.fullmatch(pattern, lines[0]), lines[0]
+
+
+def test_validation_and_test_losses_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run_to_end(tiny_run(training=dict(eval_interval=10)))
+    pattern = r" (\w+) loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| "
+    found = re.findall(pattern, capsys.readouterr().out)
+    assert [(name, iteration) for name, iteration, _, _ in found] == [("validation", "10"), ("validation", "20"), ("test", "20")]
+    assert all(abs(torch.tensor(float(loss)).exp() - float(perplexity)) < 1e-3 for _, _, loss, perplexity in found)
+
+
+@pytest.mark.parametrize(("broken", "message"), [
+    (dict(global_batch_size=3, micro_batch_size=3), None),
+    (dict(train_iters=None), "set --train-iters or --train-samples"),
+])
+def test_a_run_without_a_length_is_refused(broken: dict[str, int], message: str | None) -> None:
+    if message is None:
+        run_to_end(tiny_run(training=broken))
+        return
+    with pytest.raises(InputError, match=message):
+        run_to_end(tiny_run(training=broken))
+
+
+def test_metrics_of_an_interrupted_run_are_cut_to_where_it_resumes(tmp_path: Path) -> None:
+    from megatron_lite.training.metrics import MetricsFile
+
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
+    before = path.read_text()
+    MetricsFile(str(path), after_iteration=2).__exit__(None, None, None)
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+    assert (tmp_path / "m.jsonl.previous").read_text() == before
+
+
+def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny_run(training=dict(eval_interval=10))
+    run_to_end(replace(config, logging=replace(
+        config.logging, tensorboard_dir=str(tmp_path), log_throughput=True, log_params_norm=True, log_num_zeros_in_grad=True,
+        log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {"learning-rate", "batch-size", "lm loss", "lm loss vs samples", "loss-scale", "grad-norm", "num-zeros",
+            "params-norm", "iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"} <= set(
+                events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
