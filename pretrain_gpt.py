@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from arguments import arguments_table, parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+
+# A fault that all ranks meet is reported once: the launcher ends the others while they wait.
+RANK_0_SPEAKS_FIRST_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return train(arguments.config, arguments.notices)
     except InputError as error:
+        if rank != "0":
+            time.sleep(RANK_0_SPEAKS_FIRST_S)
         print(f"pretrain_gpt.py: {'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
         return 2
 

@@ -5,7 +5,7 @@ from setuptools import find_packages, setup
 setup(
     name="megatron-lite",
     version="0.1.0",
-    description="Megatron-style model-parallel GPT training with exact, budgeted activation recomputation",
+    description="A Megatron-style tensor-parallel GPT training engine",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",

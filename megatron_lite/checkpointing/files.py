@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.data.files import sync_file, sync_folder
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -59,25 +60,9 @@ def write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_file(path: Path) -> None:
-    """Returns once the file's bytes are on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Returns once the directory's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(str(path.parent))
 
 
 def start_step(root: Path, iteration: int) -> Path:
@@ -95,11 +80,11 @@ def publish_step(root: Path, iteration: int) -> None:
     aside = final.with_suffix(".old")
     if aside.exists():
         shutil.rmtree(aside)
-    sync_directory(final.with_suffix(".tmp"))
+    sync_folder(str(final.with_suffix(".tmp")))
     if final.exists():
         os.replace(final, aside)
     os.replace(final.with_suffix(".tmp"), final)
-    sync_directory(root)
+    sync_folder(str(root))
     write_durably(root / LATEST, str(iteration).encode())
     if aside.exists():
         shutil.rmtree(aside)

@@ -20,13 +20,13 @@ from megatron_lite.checkpointing.files import (
     shard_file,
     start_step,
     step_directory,
-    sync_file,
     write_durably,
 )
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, layouts_of, owned_rows
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from megatron_lite.data.files import sync_file
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
@@ -209,7 +209,8 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     mode = path.stat().st_mode  # what the umask allows; save_file would make it readable by its owner alone
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, str(path))
     path.chmod(mode)
-    sync_file(path)
+    with path.open("rb") as file:
+        sync_file(file)
 
 
 def _together(parallel: ParallelState, directory: str, action: Any) -> None:

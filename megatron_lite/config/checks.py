@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,11 @@ def flag(field: str) -> str:
 
 
 def require_at_least(config: Any, minimum: float, *fields: str) -> None:
-    """Raises ValueError unless every named field of `config` that is set (not None) is >= `minimum`."""
+    """Raises ValueError unless every named field of `config` that is set (not None) is >= `minimum`, and finite."""
     for field in fields:
         value = getattr(config, field)
-        if value is not None and not value >= minimum:
-            raise ValueError(f"{flag(field)} must be at least {minimum} (got {value})")
+        if value is not None and not minimum <= value < math.inf:
+            raise ValueError(f"{flag(field)} must be {'finite and ' if value == math.inf else ''}at least {minimum} (got {value})")
 
 
 def require_within(config: Any, low: float, high: float, *fields: str) -> None:

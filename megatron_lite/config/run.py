@@ -64,7 +64,8 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
-        """Reads what `to_json` wrote. ValueError on unknown topics, unknown or ill-typed fields, and every broken rule."""
+        """Reads what `to_json` wrote. ValueError on text that is not JSON, unknown topics, unknown or ill-typed fields, and
+        every broken rule."""
         return typing.cast(RunConfig, _from_plain(cls, json.loads(text), "run"))
 
 

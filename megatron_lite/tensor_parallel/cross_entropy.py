@@ -19,8 +19,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: Pr
     logits: [s, b, padded V / t], this rank's columns. labels: [s, b], global ids, each below the true V.
     first_id: global id of column 0. num_ids: how many columns stand for true ids; the rest is padding, takes no part in the
     softmax and has gradient 0, so that the loss does not depend on the padding and so not on t.
-    Computed in float32. Forward: all-reduces of three [s, b] tensors (maximum, then label logit and sum of exponentials in
-    one). Keeps the logits (in their own dtype), labels and the log-sum-exp.
+    Computed in float32, a chunk of rows at a time: no float32 copy of all logits exists.
+    Forward: all-reduces of three [s, b] tensors (maximum, then label logit and sum of exponentials in one). Keeps the logits
+    (in their own dtype), labels and the log-sum-exp.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, num_ids)
 
@@ -29,36 +30,51 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_group: ProcessGroup | None, first_id: int,
                 num_ids: int) -> Tensor:
-        true_logits = logits[..., :num_ids]
-        accumulate = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        local = labels - first_id
+        rows, local = logits.flatten(0, 1)[:, :num_ids], labels.flatten() - first_id  # [n, ids], [n]; n = s b
         mine = (local >= 0) & (local < num_ids)
-        # [s, b]; a rank may hold nothing but padding
-        maximum = true_logits.amax(-1).to(accumulate) if num_ids else logits.new_full(labels.shape, -torch.inf, dtype=accumulate)
+        local = local.clamp(0, max(num_ids - 1, 0))
+        accumulate = torch.promote_types(torch.float32, logits.dtype)
+        # A rank may hold nothing but padding.
+        maximum = rows.amax(-1).to(accumulate) if num_ids else rows.new_full(local.shape, -torch.inf, dtype=accumulate)
         all_reduce_(maximum, tp_group, dist.ReduceOp.MAX)
-        sums = maximum.new_zeros((2, *labels.shape))  # label logit; sum of exponentials
+        sums = maximum.new_zeros((2, *local.shape))  # label logit; sum of exponentials
         if num_ids:
-            at_label = true_logits.gather(-1, local.clamp(0, num_ids - 1).unsqueeze(-1)).squeeze(-1)
-            sums[0] = torch.where(mine, at_label.to(accumulate) - maximum, 0.0)
-            sums[1] = (true_logits.to(accumulate) - maximum.unsqueeze(-1)).exp_().sum(-1)
+            at_label = rows.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(accumulate)
+            sums[0] = torch.where(mine, at_label - maximum, 0.0)
+            for chunk in _chunks(rows):
+                sums[1, chunk] = _exponentials(rows[chunk], maximum[chunk]).sum(-1)
         all_reduce_(sums, tp_group)
         log_sum = sums[1].log_()
         ctx.save_for_backward(logits, local, mine, log_sum + maximum)
         ctx.num_ids = num_ids
-        return log_sum - sums[0]
+        return (log_sum - sums[0]).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """(softmax - one_hot(label)) times the incoming gradient; 0 for padding columns."""
         logits, local, mine, log_sum_exp = ctx.saved_tensors
-        num_ids = ctx.num_ids
-        # softmax - one_hot(label), times the incoming gradient; padding columns stay 0.
-        grad = (logits[..., :num_ids].to(log_sum_exp.dtype) - log_sum_exp.unsqueeze(-1)).exp_()
+        num_ids, columns = ctx.num_ids, logits.shape[-1]
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad_rows, rows = grad.view(-1, columns), logits.flatten(0, 1)[:, :num_ids]
+        grad_rows[:, num_ids:] = 0.0
         if num_ids:
-            index = local.clamp(0, num_ids - 1).unsqueeze(-1)
-            grad.scatter_add_(-1, index, -mine.unsqueeze(-1).to(grad.dtype))
-        grad.mul_(grad_output.unsqueeze(-1))
-        if num_ids == logits.shape[-1]:
-            return grad.to(logits.dtype), None, None, None, None
-        padded = torch.zeros_like(logits)
-        padded[..., :num_ids] = grad
-        return padded, None, None, None, None
+            scale = grad_output.flatten().to(log_sum_exp.dtype).unsqueeze(-1)
+            at_label = -mine.unsqueeze(-1).to(log_sum_exp.dtype)
+            for chunk in _chunks(rows):
+                softmax = _exponentials(rows[chunk], log_sum_exp[chunk])
+                softmax.scatter_add_(-1, local[chunk].unsqueeze(-1), at_label[chunk])
+                grad_rows[chunk, :num_ids] = softmax.mul_(scale[chunk])
+        return grad, None, None, None, None
+
+
+def _exponentials(rows: Tensor, shift: Tensor) -> Tensor:
+    """exp(rows - shift) in the dtype of `shift`: [n, ids] and [n] -> [n, ids], a new tensor."""
+    wide = rows.to(shift.dtype, copy=True)
+    return wide.sub_(shift.unsqueeze(-1)).exp_()
+
+
+def _chunks(rows: Tensor) -> list[slice]:
+    """Row ranges whose float32 form stays in a CPU core's cache, or takes at most 256 MiB of a GPU."""
+    limit = 2**20 if rows.device.type == "cpu" else 2**28
+    step = max(1, limit // (4 * rows.shape[-1]))
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

@@ -48,8 +48,8 @@ class Training:
 
 
 def variant_config(name: str, **overrides: object) -> ModelConfig:
-    """The tiny model of a variant."""
-    return tiny_config(**{**VARIANTS[name], **overrides})
+    """The tiny model of a variant, in 2 layers."""
+    return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 
 
 def gradients(name: str, parallel: ParallelState, *, sequence_parallel: bool = False,
@@ -67,7 +67,7 @@ def unsharded_gradients(name: str, dtype: torch.dtype = torch.float64) -> Outcom
 
 def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: bool = False,
           dtype: torch.dtype = torch.float64, clip_grad: float = 1.0) -> Training:
-    """`steps` AdamW updates, each over the same two batches of 4 sequences, split over the data-parallel ranks."""
+    """`steps` AdamW updates, each over the same 4 sequences, split over the data-parallel ranks."""
     model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype)
     optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
     losses, grad_norms = [], []
@@ -78,15 +78,12 @@ def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: 
     return Training(losses, grad_norms, weights)
 
 
-def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, micro_batches: int = 2) -> float:
+def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> float:
     optimizer.zero_grad()
-    total = torch.zeros((), dtype=torch.float64)
-    for number in range(micro_batches):
-        tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(number, batch=4))
-        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.dp_size)
-        loss.backward()
-        total += loss.detach()
-    return all_reduce_(total, parallel.dp_group).item()
+    tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(batch=4))
+    loss = model.loss(tokens, labels).mean() / parallel.dp_size
+    loss.backward()
+    return all_reduce_(loss.detach().double(), parallel.dp_group).item()
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:

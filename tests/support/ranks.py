@@ -99,7 +99,6 @@ def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[An
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
-            torch.set_num_threads(1)
             torch.manual_seed(1234)
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()
@@ -107,7 +106,7 @@ def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[An
                                     timeout=datetime.timedelta(seconds=timeout))
             result = pickle.dumps((True, fn(rank, world_size, *args)))
             if dist.is_initialized():
-                dist.barrier()  # a rank that leaves early would break the others' last collective
+                dist.barrier()  # with DETAIL: a collective that not every rank reached is an error here
             writer.send_bytes(result)
         except BaseException:  # the failure must reach the parent before the other ranks notice that this one is gone
             writer.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -89,8 +89,14 @@ def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
 
 
 def test_a_rank_that_dies_without_a_word_is_named() -> None:
-    with pytest.raises(RankFailure, match=r"rank \d of 2 died with exit code 7"):
-        run_ranks(lambda rank, world_size: os._exit(7), 2)
+    def die_on_the_last_rank(rank: int, world_size: int) -> Any:
+        if rank == 1:
+            os._exit(7)
+        while True:
+            pass
+
+    with pytest.raises(RankFailure, match="rank 1 of 2 died with exit code 7"):
+        run_ranks(die_on_the_last_rank, 2, timeout=20)
 
 
 def test_an_unpicklable_result_is_a_failure_of_its_rank() -> None:
@@ -98,9 +104,18 @@ def test_an_unpicklable_result_is_a_failure_of_its_rank() -> None:
         run_ranks(lambda rank, world_size: threading.Lock(), 2)
 
 
-def test_mismatched_collectives_are_an_error_not_a_wrong_result() -> None:
-    def mismatch(rank: int, world_size: int) -> Any:
+def test_unequal_collectives_are_an_error_not_a_wrong_result() -> None:
+    def reduce_unequal_sizes(rank: int, world_size: int) -> Any:
         dist.all_reduce(torch.ones(2 + rank))
 
-    with pytest.raises(RankFailure, match="mismatch"):
-        run_ranks(mismatch, 2, timeout=30)
+    with pytest.raises(RankFailure, match="Detected mismatch between collectives"):
+        run_ranks(reduce_unequal_sizes, 2, timeout=30)
+
+
+def test_a_collective_that_not_every_rank_reaches_is_an_error() -> None:
+    def reduce_on_rank_zero(rank: int, world_size: int) -> Any:
+        if rank == 0:
+            dist.all_reduce(torch.ones(2))
+
+    with pytest.raises(RankFailure, match="Detected mismatch between collectives"):
+        run_ranks(reduce_on_rank_zero, 2, timeout=30)

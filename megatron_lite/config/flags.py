@@ -1,0 +1,115 @@
+"""What happens to a Megatron flag that is no field of a config: no effect, one value only, an old spelling, refused, unknown.
+
+`arguments.py` adds the supported flags; every other flag of Megatron gets an answer from these tables. The long table of what is
+refused, and why, is `megatron_flags.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
+
+# Accepted, since leaving them out gives the same run. A word after the flag: it takes a value. The text says why.
+WITHOUT_EFFECT = {
+    "--use-mcore-models": "there is one model implementation",
+    "--transformer-impl NAME": "there is one layer implementation",
+    "--use-flash-attn": "--attention-backend chooses, and auto takes flash attention where it runs",
+    "--no-masked-softmax-fusion": "the attention softmax is chosen by --attention-backend",
+    "--no-bias-swiglu-fusion": "swiglu is computed in one way",
+    "--no-bias-dropout-fusion": "bias and dropout are computed in one way",
+    "--no-rope-fusion": "rotary embeddings are computed in one way",
+    "--no-persist-layer-norm": "norms are computed in one way",
+    "--no-gradient-accumulation-fusion": "gradients are accumulated in one way",
+    "--disable-jit-fuser": "nothing is compiled at run time",
+    "--cross-entropy-loss-fusion": "the loss is always computed from the vocabulary shards, without gathering the logits",
+    "--cross-entropy-fusion-impl NAME": "there is one cross-entropy",
+    "--apply-query-key-layer-scaling": "it only keeps float16 scores in range, and the softmax cancels it",
+    "--calculate-per-token-loss": "every token counts, so the mean over tokens is the mean over micro-batches",
+    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated and reduced in float32",
+    "--use-cpu-initialization": "initial weights are always drawn on the CPU, the same for every device",
+    "--use-tp-pp-dp-mapping": "it orders the pipeline and data ranks, and there is no pipeline",
+    "--disable-gloo-process-groups": "one backend serves all process groups (--distributed-backend)",
+    "--local-rank N": "the rank is read from the launcher's environment",
+    "--te-rng-tracker": "random numbers come from the named streams of this program",
+    "--inference-rng-tracker": "random numbers come from the named streams of this program",
+    "--manual-gc": "garbage collection is left to Python",
+    "--manual-gc-interval N": "garbage collection is left to Python",
+    "--no-manual-gc-eval": "garbage collection is left to Python",
+    "--disable-manual-gc-eval": "garbage collection is left to Python",
+    "--empty-unused-memory-level N": "unused memory stays with the allocator",
+    "--num-workers N": "batches are read in the training process",
+    "--num-dataset-builder-threads N": "the sample index is built by one thread",
+    "--no-mmap-bin-files": "how the file is read does not change what is read",
+    "--data-impl NAME": "there is one dataset format, .bin/.idx",
+    "--no-create-attention-mask-in-dataloader": "the causal mask is never made by the data loader",
+    "--trust-remote-code": "tokenizer files are data, and no code in them is run",
+    "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is always the one of the flags",
+    "--disable-use-tokenizer-model-from-checkpoint-args": "the tokenizer is always the one of the flags",
+    "--ckpt-format NAME": "checkpoints have one format, safetensors and JSON",
+    "--dist-ckpt-format NAME": "checkpoints have one format, safetensors and JSON",
+    "--use-dist-ckpt": "every checkpoint is written by all ranks",
+    "--auto-detect-ckpt-format": "checkpoints have one format, safetensors and JSON",
+    "--ckpt-fully-parallel-save": "how ranks share the writing does not change the checkpoint",
+    "--no-ckpt-fully-parallel-save": "how ranks share the writing does not change the checkpoint",
+    "--ckpt-fully-parallel-load": "how ranks share the reading does not change what is read",
+    "--ckpt-assume-constant-structure": "nothing about a checkpoint's structure is cached",
+    "--dist-ckpt-workers N": "how ranks share the writing does not change the checkpoint",
+    "--dist-ckpt-strictness NAME": "a missing or unexpected tensor is always an error",
+    "--dist-ckpt-optim-fully-reshardable": "every checkpoint loads at every tensor-parallel size",
+    "--exit-on-missing-checkpoint": "a missing checkpoint is an error unless --allow-fresh-start is given",
+    "--override-opt_param-scheduler": "the learning rate always follows the flags",
+    "--override-opt-param-scheduler": "the learning rate always follows the flags",
+    "--timing-log-level N": "there is one level of timing",
+    "--timing-log-option NAME": "there is one level of timing",
+    "--no-barrier-with-level-1-timing": "timing adds no barriers",
+    "--tensorboard-queue-size N": "TensorBoard buffers as it likes",
+    "--logging-level N": "there is one level of logging",
+    "--no-one-logger": "there is no one-logger",
+    "--enable-experimental": "it only unlocks features that are not here",
+    "--DDP-impl NAME": "there is one data-parallel implementation",
+    "--no-contiguous-buffers-in-local-ddp": "there is one data-parallel implementation",
+    "--no-async-tensor-model-parallel-allreduce": "it changes when a reduction runs, not its result",
+    "--no-query-key-layer-scaling": "scores are never scaled by the layer number",
+}
+
+# Refused with any other value: this one is what happens here anyway.
+ONLY_VALUE = {
+    "--pipeline-model-parallel-size": "1",
+    "--num-virtual-stages-per-pipeline-rank": "1",
+    "--context-parallel-size": "1",
+    "--expert-model-parallel-size": "1",
+    "--expert-tensor-parallel-size": "1",
+    "--num-distributed-optimizer-instances": "1",
+    "--softmax-type": "vanilla",
+    "--cuda-graph-impl": "none",
+    "--dataloader-type": "single",
+    "--weight-decay-incr-style": "constant",
+    "--rerun-mode": "disabled",
+}
+
+# Old spellings that mean the same as a flag of today.
+RENAMED = {
+    "--batch-size": "--micro-batch-size",
+    "--warmup": "--lr-warmup-fraction",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--layernorm-epsilon": "--norm-epsilon",
+}
+
+
+def refusal_reason(name: str) -> str | None:
+    """Why a flag of Megatron is refused, with the nearest thing that works. None for a flag that Megatron does not have."""
+    return next((reason for reason, names in REFUSED_FAMILIES if name.removeprefix("--") in names.split()), None)
+
+
+def refused_flags() -> list[str]:
+    """Every flag that is refused by name."""
+    return [f"--{name}" for _, names in REFUSED_FAMILIES for name in names.split()]
+
+
+def closest_flag(name: str, supported: Iterable[str]) -> str | None:
+    """The known flag whose spelling is nearest to `name`, if any is near."""
+    accepted = [entry.partition(" ")[0] for entry in WITHOUT_EFFECT]
+    matches = difflib.get_close_matches(name, [*supported, *accepted, *RENAMED, *refused_flags()], n=1, cutoff=0.7)
+    return matches[0] if matches else None

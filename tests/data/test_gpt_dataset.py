@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.data import gpt
+from megatron_lite.data.gpt import GPTDataset
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+
+LENGTHS = (3, 11, 1, 6, 9, 2, 7)
+
+
+def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS, first_id: int = 0) -> IndexedDataset:
+    """Documents whose token ids count up over the whole file, so that an id tells where it stood."""
+    with IndexedDatasetWriter(str(prefix), token_dtype(100)) as writer:
+        for length in lengths:
+            writer.add_document(range(first_id, first_id := first_id + length))
+    return IndexedDataset(str(prefix))
+
+
+def dataset(indexed: IndexedDataset, *, documents: tuple[int, int] = (0, 7), num_samples: int | None = None, seq_length: int = 4,
+            seed: int = 5, vocab_size: int = 100, cache_path: str | None = None) -> GPTDataset:
+    return GPTDataset(indexed, documents=documents, num_samples=num_samples, seq_length=seq_length, seed=seed,
+                      vocab_size=vocab_size, cache_path=cache_path)
+
+
+def rows(data: GPTDataset) -> list[list[int]]:
+    return [data[number].tolist() for number in range(len(data))]
+
+
+@pytest.mark.parametrize("num_samples", [None, 20, 50])
+def test_samples_are_the_shuffled_pieces_of_the_documents_laid_end_to_end(tmp_path: Path, num_samples: int | None) -> None:
+    indexed = write(tmp_path / "data")
+    data = dataset(indexed, documents=(1, 6), num_samples=num_samples)
+    tape = np.concatenate([indexed.get(number) for number in data.index.document_order])
+    expected = [tape[4 * number:4 * number + 5].tolist() for number in data.index.sample_order]
+    assert rows(data) == expected
+    assert data[0].dtype == np.int64
+
+
+def test_one_epoch_reads_each_token_once_but_for_the_rest(tmp_path: Path) -> None:
+    data = dataset(write(tmp_path / "data"), documents=(0, 7))
+    counts = Counter(token for row in rows(data) for token in row[:-1])
+    assert len(data) == (sum(LENGTHS) - 1) // 4
+    assert set(counts.values()) == {1}
+
+
+def test_documents_outside_the_range_are_never_read(tmp_path: Path) -> None:
+    seen = {token for row in rows(dataset(write(tmp_path / "data"), documents=(1, 4), num_samples=40)) for token in row}
+    assert seen == set(range(3, 3 + 11 + 1 + 6))
+
+
+def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer:
+        for document in ([1, 2, 3], [], [4, 30, 5], [6, 7]):
+            writer.add_document(document)
+    indexed = IndexedDataset(str(tmp_path / "data"))
+    message = r"data\.bin: document 2 holds token id 30, but the vocabulary has 30 ids"
+    with pytest.raises(InputError, match=message):
+        rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=30))
+    assert len(rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=31))) == 1
+
+
+def test_too_few_tokens_for_a_sample_is_an_error_with_the_numbers(tmp_path: Path) -> None:
+    indexed = write(tmp_path / "data")
+    message = r"documents 2 to 3 hold 7 tokens, but one sample takes --seq-length 7 \+ 1"
+    with pytest.raises(InputError, match=message):
+        dataset(indexed, documents=(2, 4), seq_length=7, num_samples=10)
+    assert len(dataset(indexed, documents=(2, 4), seq_length=6, num_samples=10)) >= 10
+
+
+def test_the_second_time_the_index_is_read_and_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rows(dataset(write(tmp_path / "data"), num_samples=30))
+    assert os.path.isdir(tmp_path / "data_cache")
+    monkeypatch.setattr(gpt, "build_sample_index", lambda *args, **kwargs: pytest.fail("built again"))
+    assert rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)) == first
+
+
+@pytest.mark.parametrize("change", [{"documents": (0, 6)}, {"num_samples": 31}, {"seq_length": 5}, {"seed": 6}])
+def test_the_index_of_other_parameters_is_not_used(tmp_path: Path, change: dict[str, int]) -> None:
+    indexed = write(tmp_path / "data")
+    dataset(indexed, num_samples=30)
+    fresh = rows(dataset(indexed, **{"num_samples": 30} | change, cache_path=str(tmp_path / "other")))
+    assert rows(dataset(indexed, **{"num_samples": 30} | change)) == fresh
+
+
+@pytest.mark.parametrize("lengths", [(7, 2, 9, 6, 1, 11, 3), (4, 11, 1, 6, 9, 2, 7)])
+def test_the_index_of_re_tokenised_data_is_not_used(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+    dataset(write(tmp_path / "data"), num_samples=30)
+    again = dataset(write(tmp_path / "data", lengths), num_samples=30)
+    assert rows(again) == rows(dataset(write(tmp_path / "fresh", lengths), num_samples=30))
+
+
+@pytest.mark.parametrize("damage", ["sample_order.npy removed", "sample_starts.npy cut", "document_order.npy emptied",
+                                    "arrays.json removed", "document_order.npy of another length"])
+def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
+    expected = rows(dataset(write(tmp_path / "data"), num_samples=30))
+    name, _, kind = damage.partition(" ")
+    (path,) = (tmp_path / "data_cache").glob(f"*/{name}")
+    whole = path.read_bytes()
+    if kind == "removed":
+        path.unlink()
+    elif kind == "of another length":
+        np.save(path, np.zeros(3, np.int32))
+    else:
+        path.write_bytes(whole[:-4] if kind == "cut" else b"")
+    assert rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)) == expected
+    assert path.read_bytes() == whole
+
+
+def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
+    expected = rows(dataset(write(tmp_path / "data")))
+    (path,) = (tmp_path / "data_cache").glob("*/sample_order.npy")
+    np.save(path, np.array([{"an": "object"}] * len(expected), dtype=object))
+    assert rows(dataset(IndexedDataset(str(tmp_path / "data")))) == expected
+
+
+def test_a_failed_write_leaves_nothing_that_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed = write(tmp_path / "data")
+    saved = []
+
+    def full_disk(file: object, array: np.ndarray, **kwargs: bool) -> None:
+        saved.append(array)
+        if len(saved) == 2:
+            raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", full_disk)
+        without_cache = rows(dataset(indexed))
+    assert [path.suffix for path in (tmp_path / "data_cache").iterdir()] == [".lock"]
+    assert rows(dataset(indexed)) == without_cache
+
+
+def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path: Path) -> None:
+    indexed = write(tmp_path / "data")
+    (tmp_path / "data_cache").write_text("a file where the folder would be")
+    assert rows(dataset(indexed)) == rows(dataset(indexed, cache_path=str(tmp_path / "cache")))
+    with pytest.raises(InputError, match=r"--data-cache-path .*data_cache cannot be used"):
+        dataset(indexed, cache_path=str(tmp_path / "data_cache"))
+
+
+def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
+    """Each process says when it builds; the sleep in the build would let the others in if nothing held them."""
+    write(tmp_path / "data")
+    program = """if True:
+        import sys, time
+        from megatron_lite.data import gpt
+        from megatron_lite.data.indexed import IndexedDataset
+        build = gpt.build_sample_index
+        def slow(*args, **kwargs):
+            print("built")
+            time.sleep(0.5)
+            return build(*args, **kwargs)
+        gpt.build_sample_index = slow
+        data = gpt.GPTDataset(IndexedDataset(sys.argv[1]), documents=(0, 7), num_samples=30, seq_length=4, seed=5, vocab_size=100)
+        print([data[number].tolist() for number in range(len(data))])
+    """
+    processes = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "data")], stdout=subprocess.PIPE, text=True)
+                 for _ in range(4)]
+    outputs = [process.communicate(timeout=60)[0].split("\n") for process in processes]
+    assert sum(lines.count("built") for lines in outputs) == 1
+    assert {lines[-2] for lines in outputs} == {str(rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)))}

@@ -1,0 +1,128 @@
+"""The same files and the same settings through megatron-core, which is installed for this alone: every token has to agree."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.config.training import DataConfig
+from megatron_lite.data.blend import build_blend_index, parse_data_path
+from megatron_lite.data.build import build_datasets
+from megatron_lite.data.gpt import GPTDataset
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_lite.data.sample_index import build_sample_index
+from megatron_lite.data.splits import normalized
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("megatron.core.datasets.helpers_cpp")
+    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.utils import get_blend_from_list
+
+VOCAB_SIZE = 1000
+
+
+def write(prefix: Path, *, seed: int, documents: int, vocab_size: int = VOCAB_SIZE) -> str:
+    random = np.random.RandomState(seed)
+    with IndexedDatasetWriter(str(prefix), token_dtype(vocab_size)) as writer:
+        for length in random.randint(1, 60, size=documents):
+            writer.add_document(random.randint(0, vocab_size, size=length))
+    return str(prefix)
+
+
+def megatron_datasets(data: DataConfig, *, seed: int, num_samples: tuple[int, int, int], folder: Path) -> list[Any]:
+    tokenizer = SimpleNamespace(vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE + 1, pad=VOCAB_SIZE + 2, unique_identifiers={})
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=seed, sequence_length=data.seq_length, blend=get_blend_from_list(list(data.data_path)), split=data.split,
+        tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        create_attention_mask=False)
+    return BlendedMegatronDatasetBuilder(gpt_dataset.GPTDataset, list(num_samples), lambda: True, config).build()
+
+
+def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
+    for vocab_size in (100, 70_000):
+        ours = write(tmp_path / f"ours-{vocab_size}", seed=1, documents=23, vocab_size=vocab_size)
+        read = indexed_dataset.IndexedDataset(ours)
+        theirs = str(tmp_path / f"theirs-{vocab_size}")
+        builder = indexed_dataset.IndexedDatasetBuilder(theirs + ".bin", dtype=indexed_dataset.DType.optimal_dtype(vocab_size))
+        for number in range(len(read)):
+            builder.add_document(read[number], [len(read[number])])
+        builder.finalize(theirs + ".idx")
+        for ending in (".bin", ".idx"):
+            assert Path(ours + ending).read_bytes() == Path(theirs + ending).read_bytes()
+        assert [IndexedDataset(theirs).get(number).tolist() for number in range(23)] == [row.tolist() for row in read]
+
+
+@pytest.mark.parametrize("case", range(100))
+def test_sample_index_equals_its_compiled_helper(case: int) -> None:
+    """Also with documents of no tokens, which its helper steps over."""
+    random = np.random.RandomState(case)
+    lengths = random.randint(0, 30, size=random.randint(1, 40)).astype(np.int32)
+    lengths[random.randint(len(lengths))] = 40
+    seq_length, num_samples = int(random.randint(1, 30)), int(random.randint(1, 200))
+    ours = build_sample_index(lengths, first_document=0, num_samples=num_samples, seq_length=seq_length, seed=case)
+    epochs = len(ours.document_order) // len(lengths)
+    theirs = helpers.build_sample_idx(lengths, ours.document_order, seq_length, epochs, int(lengths.sum()), True, True)
+    np.testing.assert_array_equal(ours.sample_starts, theirs)
+
+
+@pytest.mark.parametrize("num_samples", [None, 1, 30, 100, 101, 180, 500])
+def test_one_dataset_agrees_in_all_three_arrays(tmp_path: Path, num_samples: int | None) -> None:
+    prefix = write(tmp_path / "data", seed=2, documents=50)
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=77, sequence_length=16, blend=([prefix], None), split="1", reset_position_ids=False,
+        tokenizer=SimpleNamespace(vocab_size=VOCAB_SIZE, eod=1, pad=VOCAB_SIZE, unique_identifiers={}),
+        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False)
+    theirs = gpt_dataset.GPTDataset(indexed_dataset.IndexedDataset(prefix), prefix, np.arange(3, 47, dtype=np.int32), num_samples,
+                                    gpt_dataset.Split.train, config)
+    ours = GPTDataset(IndexedDataset(prefix), documents=(3, 47), num_samples=num_samples, seq_length=16, seed=77,
+                      vocab_size=VOCAB_SIZE)
+    for array, reference in zip(ours.index, (theirs.document_index, theirs.sample_index, theirs.shuffle_index), strict=True):
+        assert array.dtype == reference.dtype
+        np.testing.assert_array_equal(array, reference)
+
+
+@pytest.mark.parametrize("words", ["one", "2 one", "1 one 3 two", "0.2 one 0.7 two 0.1 three", "one two", "one two three"])
+@pytest.mark.parametrize("num_samples", [(60, 9, 5), (300, 40, 1)])
+def test_training_validation_and_test_tokens_agree(tmp_path: Path, words: str, num_samples: tuple[int, int, int]) -> None:
+    prefixes = {name: write(tmp_path / name, seed=seed, documents=documents)
+                for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())}
+    data = DataConfig(seq_length=16, data_path=tuple(prefixes.get(word, word) for word in words.split()), split="70, 20, 10")
+    ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
+    theirs = megatron_datasets(data, seed=9, num_samples=num_samples, folder=tmp_path)
+    compared = 0
+    for mine, reference in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
+        assert mine is not None
+        for number in range(min(len(mine), len(reference))):
+            item = reference[number]
+            assert mine[number][:-1].tolist() == item["tokens"].tolist()
+            assert mine[number][1:].tolist() == item["labels"].tolist()
+            compared += 1
+    assert compared >= sum(num_samples)
+
+
+def test_blend_equals_its_compiled_helper() -> None:
+    random = np.random.RandomState(0)
+    for _ in range(50):
+        weights = normalized(random.randint(1, 20, size=random.randint(1, 8)))
+        size = int(random.randint(1, 400))
+        datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        helpers.build_blending_indices(datasets, samples, weights, len(weights), size, False)
+        ours = build_blend_index(weights, size)
+        np.testing.assert_array_equal(ours.dataset, datasets)
+        np.testing.assert_array_equal(ours.sample, samples)
+
+
+@pytest.mark.parametrize("words", ["a", "a b", "a b c", "1 a", "2 a 0.5 b"])
+def test_data_path_is_read_alike(words: str) -> None:
+    prefixes, weights = get_blend_from_list(words.split())
+    ours = parse_data_path(words.split())
+    assert ours.prefixes == tuple(prefixes)
+    assert ours.weights == (None if weights is None else normalized(weights))

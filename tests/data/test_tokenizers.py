@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.training import TokenizerConfig
+from megatron_lite.data.tokenizers import (
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    build_tokenizer,
+    resolve_vocabulary,
+)
+
+TEXT = "low lower\nnewest — naïve 東京 🙂 <|endoftext|>"
+
+
+def byte_characters() -> list[str]:
+    """GPT-2's letter for each byte 0..255: printable bytes stand for themselves, the others move up past 255."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    moved = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
+
+
+def write_gpt2(folder: Path) -> GPT2BPETokenizer:
+    """256 bytes, three merges, and the end of a document: ids 0-255, 256 "lo", 257 "low", 258 "er", 259."""
+    tokens = [*byte_characters(), "lo", "low", "er", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\nl o\nlo w\ne r\n")
+    return GPT2BPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+
+
+def write_hugging_face(folder: Path, *, special: str | None = "</s>", truncation: bool = False) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "ab", "Ġ"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if special:
+        tokenizer.add_special_tokens(["<x>", special])
+    if truncation:
+        tokenizer.enable_truncation(2)
+        tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_null_tokenizer_reads_ids_and_adds_one_for_the_end_of_a_document() -> None:
+    tokenizer = NullTokenizer(50)
+    assert tokenizer.tokenize("3 0  49\n") == [3, 0, 49]
+    assert tokenizer.detokenize([3, 0, 49]) == "3 0 49"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (51, 50)
+
+
+@pytest.mark.parametrize(("text", "message"), [("3 x", "takes token ids .* 'x'"), ("3 50", r"token id 50 is not in \[0, 50\)"),
+                                               ("-1", "token id -1 is not in")])
+def test_null_tokenizer_refuses_what_is_not_an_id(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        NullTokenizer(50).tokenize(text)
+
+
+def test_null_tokenizer_runs_without_the_tokenizers_library() -> None:
+    program = """if True:
+        import sys
+        sys.modules["tokenizers"] = None
+        from megatron_lite.config.training import TokenizerConfig
+        from megatron_lite.data.tokenizers import build_tokenizer, resolve_vocabulary
+        from megatron_lite.tools import preprocess_data
+        assert build_tokenizer(resolve_vocabulary(TokenizerConfig(vocab_size=9))).tokenize("8 1") == [8, 1]
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_gpt2_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
+    tokenizer = write_gpt2(tmp_path)
+    letter = {character: byte for byte, character in enumerate(byte_characters())}
+    assert tokenizer.tokenize("low lower") == [257, letter["Ġ"], 257, 258]
+    assert tokenizer.tokenize("é") == list("é".encode())
+    assert (tokenizer.vocab_size, tokenizer.eod) == (260, 259)
+
+
+def test_gpt2_gives_every_text_back(tmp_path: Path) -> None:
+    tokenizer = write_gpt2(tmp_path)
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    assert 259 not in tokenizer.tokenize(TEXT)  # only the tool writes the end of a document, never the text
+    assert tokenizer.detokenize([257, 259]) == "low<|endoftext|>"
+
+
+def test_gpt2_equals_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = write_gpt2(tmp_path)
+    reference = transformers.GPT2Tokenizer.from_pretrained(str(tmp_path))
+    text = TEXT.removesuffix("<|endoftext|>")
+    assert tokenizer.tokenize(text) == reference(text).input_ids
+
+
+@pytest.mark.parametrize("path", [".", "tokenizer.json"])
+def test_hugging_face_reads_a_folder_or_a_file(tmp_path: Path, path: str) -> None:
+    tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path) / path))
+    assert tokenizer.tokenize("abc ab") == [3, 2, 4, 3]
+    assert tokenizer.detokenize([3, 2, 4, 3, 6]) == "abc ab</s>"
+    assert (tokenizer.vocab_size, tokenizer.eod) == (7, 6)
+
+
+def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path: Path) -> None:
+    assert HuggingFaceTokenizer(str(write_hugging_face(tmp_path, truncation=True))).tokenize("abcab") == [3, 2, 3]
+    assert HuggingFaceTokenizer(str(tmp_path)).tokenize("a") == [0]
+
+
+@pytest.mark.parametrize("eos_token", ["<x>", {"content": "<x>", "lstrip": False}])
+def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path: Path, eos_token: object) -> None:
+    write_hugging_face(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    assert HuggingFaceTokenizer(str(tmp_path)).eod == 5
+
+
+def test_a_tokenizer_without_an_end_of_document_says_so_when_asked(tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path, special=None)))
+    assert tokenizer.tokenize("ab") == [3]
+    with pytest.raises(InputError, match=r"tokenizer\.json has no end-of-document token .*<\|endoftext\|>, </s>.* eos_token"):
+        _ = tokenizer.eod
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "none"}, r"--tokenizer-model none: no such file"),
+    ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none", "merge_file": "none"}, r"--vocab-file none: no such file"),
+])
+def test_a_missing_file_is_named_with_its_flag(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build_tokenizer(TokenizerConfig(**fields))
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer that can be read"):
+        HuggingFaceTokenizer(str(tmp_path))
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(InputError, match=r"vocab\.json: no such file"):
+        GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+
+
+def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Path) -> None:
+    def config(vocab_size: int | None) -> TokenizerConfig:
+        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path), vocab_size=vocab_size)
+
+    write_hugging_face(tmp_path)
+    assert [resolve_vocabulary(config(size)).vocab_size for size in (None, 7, 9)] == [7, 7, 9]
+    with pytest.raises(InputError, match="--vocab-size 6 is smaller than the 7 ids of --tokenizer-type HuggingFaceTokenizer"):
+        resolve_vocabulary(config(6))
+
+
+def test_null_vocabulary_is_the_one_given() -> None:
+    config = resolve_vocabulary(TokenizerConfig(vocab_size=50))
+    assert config.true_vocab_size == build_tokenizer(config).vocab_size == 51

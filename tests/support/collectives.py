@@ -1,0 +1,40 @@
+"""Records what a block of code sends: every c10d operator that torch dispatches, whoever called it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Sent(NamedTuple):
+    """One collective: "allreduce_", "_allgather_base_", "_reduce_scatter_base_" .., and the largest tensor it touched."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, sent: list[Sent]) -> None:
+        super().__init__()
+        self.sent = sent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            largest = max(tensors, key=Tensor.numel)
+            self.sent.append(Sent(func.name().removeprefix("c10d::"), tuple(largest.shape)))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def recorded_collectives() -> Iterator[list[Sent]]:
+    """The collectives issued inside the block by this thread, backward passes included, in order."""
+    sent: list[Sent] = []
+    with torch.autograd.set_multithreading_enabled(False), _Recorder(sent):
+        yield sent

@@ -1,0 +1,35 @@
+"""The program as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SMALL_MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+               "--max-position-embeddings", "16"]
+SMALL_RUN = [*SMALL_MODEL, "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "12", "--lr", "1e-2",
+             "--eval-iters", "1", "--log-interval", "4", "--distributed-backend", "gloo"]
+MOCK = ["--mock-data", "--vocab-size", "98"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This environment, one thread per process, no launcher's variables but those given."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
+            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return {**kept, "OMP_NUM_THREADS": "1", **variables}
+
+
+def command(*arguments: str, ranks: int = 1) -> list[str]:
+    """`python pretrain_gpt.py ...`, under torchrun for more than one rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*(launcher if ranks > 1 else [sys.executable]), str(ROOT / "pretrain_gpt.py"), *arguments]
+
+
+def run_command(*arguments: str, ranks: int = 1, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end and returns its status and output."""
+    return subprocess.run(command(*arguments, ranks=ranks), env=environment(), cwd=ROOT, capture_output=True, text=True,
+                          timeout=timeout, check=False)

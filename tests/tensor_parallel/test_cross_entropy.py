@@ -1,0 +1,150 @@
+"""The vocab-parallel loss against torch.nn.functional.cross_entropy over the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.tensor_parallel.mappings import copy_to_tensor_parallel_region
+from tests.support.collectives import Sent, recorded_collectives
+from tests.support.models import tp_state
+from tests.support.ranks import run_ranks
+
+S, B, V = 5, 3, 11
+COLUMNS = {1: 12, 2: 6, 3: 4, 4: 6}  # per rank: V ends within rank 1 at t=2, rank 2 at t=3, and rank 1 at t=4 (two hold none)
+
+
+def sample(dtype=torch.float64, scale=3.0):
+    """Whole logits [s, b, V], labels [s, b] that use every id, and a gradient per token."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(S, B, V, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    labels = torch.arange(S * B).remainder(V).view(S, B)
+    return logits, labels, torch.rand(S, B, generator=generator, dtype=torch.float64)
+
+
+def reference(logits, labels, grad_losses):
+    """Losses [s, b] and the gradient of the logits, by torch, in float64."""
+    whole = logits.double().requires_grad_()
+    losses = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
+    losses.backward(grad_losses)
+    return losses.detach(), whole.grad
+
+
+def shard(logits, rank, columns):
+    """A rank's columns, the padding filled with large numbers that must not matter."""
+    padding = logits.new_full((S, B, columns * 4), 50.0)
+    return torch.cat((logits, padding), dim=-1)[..., rank * columns :][..., :columns].contiguous()
+
+
+def num_ids(rank, columns):
+    return max(0, min(columns, V - rank * columns))
+
+
+def sharded(world_size, logits, labels, grad_losses):
+    """Losses of every rank, and the gradient of the whole padded logits."""
+    columns = COLUMNS[world_size]
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            local = shard(logits, rank, columns).requires_grad_()
+            losses = vocab_parallel_cross_entropy(local, labels, tp_group=parallel.tp_group, first_id=rank * columns,
+                                                  num_ids=num_ids(rank, columns))
+            losses.backward(grad_losses.to(losses.dtype))
+            return losses.detach(), local.grad
+
+    losses, grads = zip(*(run_ranks(work, world_size) if world_size > 1 else [work(0, 1)]), strict=True)
+    return losses, torch.cat(grads, dim=-1)
+
+
+@pytest.mark.parametrize("world_size", COLUMNS)
+def test_losses_and_gradients_equal_torchs(world_size):
+    logits, labels, grad_losses = sample()
+    expected, expected_grad = reference(logits, labels, grad_losses)
+    losses, grad = sharded(world_size, logits, labels, grad_losses)
+    for of_rank in losses:
+        torch.testing.assert_close(of_rank, expected, rtol=1e-14, atol=1e-14)
+        assert torch.equal(of_rank, losses[0])
+    torch.testing.assert_close(grad[..., :V], expected_grad, rtol=1e-14, atol=1e-14)
+    assert not grad[..., V:].any()  # padding gets exactly nothing
+
+
+def test_bf16_logits_give_float32_losses_as_exact_as_the_logits():
+    """The oracle takes the same bf16 logits in float64; only the gradient is rounded to bf16, to 8 bits."""
+    logits, labels, grad_losses = sample(torch.bfloat16)
+    expected, expected_grad = reference(logits, labels, grad_losses.float().double())
+    losses, grad = sharded(2, logits, labels, grad_losses.float())
+    assert losses[0].dtype == torch.float32 and grad.dtype == torch.bfloat16
+    torch.testing.assert_close(losses[0].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad[..., :V].double(), expected_grad, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 3e38])
+def test_large_logits_neither_overflow_nor_underflow(offset):
+    logits, labels, grad_losses = sample(torch.float32)
+    logits = logits + offset if abs(offset) < 1e5 else logits * (offset / 30)
+    expected, expected_grad = reference(logits, labels, grad_losses.float().double())
+    losses, grad = sharded(2, logits, labels, grad_losses.float())
+    assert losses[0].isfinite().all() and grad.isfinite().all()
+    torch.testing.assert_close(losses[0].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grad[..., :V].double(), expected_grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_on_one_rank_reaches_the_loss_of_every_rank():
+    logits, labels, grad_losses = sample()
+    logits[0, 0, 7] = float("nan")
+    for of_rank in sharded(2, logits, labels, grad_losses)[0]:
+        assert of_rank[0, 0].isnan() and of_rank[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradcheck_in_float64(world_size):
+    """The whole logits are the input on every rank, so that all ranks perturb the same element."""
+    columns = COLUMNS[world_size]
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            logits = torch.randn(1, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+            def loss(logits):
+                local = copy_to_tensor_parallel_region(logits, parallel.tp_group).chunk(world_size, dim=-1)[rank]
+                return vocab_parallel_cross_entropy(local, torch.tensor([[9, 0]]), tp_group=parallel.tp_group,
+                                                    first_id=rank * columns, num_ids=num_ids(rank, columns))
+
+            return torch.autograd.gradcheck(loss, (logits,))
+
+    assert all(run_ranks(work, world_size) if world_size > 1 else [work(0, 1)])
+
+
+def test_a_second_backward_gives_the_same_gradient_and_leaves_the_logits_alone():
+    logits, labels, _ = sample()
+    local = shard(logits, 0, 12).requires_grad_()
+    before = local.detach().clone()
+    loss = vocab_parallel_cross_entropy(local, labels, tp_group=None, first_id=0, num_ids=V).mean()
+    first, = torch.autograd.grad(loss, local, retain_graph=True)
+    second, = torch.autograd.grad(loss, local)
+    assert torch.equal(first, second) and torch.equal(local.detach(), before)
+
+
+def test_no_grad_and_logits_that_need_no_gradient_build_no_graph():
+    logits, labels, _ = sample()
+    facts = dict(tp_group=None, first_id=0, num_ids=V)
+    assert not vocab_parallel_cross_entropy(logits, labels, **facts).requires_grad
+    with torch.no_grad():
+        assert not vocab_parallel_cross_entropy(logits.requires_grad_(), labels, **facts).requires_grad
+
+
+def test_the_logits_are_never_sent():
+    """Forward: two all-reduces, of one and of two numbers per token. Backward: none."""
+    logits, labels, grad_losses = sample()
+
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            local = shard(logits, rank, 6).requires_grad_()
+            with recorded_collectives() as sent:
+                vocab_parallel_cross_entropy(local, labels, tp_group=parallel.tp_group, first_id=rank * 6,
+                                             num_ids=num_ids(rank, 6)).backward(grad_losses)
+            return sent
+
+    assert run_ranks(work, 2) == [[Sent("allreduce_", (S, B)), Sent("allreduce_", (2, S, B))]] * 2

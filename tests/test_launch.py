@@ -1,0 +1,91 @@
+"""pretrain_gpt.py from the outside: torchrun, srun's variables, one process; killed and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment, run_command
+from tests.support.runs import rows
+
+pytestmark = pytest.mark.slow
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+
+
+def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
+    """float32 sums in another order: 1e-4 after 12 steps."""
+    for ranks in (1, 2):
+        done = run_command(*SMALL_RUN, *MOCK, *NO_DROPOUT, "--tensor-model-parallel-size", str(ranks), "--sequence-parallel",
+                           "--metrics-jsonl", str(tmp_path / str(ranks)), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        assert "arguments" in done.stdout and "validation loss at iteration 12" in done.stdout
+    losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("1", "2")]
+    assert len(losses[0]) == 12
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """SIGKILL to both ranks and their launcher, somewhere after the first checkpoint. Dropout is on."""
+    common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "60", "--save-interval", "5"]
+    whole = run_command(*common, "--save", str(tmp_path / "a"), "--metrics-jsonl", str(tmp_path / "a.jsonl"), ranks=2)
+    assert whole.returncode == 0, whole.stderr
+
+    arguments = [*common, "--save", str(tmp_path / "b"), "--metrics-jsonl", str(tmp_path / "b.jsonl")]
+    process = subprocess.Popen(command(*arguments, ranks=2), env=environment(), cwd=ROOT, start_new_session=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pointer = tmp_path / "b" / "latest_checkpointed_iteration.txt"
+    deadline = time.monotonic() + 120
+    while not pointer.exists():
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert int(pointer.read_text()) < 60
+
+    resumed = run_command(*arguments, "--load", str(tmp_path / "b"), ranks=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert rows(tmp_path / "b.jsonl") == rows(tmp_path / "a.jsonl")
+    for name in ("model_tp00of02", "model_tp01of02", "optimizer_tp00of02", "optimizer_tp01of02", "rng_00000", "rng_00001"):
+        file = f"iter_0000060/{name}.safetensors"
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), name
+
+
+def test_srun_variables_start_a_run_without_torchrun(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = command(*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--metrics-jsonl", str(tmp_path / "m"))
+    tasks = []
+    for rank in range(2):
+        variables = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2",
+                         SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2", SLURM_JOB_ID="11",
+                         MASTER_PORT=str(port))
+        tasks.append(subprocess.Popen(arguments, env=environment(**variables), cwd=ROOT, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True))
+    outputs = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert "2 rank(s): tensor-parallel 2" in outputs[0] and outputs[1].count("iteration") == 0
+    assert len(rows(tmp_path / "m")) == 12
+
+
+def test_a_fault_ends_with_status_2_one_line_and_no_traceback() -> None:
+    done = run_command(*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "world size 1 is not divisible by --tensor-model-parallel-size 2" in done.stderr
+
+
+def test_dump_config_needs_no_torch() -> None:
+    program = ("import sys, pretrain_gpt; status = pretrain_gpt.main(sys.argv[1:]); "
+               "sys.exit(status or (3 if 'torch' in sys.modules else 0))")
+    done = subprocess.run([sys.executable, "-c", program, *SMALL_RUN, *MOCK, "--dump-config"], cwd=ROOT, env=environment(),
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"num_layers": 2' in done.stdout
