@@ -94,7 +94,7 @@ def test_quickstart_help_names_every_option_and_its_variable() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--corpus", "bible"], "shakespeare or stdlib (got bible)"),
+    (["--corpus", "bible"], "auto, shakespeare or stdlib (got bible)"),
     (["--steps", "0"], "positive number (got 0)"),
     (["--tp", "3"], "divides the model's 8 heads (got 3)"),
     (["--tp"], "--tp needs a value"),

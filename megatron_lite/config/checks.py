@@ -24,7 +24,8 @@ def require_at_least(config: Any, minimum: float, *fields: str) -> None:
     for field in fields:
         value = getattr(config, field)
         if value is not None and not minimum <= value < math.inf:
-            raise ValueError(f"{flag(field)} must be {'finite and ' if value == math.inf else ''}at least {minimum} (got {value})")
+            finite = " and finite" if value == math.inf else ""
+            raise ValueError(f"{flag(field)} must be at least {minimum}{finite} (got {value})")
 
 
 def require_within(config: Any, low: float, high: float, *fields: str) -> None:

@@ -131,7 +131,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer, and the size of the vocabulary. `vocab_size` None: the tokenizer's own, filled in before the run."""
+    """Which tokenizer, and the size of the vocabulary. `vocab_size` None: the tokenizer's own, filled in before the run.
+
+    `tokenizer_type` None: GPT2BPETokenizer where its files are given, as in Megatron's pretrain_gpt.py, else NullTokenizer.
+    """
 
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
@@ -142,11 +145,10 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "vocab_size", "make_vocab_size_divisible_by")
-        if self.tokenizer_type is None:
-            if self.tokenizer_model is not None or self.vocab_file is not None or self.merge_file is not None:
-                raise ValueError("--tokenizer-model, --vocab-file and --merge-file need --tokenizer-type "
-                                 f"({', '.join(TOKENIZER_TYPES)})")
-            resolve(self, "tokenizer_type", "NullTokenizer")
+        if self.tokenizer_type is None and self.tokenizer_model is not None:
+            raise ValueError(f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})")
+        reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
+        resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
         require_one_of(self, "tokenizer_type", TOKENIZER_TYPES)
         if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
@@ -155,6 +157,10 @@ class TokenizerConfig:
             raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a tokenizer.json or its folder)")
         if self.tokenizer_type == "GPT2BPETokenizer" and (self.vocab_file is None or self.merge_file is None):
             raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+        if self.tokenizer_type != "HuggingFaceTokenizer" and self.tokenizer_model is not None:
+            raise ValueError(f"--tokenizer-type {self.tokenizer_type} does not read --tokenizer-model: leave it out")
+        if self.tokenizer_type != "GPT2BPETokenizer" and reads_bpe_files:
+            raise ValueError(f"--tokenizer-type {self.tokenizer_type} does not read --vocab-file or --merge-file: leave them out")
 
     @property
     def true_vocab_size(self) -> int:

@@ -77,11 +77,13 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
 
 
 class BlendedDataset:
-    """`size` samples of several datasets in the shares `weights`, which add up to 1."""
+    """`size` samples of several datasets in the shares `weights`, of any sum."""
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], size: int) -> None:
         self.datasets = tuple(datasets)
-        self.index = build_blend_index(weights, size)
+        # Weights from --data-path are divided by their sum a second time here, as in Megatron: it can move their last bit,
+        # and with it which of two equal errors is the larger.
+        self.index = build_blend_index(normalized(weights), size)
 
     def __len__(self) -> int:
         return len(self.index.dataset)

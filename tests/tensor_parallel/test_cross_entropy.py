@@ -26,7 +26,7 @@ def sample(dtype=torch.float64, scale=3.0):
 
 def reference(logits, labels, grad_losses):
     """Losses [s, b] and the gradient of the logits, by torch, in float64."""
-    whole = logits.double().requires_grad_()
+    whole = logits.double().clone().requires_grad_()
     losses = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(S, B)
     losses.backward(grad_losses)
     return losses.detach(), whole.grad
@@ -48,7 +48,7 @@ def sharded(world_size, logits, labels, grad_losses):
 
     def work(rank, world_size):
         with tp_state(world_size) as parallel:
-            local = shard(logits, rank, columns).requires_grad_()
+            local = shard(logits, rank, columns).detach().requires_grad_()
             losses = vocab_parallel_cross_entropy(local, labels, tp_group=parallel.tp_group, first_id=rank * columns,
                                                   num_ids=num_ids(rank, columns))
             losses.backward(grad_losses.to(losses.dtype))
@@ -68,6 +68,21 @@ def test_losses_and_gradients_equal_torchs(world_size):
         assert torch.equal(of_rank, losses[0])
     torch.testing.assert_close(grad[..., :V], expected_grad, rtol=1e-14, atol=1e-14)
     assert not grad[..., V:].any()  # padding gets exactly nothing
+
+
+def test_a_vocabulary_of_many_chunks_of_rows():
+    """70,000 float32 logits: three rows fill a chunk, and the seventh is alone in the last one."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(7, 1, 70_000, generator=generator).requires_grad_()
+    labels = torch.tensor([0, 69_999, 5, 40_000, 1, 2, 3]).view(7, 1)
+    grad_losses = torch.rand(7, 1, generator=generator)
+    losses = vocab_parallel_cross_entropy(logits, labels, tp_group=None, first_id=0, num_ids=70_000)
+    losses.backward(grad_losses)
+    whole = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="none").view(7, 1)
+    expected.backward(grad_losses.double())
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits.grad.double(), whole.grad, rtol=1e-5, atol=1e-10)
 
 
 def test_bf16_logits_give_float32_losses_as_exact_as_the_logits():
@@ -147,4 +162,4 @@ def test_the_logits_are_never_sent():
                                              num_ids=num_ids(rank, 6)).backward(grad_losses)
             return sent
 
-    assert run_ranks(work, 2) == [[Sent("allreduce_", (S, B)), Sent("allreduce_", (2, S, B))]] * 2
+    assert run_ranks(work, 2) == [[Sent("allreduce_", (S * B,)), Sent("allreduce_", (2, S * B))]] * 2

@@ -151,7 +151,7 @@ def test_no_grad_and_frozen_inputs_build_no_graph():
         with tp_state(2) as parallel:
             for mapping in MAPPINGS:
                 with torch.no_grad():
-                    assert not mapping(torch.ones(4, B, H, requires_grad=True), parallel.tp_group).requires_grad
+                    assert mapping(torch.ones(4, B, H, requires_grad=True), parallel.tp_group).grad_fn is None
                 assert not mapping(torch.ones(4, B, H), parallel.tp_group).requires_grad
 
     run_ranks(work, 2)

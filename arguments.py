@@ -1,0 +1,369 @@
+"""The command line -> one frozen RunConfig. Flags have Megatron-LM's names, types and defaults.
+
+One group of flags per config class below, one flag per field; defaults are read from the class and rules live there. A flag that
+was not given leaves no trace in argparse's result, so that `--config-json FILE` can supply it. What happens to Megatron's other
+flags is in `megatron_lite/config/flags.py`. Imports no torch: `--dump-config` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_lite.config import checks, flags
+from megatron_lite.config.model import ATTENTION_BACKENDS, NORMALIZATIONS, POSITION_EMBEDDING_TYPES, ModelConfig
+from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import (
+    LR_DECAY_STYLES,
+    TOKENIZER_TYPES,
+    WSD_DECAY_STYLES,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+
+MEGATRON_ATTENTION_BACKENDS = {"fused": "auto", "local": "unfused"}
+# A file of --dump-config holds these derived values. A flag may change what they are derived from.
+DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
+
+
+@dataclass(frozen=True)
+class ParsedArguments:
+    """config: the run. dump_config: print it and stop. notices: lines for the user, about flags that do less than they say."""
+
+    config: RunConfig
+    dump_config: bool
+    notices: tuple[str, ...]
+
+
+def parse_args(argv: Sequence[str]) -> ParsedArguments:
+    """Reads a command line (without the program's name). Any fault of the user: one line on stderr and exit status 2."""
+    parser = build_parser()
+    argv, notices = _rename_old_spellings(argv)
+    namespace, unread = parser.parse_known_args(argv)
+    if unread:
+        parser.error(_unread_message(unread, supported_flags(parser)))
+    given = vars(namespace)
+    dump_config = given.pop("dump_config", False)
+    config_json = given.pop("config_json", None)
+    try:
+        notices += _without_effect(given)
+        notices += _translate_values(given)
+        config = _build_config(given, config_json)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.get("sequence_parallel") and not config.parallel.sequence_parallel:
+        notices.append("--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1")
+    return ParsedArguments(config, dump_config, tuple(notices))
+
+
+def arguments_table(config: RunConfig) -> str:
+    """Megatron's dotted table of all arguments, sorted by name."""
+    rows = {field: value for topic in dataclasses.asdict(config).values() for field, value in topic.items()}
+    lines = [f"  {field} {'.' * (48 - len(field))} {rows[field]}" for field in sorted(rows)]
+    return "\n".join(["------------------------ arguments ------------------------", *lines,
+                      "-------------------- end of arguments ---------------------"])
+
+
+def topics() -> dict[str, type]:
+    """The config class of each topic: "model" -> ModelConfig, in the order of RunConfig."""
+    hints = typing.get_type_hints(RunConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+
+
+def supported_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Every flag that sets a field or asks for help, aliases too."""
+    return [name for action in parser._actions if not action.dest.startswith("--") for name in action.option_strings]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line: Megatron has so many flags that the usage would hide the message."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class _Group:
+    """The flags of one config class. Each stores nothing unless given; its help shows the default of the class's field."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str, config_class: type) -> None:
+        self._group = parser.add_argument_group(title)
+        self._fields = {field.name: field for field in dataclasses.fields(config_class)}
+
+    def value(self, flag: str, kind: type, text: str, *, alias: str | None = None, values: Sequence[str] = (),
+              nargs: str | None = None) -> None:
+        """A flag with a value, or several (nargs). The config class checks `values`: here they are for the help."""
+        field = _field_name(flag)
+        metavar = "{" + ",".join(values) + "}" if values else {int: "N", float: "X", str: "TEXT"}[kind]
+        names = [flag] if alias is None else [flag, alias]
+        self._group.add_argument(*names, dest=field, type=kind, nargs=nargs, metavar=metavar, default=argparse.SUPPRESS,
+                                 help=text + self._default(field))
+
+    def switch(self, flag: str, text: str) -> None:
+        """A flag without a value that turns its field on (or what `_translate_values` makes of it)."""
+        self._group.add_argument(flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text)
+
+    def off_switch(self, flag: str, field: str, text: str) -> None:
+        """A flag without a value that turns `field` off."""
+        assert self._fields[field].default is True, field
+        self._group.add_argument(flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text)
+
+    def _default(self, field: str) -> str:
+        default = self._fields[field].default
+        if default is dataclasses.MISSING:
+            return " (required)"
+        return "" if default is None or default == () else f" (default: {default})"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Abbreviations are off, as a new flag must not change what an old command means."""
+    parser = _Parser(prog="pretrain_gpt.py", description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
+                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--dump-config", action="store_true", help="print the run as JSON and stop")
+    parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it")
+    _add_model_arguments(parser)
+    _add_parallel_arguments(parser)
+    _add_training_arguments(parser)
+    _add_optimizer_arguments(parser)
+    _add_lr_schedule_arguments(parser)
+    _add_data_arguments(parser)
+    _add_tokenizer_arguments(parser)
+    _add_checkpoint_arguments(parser)
+    _add_logging_arguments(parser)
+    _add_arguments_without_effect(parser)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "model", ModelConfig)
+    group.value("--num-layers", int, "transformer layers")
+    group.value("--hidden-size", int, "channels of the residual stream")
+    group.value("--num-attention-heads", int, "attention heads")
+    group.value("--max-position-embeddings", int, "longest sequence that the model can read")
+    group.value("--ffn-hidden-size", int, "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu")
+    group.value("--kv-channels", int, "channels of one head; derived: hidden / heads")
+    group.switch("--group-query-attention", "share keys and values among groups of heads")
+    group.value("--num-query-groups", int, "groups of --group-query-attention")
+    group.value("--position-embedding-type", str, "position embedding", values=POSITION_EMBEDDING_TYPES)
+    group.switch("--use-rotary-position-embeddings", "the same as --position-embedding-type rope")
+    group.switch("--no-position-embedding", "--position-embedding-type none, unless rope is chosen: then nothing")
+    group.value("--rotary-base", int, "base of the rotary frequencies")
+    group.value("--rotary-percent", float, "share of a head's channels that is rotated")
+    group.value("--normalization", str, "norm of every layer", values=NORMALIZATIONS)
+    group.value("--norm-epsilon", float, "added to the variance in a norm")
+    group.switch("--qk-layernorm", "norm of queries and keys, per head")
+    group.switch("--swiglu", "gated linear unit with SiLU in the MLP, instead of GELU")
+    group.switch("--squared-relu", "squared ReLU in the MLP, instead of GELU")
+    group.off_switch("--no-bias-gelu-fusion", "bias_gelu_fusion", "exact (erf) GELU instead of its tanh form")
+    group.off_switch("--disable-bias-linear", "add_bias_linear", "no bias in the linear layers")
+    group.switch("--add-qkv-bias", "bias in the QKV projection, also with --disable-bias-linear")
+    group.switch("--untie-embeddings-and-output-weights", "an output matrix of its own instead of the word embeddings")
+    group.value("--attention-backend", str, "core attention: SDPA's choice, flash only, or matmuls and a softmax",
+                values=(*ATTENTION_BACKENDS, *MEGATRON_ATTENTION_BACKENDS))
+    group.switch("--attention-softmax-in-fp32", "softmax of unfused attention in float32")
+    group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
+    group.value("--attention-dropout", float, "dropout of attention probabilities")
+    group.value("--init-method-std", float, "standard deviation of the initial weights")
+
+
+def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "parallelism", ParallelConfig)
+    group.value("--tensor-model-parallel-size", int, "ranks that share each layer")
+    group.switch("--sequence-parallel", "split norms and dropout over the tensor-parallel ranks, along the sequence")
+    group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
+                values=DISTRIBUTED_BACKENDS)
+    group.value("--distributed-timeout-minutes", int, "time after which a collective gives up")
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "training", TrainingConfig)
+    group.value("--micro-batch-size", int, "samples of one forward pass on one rank")
+    group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per rank")
+    group.value("--train-iters", int, "length of the run in iterations")
+    group.value("--train-samples", int, "length of the run in samples")
+    group.value("--seed", int, "seed of initial weights, data order and dropout")
+    group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
+    group.value("--eval-interval", int, "iterations between validations; none without it")
+    group.value("--eval-iters", int, "iterations of one validation")
+    group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
+    group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
+    group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
+
+
+def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "optimizer", OptimizerConfig)
+    group.value("--optimizer", str, "adam is AdamW", values=("adam",))
+    group.value("--adam-beta1", float, "decay of the gradient's mean")
+    group.value("--adam-beta2", float, "decay of the squared gradient's mean")
+    group.value("--adam-eps", float, "added to the denominator")
+    group.value("--weight-decay", float, "decoupled weight decay of matrices")
+    group.value("--clip-grad", float, "largest global gradient norm; 0 for no clipping")
+
+
+def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "learning rate", LrScheduleConfig)
+    group.value("--lr", float, "largest learning rate")
+    group.value("--min-lr", float, "smallest learning rate, at the end of the decay")
+    group.value("--lr-decay-style", str, "how it falls", values=LR_DECAY_STYLES)
+    group.value("--lr-decay-iters", int, "iterations until --min-lr; derived: the whole run")
+    group.value("--lr-decay-samples", int, "the same in samples, with --train-samples")
+    group.value("--lr-warmup-iters", int, "iterations of linear warm-up")
+    group.value("--lr-warmup-samples", int, "the same in samples, with --train-samples")
+    group.value("--lr-warmup-fraction", float, "warm-up as a share of the decay's length")
+    group.value("--lr-warmup-init", float, "learning rate at the start of the warm-up")
+    group.value("--lr-wsd-decay-style", str, "how WSD (warm-up, stable, decay) falls at its end", values=WSD_DECAY_STYLES)
+    group.value("--lr-wsd-decay-iters", int, "iterations of WSD's decay, at the end")
+    group.value("--lr-wsd-decay-samples", int, "the same in samples, with --train-samples")
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "data", DataConfig)
+    group.value("--seq-length", int, "tokens of a sample")
+    group.value("--data-path", str, "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
+                nargs="*")
+    group.switch("--mock-data", "made-up token ids instead of a dataset")
+    group.value("--split", str, "shares of the documents for training, validation and test")
+    group.value("--data-cache-path", str, "directory of the sample indices")
+
+
+def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "tokenizer", TokenizerConfig)
+    group.value("--tokenizer-type", str, "derived: GPT2BPETokenizer with --vocab-file and --merge-file, else NullTokenizer",
+                values=TOKENIZER_TYPES)
+    group.value("--tokenizer-model", str, "tokenizer.json or its directory, for HuggingFaceTokenizer")
+    group.value("--vocab-file", str, "vocab.json, for GPT2BPETokenizer")
+    group.value("--merge-file", str, "merges.txt, for GPT2BPETokenizer")
+    group.value("--vocab-size", int, "token ids before padding; derived from the tokenizer's files")
+    group.value("--make-vocab-size-divisible-by", int, "each rank's rows of the embedding are padded to a multiple of it")
+
+
+def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "checkpoints", CheckpointConfig)
+    group.value("--save", str, "directory to write checkpoints into")
+    group.value("--save-interval", int, "iterations between checkpoints", alias="--persistent-save-interval")
+    group.value("--load", str, "directory to read the newest checkpoint from")
+    group.switch("--allow-fresh-start", "start from scratch where --load finds no checkpoint")
+    group.switch("--finetune", "take the weights only, and start at iteration 0")
+    group.switch("--no-load-optim", "do not read the optimizer's state")
+    group.switch("--no-load-rng", "do not read the states of the random streams")
+
+
+def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "logging", LoggingConfig)
+    group.value("--log-interval", int, "iterations between two lines")
+    group.value("--metrics-jsonl", str, "file for one JSON object per iteration, with full precision")
+    group.value("--tensorboard-dir", str, "directory for TensorBoard")
+    group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
+    group.switch("--log-params-norm", "norm of all weights")
+    group.switch("--log-num-zeros-in-grad", "number of gradient elements that are zero")
+    group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
+    group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
+    group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+
+
+def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
+    """Each stores under its own spelling, which no field has, for `_without_effect`."""
+    for entry in flags.WITHOUT_EFFECT:
+        flag, _, metavar = entry.partition(" ")
+        if metavar:
+            parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in flags.ONLY_VALUE:
+        parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
+
+
+def _field_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`argv` in today's spelling, and a notice for each flag renamed."""
+    renamed, notices = [], []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name in flags.RENAMED:
+            notices.append(f"{name} is an old spelling, read as {flags.RENAMED[name]}")
+            name = flags.RENAMED[name]
+        renamed.append(name + equals + value)
+    return renamed, notices
+
+
+def _unread_message(unread: Sequence[str], supported: Sequence[str]) -> str:
+    flag = next((word.partition("=")[0] for word in unread if word.startswith("-")), None)
+    if flag is None:
+        return f"{unread[0]!r} follows no flag that takes it"
+    if reason := flags.refusal_reason(flag):
+        return f"Megatron's {flag} is not supported here: {reason}"
+    closest = flags.closest_flag(flag, supported)
+    return f"unknown flag {flag}: " + (f"did you mean {closest}?" if closest else "--help lists the flags")
+
+
+def _without_effect(given: dict[str, Any]) -> list[str]:
+    """Takes the flags without effect out of `given`. Returns a notice for each. ValueError: a value other than the only one."""
+    notices = []
+    for entry, reason in flags.WITHOUT_EFFECT.items():
+        flag = entry.partition(" ")[0]
+        if given.pop(flag, None) is not None:
+            notices.append(f"{flag} has no effect here: {reason}")
+    for flag, only in flags.ONLY_VALUE.items():
+        if (value := given.pop(flag, only)) != only:
+            raise ValueError(f"Megatron's {flag} {value} is not supported here, only {only}: {flags.refusal_reason(flag)}")
+    return notices
+
+
+def _translate_values(given: dict[str, Any]) -> list[str]:
+    """Turns Megatron's other ways to say a field's value into that value, in `given`. Returns notices."""
+    notices = []
+    backend = given.get("attention_backend")
+    if backend in MEGATRON_ATTENTION_BACKENDS:
+        given["attention_backend"] = MEGATRON_ATTENTION_BACKENDS[backend]
+        notices.append(f"--attention-backend {backend} is read as {given['attention_backend']}")
+    if given.pop("use_rotary_position_embeddings", False) and given.setdefault("position_embedding_type", "rope") != "rope":
+        raise ValueError(f"--use-rotary-position-embeddings contradicts --position-embedding-type "
+                         f"{given['position_embedding_type']}: leave one out")
+    if given.pop("no_position_embedding", False):
+        kind = given.setdefault("position_embedding_type", "none")
+        if kind == "learned_absolute":
+            raise ValueError("--no-position-embedding contradicts --position-embedding-type learned_absolute: leave one out")
+        notices.append(f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}")
+    return notices
+
+
+def _build_config(given: dict[str, Any], config_json: str | None) -> RunConfig:
+    """The RunConfig of the file, if any, with the given fields over it. ValueError on every fault."""
+    values = _values_of_file(config_json) if config_json is not None else {}
+    classes = topics()
+    for topic, config_class in classes.items():
+        names = {field.name for field in dataclasses.fields(config_class)}
+        values[topic] = values.get(topic, {}) | {name: value for name, value in given.items() if name in names}
+    required = [checks.flag(field.name) for topic, config_class in classes.items() for field in dataclasses.fields(config_class)
+                if field.default is dataclasses.MISSING and field.name not in values[topic]]
+    if required:
+        raise ValueError(f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as flags, or a whole "
+                         "run with --config-json FILE")
+    return RunConfig(**{topic: config_class(**values[topic]) for topic, config_class in classes.items()})
+
+
+def _values_of_file(path: str) -> dict[str, dict[str, Any]]:
+    """A file of --dump-config, by topic and field, without the values that follow from others."""
+    try:
+        config = RunConfig.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--config-json {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"--config-json {path}: {error}") from error
+    values = dataclasses.asdict(config)
+    for topic, field in DERIVED_FIELDS:
+        if dataclasses.replace(getattr(config, topic), **{field: None}) == getattr(config, topic):
+            values[topic][field] = None
+    return values

@@ -1,0 +1,144 @@
+"""A run survives JSON unchanged, and JSON that is no run is refused with the place of the fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
+
+positive = st.integers(1, 9)
+rates = st.floats(0.0, 1.0, exclude_max=True)
+any_size = st.floats(0.0, 1e6)
+
+
+def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunConfig:
+    """Any legal run, near enough: sizes are multiples of what must divide them."""
+    tp_size, groups, heads_per_group = draw(st.integers(1, 3)), draw(positive), draw(positive)
+    heads, seq_length = tp_size * groups * heads_per_group, tp_size * draw(positive)
+    position = draw(st.sampled_from(["learned_absolute", "rope", "none"]))
+    by_samples, lr = draw(st.booleans()), draw(any_size)
+    unit = "samples" if by_samples else "iters"
+    style = draw(st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"]))
+    wsd = {f"lr_wsd_decay_{unit}": draw(positive)} if style == "WSD" else {}
+    warmup = draw(st.sampled_from([{}, {f"lr_warmup_{unit}": 5}, {"lr_warmup_fraction": draw(rates)}]))
+    load, save = draw(maybe(st.text())), draw(maybe(st.text()))
+    grouped = draw(st.booleans())
+    return RunConfig(
+        model=ModelConfig(num_layers=draw(positive), hidden_size=64 * heads, num_attention_heads=heads,
+                          max_position_embeddings=seq_length + draw(st.integers(0, 3)), swiglu=draw(st.booleans()),
+                          ffn_hidden_size=64 * tp_size * draw(positive), kv_channels=draw(maybe(st.just(8))),
+                          group_query_attention=grouped, num_query_groups=tp_size * groups if grouped else 1,
+                          position_embedding_type=position, bias_gelu_fusion=draw(st.booleans()), hidden_dropout=draw(rates),
+                          norm_epsilon=draw(any_size)),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=8 if by_samples else draw(maybe(st.just(4))),
+                                train_samples=draw(positive) if by_samples else None,
+                                train_iters=None if by_samples else draw(maybe(positive)), bf16=draw(st.booleans()),
+                                eval_interval=draw(maybe(positive))),
+        data=DataConfig(seq_length=seq_length, data_path=tuple(draw(st.lists(st.text(), max_size=3))), split=draw(st.text())),
+        tokenizer=draw(st.sampled_from([
+            TokenizerConfig(vocab_size=99), TokenizerConfig(vocab_file="v", merge_file="m"),
+            TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="é\n\"")])),
+        parallel=ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=draw(st.booleans())),
+        optimizer=OptimizerConfig(adam_beta1=draw(rates), adam_eps=draw(any_size), weight_decay=draw(any_size)),
+        lr_schedule=LrScheduleConfig(lr=lr, min_lr=lr / 2, lr_decay_style=style, **warmup, **wsd),
+        checkpoint=CheckpointConfig(load=load, finetune=load is not None and draw(st.booleans()), save=save,
+                                    save_interval=None if save is None else draw(maybe(positive))),
+        logging=LoggingConfig(log_interval=draw(positive), metrics_jsonl=draw(maybe(st.text()))),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_a_run_survives_json(config: RunConfig) -> None:
+    read = RunConfig.from_json(config.to_json())
+    assert read == config
+    assert read.to_json() == config.to_json(), "types too: 1 and 1.0 compare equal"
+
+
+def plain() -> dict[str, Any]:
+    config = RunConfig(
+        model=ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=8),
+        training=TrainingConfig(micro_batch_size=2), data=DataConfig(seq_length=8), tokenizer=TokenizerConfig(vocab_size=99))
+    values: dict[str, Any] = json.loads(config.to_json())
+    return values
+
+
+def test_topics_with_defaults_may_be_left_out() -> None:
+    values = {topic: fields for topic, fields in plain().items() if topic in ("model", "training", "data", "tokenizer")}
+    assert RunConfig.from_json(json.dumps(values)) == RunConfig.from_json(json.dumps(plain()))
+
+
+def test_a_whole_number_is_read_as_a_float_where_a_float_is_meant() -> None:
+    values = plain()
+    values["optimizer"]["clip_grad"] = 1
+    clip_grad = RunConfig.from_json(json.dumps(values)).optimizer.clip_grad
+    assert clip_grad == 1.0 and isinstance(clip_grad, float)
+
+
+@pytest.mark.parametrize(("topic", "field", "value", "message"), [
+    ("model", "num_layers", "2", "run.model.num_layers: expected"),
+    ("model", "num_layers", 2.0, "run.model.num_layers: expected"),
+    ("model", "num_layers", True, "run.model.num_layers: expected"),
+    ("model", "num_layers", None, "run.model.num_layers: expected"),
+    ("model", "swiglu", 1, "run.model.swiglu: expected"),
+    ("model", "hidden_dropout", False, "run.model.hidden_dropout: expected"),
+    ("model", "hidden_dropout", "0.1", "run.model.hidden_dropout: expected"),
+    ("model", "normalization", 3, "run.model.normalization: expected"),
+    ("training", "global_batch_size", "8", "run.training.global_batch_size: expected"),
+    ("training", "global_batch_size", [8], "run.training.global_batch_size: expected"),
+    ("data", "data_path", "a", "run.data.data_path: expected a list of strings, got 'a'"),
+    ("data", "data_path", [1], "run.data.data_path: expected a list of strings, got [1]"),
+    ("optimizer", "clip_grad", float("inf"), "--clip-grad must be at least 0.0 and finite"),
+    ("model", "hidden_sizes", 3, "run.model: unknown field hidden_sizes"),
+    ("model", "hidden_size", -1, "--hidden-size must be at least 1 (got -1)"),
+])
+def test_an_ill_typed_field_is_refused_by_name(topic: str, field: str, value: Any, message: str) -> None:
+    values = plain()
+    values[topic][field] = value
+    with pytest.raises(ValueError) as fault:
+        RunConfig.from_json(json.dumps(values))
+    assert message in str(fault.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "Expecting value"), ("null", "run: expected an object, got NoneType"), ("[1]", "run: expected an object, got list"),
+    ("{}", "run: missing field data, model, tokenizer, training"), ('{"modell": {}}', "run: unknown field modell (known: "),
+])
+def test_text_that_is_no_run_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as fault:
+        RunConfig.from_json(text)
+    assert message in str(fault.value)
+
+
+@pytest.mark.parametrize("topic", ["model", "training", "data", "logging"])
+def test_a_topic_that_is_no_object_is_refused(topic: str) -> None:
+    with pytest.raises(ValueError, match=rf"run\.{topic}: expected an object, got int"):
+        RunConfig.from_json(json.dumps({**plain(), topic: 3}))
+
+
+def test_a_missing_field_is_refused_by_name() -> None:
+    values = plain()
+    del values["model"]["num_layers"]
+    with pytest.raises(ValueError, match=r"run\.model: missing field num_layers"):
+        RunConfig.from_json(json.dumps(values))

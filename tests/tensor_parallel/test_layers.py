@@ -1,0 +1,190 @@
+"""Column- and row-parallel linear layers and the embedding, each against torch's dense one with the whole weights."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.support.collectives import recorded_collectives
+from tests.support.models import tp_state, whole_tensor
+from tests.support.ranks import run_ranks
+
+S, B, INPUT, OUTPUT = 8, 3, 20, 12  # every one divisible by 4, no two alike
+VOCAB, PADDED = 10, 16  # at TP 4 the third rank holds 2 true rows and the last none
+LAYOUTS = pytest.mark.parametrize("tp_size, sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
+
+
+def draw(*shape, seed):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def tp_context(tp_size, *, sequence_parallel):
+    with tp_state(tp_size) as parallel:
+        yield parallel, TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=torch.float64)
+
+
+@torch.no_grad()
+def set_whole_(parameter, whole, context):
+    """Gives the parameter this rank's part of the whole tensor, written out here by chunks, not by the product's spans."""
+    spec = spec_of(parameter)
+    if spec.tp_dim is None:
+        parameter.copy_(whole)
+        return
+    padding = [0] * (2 * whole.dim())
+    padding[-1 - 2 * spec.tp_dim] = (spec.padded_length or whole.shape[spec.tp_dim]) - whole.shape[spec.tp_dim]
+    blocks = F.pad(whole, padding).chunk(spec.tp_blocks, dim=spec.tp_dim)
+    parameter.copy_(torch.cat([block.chunk(context.size, dim=spec.tp_dim)[context.rank] for block in blocks], dim=spec.tp_dim))
+
+
+def run(work, tp_size):
+    return run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("tp_blocks", [1, 3])
+@LAYOUTS
+def test_column_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel, tp_blocks):
+    x, weight, bias, grad = draw(S, B, INPUT, seed=1), draw(12 * tp_blocks, INPUT, seed=2), draw(12 * tp_blocks, seed=3), None
+    grad = draw(S, B, 12 * tp_blocks, seed=4)
+
+    def columns_of(tensor, rank):
+        return torch.cat([block.chunk(tp_size, dim=-1)[rank] for block in tensor.chunk(tp_blocks, dim=-1)], dim=-1)
+
+    def work(rank, world_size):
+        with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
+            layer = ColumnParallelLinear(INPUT, 12 * tp_blocks, bias=True, init_std=0.0, context=context, tp_blocks=tp_blocks)
+            set_whole_(layer.weight, weight, context)
+            set_whole_(layer.bias, bias, context)
+            mine = (x.chunk(tp_size)[rank] if sequence_parallel else x).clone().requires_grad_()
+            output = layer(mine)
+            output.backward(columns_of(grad, rank))
+            return (output.detach(), mine.grad, whole_tensor(layer.weight.grad, layer.weight, parallel),
+                    whole_tensor(layer.bias.grad, layer.bias, parallel))
+
+    dense = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    expected = F.linear(*dense)
+    expected.backward(grad)
+    for rank, (output, grad_x, grad_weight, grad_bias) in enumerate(run(work, tp_size)):
+        close(output, columns_of(expected.detach(), rank))
+        close(grad_x, dense[0].grad.chunk(tp_size)[rank] if sequence_parallel else dense[0].grad)
+        close(grad_weight, dense[1].grad)
+        close(grad_bias, dense[2].grad)
+
+
+@LAYOUTS
+def test_row_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel):
+    x, weight, bias, grad = draw(S, B, INPUT, seed=1), draw(OUTPUT, INPUT, seed=2), draw(OUTPUT, seed=3), draw(S, B, OUTPUT, seed=4)
+
+    def tokens_of(tensor, rank):
+        return tensor.chunk(tp_size)[rank] if sequence_parallel else tensor
+
+    def work(rank, world_size):
+        with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
+            layer = RowParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
+            set_whole_(layer.weight, weight, context)
+            set_whole_(layer.bias, bias, context)
+            mine = x.chunk(tp_size, dim=-1)[rank].clone().requires_grad_()
+            output = layer(mine)
+            output.backward(tokens_of(grad, rank))
+            return output.detach(), mine.grad, whole_tensor(layer.weight.grad, layer.weight, parallel), layer.bias.grad
+
+    dense = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    expected = F.linear(*dense)
+    expected.backward(grad)
+    results = run(work, tp_size)
+    for rank, (output, grad_x, grad_weight, grad_bias) in enumerate(results):
+        close(output, tokens_of(expected.detach(), rank))
+        close(grad_x, dense[0].grad.chunk(tp_size, dim=-1)[rank])
+        close(grad_weight, dense[1].grad)
+        if not sequence_parallel:
+            close(grad_bias, dense[2].grad)
+    if sequence_parallel:  # each rank has added the bias to its own tokens: marked sum_grad_over_tp
+        close(sum(grad_bias for *_, grad_bias in results), dense[2].grad)
+
+
+@LAYOUTS
+def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
+    tokens = torch.arange(B * S).remainder(VOCAB).view(B, S)  # [b, s]; every id, each at least twice
+    weight, grad = draw(VOCAB, INPUT, seed=2), draw(S, B, INPUT, seed=4)
+
+    def tokens_of(tensor, rank):
+        return tensor.chunk(tp_size)[rank] if sequence_parallel else tensor
+
+    def work(rank, world_size):
+        with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
+            layer = VocabParallelEmbedding(VOCAB, INPUT, padded_vocab_size=PADDED, init_std=0.0, context=context)
+            set_whole_(layer.weight, weight, context)
+            output = layer(tokens)
+            output.backward(tokens_of(grad, rank))
+            rows = spec_of(layer.weight).spans(rank, tp_size)
+            padding = layer.weight.grad[rows[0].length if rows else 0 :]
+            return output.detach(), whole_tensor(layer.weight.grad, layer.weight, parallel), padding
+
+    dense = weight.clone().requires_grad_()
+    expected = F.embedding(tokens.t(), dense)
+    expected.backward(grad)
+    for rank, (output, grad_weight, grad_padding) in enumerate(run(work, tp_size)):
+        assert torch.equal(output, tokens_of(expected.detach(), rank))  # one rank's value plus zeros: exact
+        close(grad_weight, dense.grad)
+        assert not grad_padding.any()
+
+
+def test_only_padding_and_replicated_parameters_stay_whole():
+    with tp_context(1, sequence_parallel=False) as (_, context):
+        row = RowParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.1, context=context)
+        column = ColumnParallelLinear(INPUT, OUTPUT, bias=False, init_std=0.1, context=context, padded_output_size=16)
+    assert (spec_of(row.weight).tp_dim, spec_of(row.bias).tp_dim, spec_of(column.weight).tp_dim) == (1, None, 0)
+    assert row.weight.shape == (OUTPUT, INPUT) and column.weight.shape == (16, INPUT) and column.bias is None
+
+
+def test_a_frozen_input_still_trains_the_weights_and_a_frozen_weight_still_passes_the_gradient():
+    def work(rank, world_size):
+        with tp_context(2, sequence_parallel=False) as (_, context):
+            column = ColumnParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
+            row = RowParallelLinear(OUTPUT, INPUT, bias=True, init_std=0.0, context=context)
+            for parameter in [*column.parameters(), *row.parameters()]:
+                torch.nn.init.ones_(parameter)
+            x = draw(S, B, INPUT, seed=1)
+            row(column(x)).sum().backward()
+            assert column.weight.grad.any() and row.bias.grad.any()
+            column.requires_grad_(False)
+            column.weight.grad = None
+            row(column(x.requires_grad_())).sum().backward()
+            assert column.weight.grad is None and x.grad.any()
+
+    run_ranks(work, 2)
+
+
+SENT = {  # what one column-parallel and one row-parallel layer send together: (forward, backward)
+    False: ({"allreduce_": 1}, {"allreduce_": 1}),
+    True: ({"_allgather_base_": 1, "_reduce_scatter_base_": 1}, {"_allgather_base_": 1, "_reduce_scatter_base_": 1}),
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", SENT)
+def test_a_pair_of_layers_sends_the_hidden_states_once_each_way(sequence_parallel):
+    def work(rank, world_size):
+        with tp_context(2, sequence_parallel=sequence_parallel) as (_, context):
+            column = ColumnParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
+            row = RowParallelLinear(OUTPUT, INPUT, bias=True, init_std=0.0, context=context)
+            x = torch.ones(S // 2 if sequence_parallel else S, B, INPUT, dtype=torch.float64, requires_grad=True)
+            with recorded_collectives() as forward:
+                total = row(column(x)).sum()
+            with recorded_collectives() as backward:
+                total.backward()
+            return forward, backward
+
+    for of_rank in run_ranks(work, 2):
+        for sent, expected in zip(of_rank, SENT[sequence_parallel], strict=True):
+            assert {one.name: 1 for one in sent} == expected and len(sent) == len(expected)
+            assert {one.shape for one in sent} == {(S, B, INPUT)}

@@ -1,0 +1,251 @@
+"""What a command line is told: faults in one line with exit status 2, notices for what does less than it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arguments import ParsedArguments, arguments_table, parse_args
+from megatron_lite.config import flags
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 --seq-length 8 --micro-batch-size 2 "
+       "--vocab-size 99 --train-iters 10")
+
+FAULTS = [
+    # rules of the configs, with the values and the fix
+    ("--hidden-size 18", "--hidden-size 18 is not divisible by --num-attention-heads 4: change one of them, or set --kv-channels"),
+    ("--tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+    ("--num-layers 0", "--num-layers must be at least 1 (got 0)"),
+    ("--lr nan", "--lr must be at least 0.0 (got nan)"),
+    ("--lr inf", "--lr must be at least 0.0 and finite (got inf)"),
+    ("--hidden-dropout 1.0", "--hidden-dropout must be in [0.0, 1.0) (got 1.0)"),
+    ("--swiglu --squared-relu", "--swiglu and --squared-relu are two activations: choose one"),
+    ("--seq-length 9", "--seq-length 9 is above --max-position-embeddings 8"),
+    ("--train-samples 5 --global-batch-size 4", "--train-iters and --train-samples both give the length of the run: set one"),
+    ("--global-batch-size 5", "--global-batch-size 5 is not divisible by --micro-batch-size 2"),
+    ("--save-interval 5", "--save-interval 5 needs --save DIR"),
+    ("--data-path a --mock-data", "--data-path and --mock-data are two sources of data: set one"),
+    ("--position-embedding-type yarn", "--position-embedding-type must be one of learned_absolute, rope, none (got 'yarn')"),
+    ("--tokenizer-type TikTokenizer", "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer"),
+    ("--optimizer sgd", "--optimizer must be one of adam (got 'sgd')"),
+    ("--attention-backend cudnn", "--attention-backend must be one of auto, flash, unfused (got 'cudnn')"),
+    # words that are no command line
+    ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
+    ("--num-layers 1.5", "argument --num-layers: invalid int value: '1.5'"),
+    ("--num-layers", "argument --num-layers: expected one argument"),
+    ("--bf16 true", "'true' follows no flag that takes it"),
+    ("--bf16=true", "ignored explicit argument 'true'"),
+    # contradictions between two ways to say one thing
+    ("--use-rotary-position-embeddings --position-embedding-type none", "--use-rotary-position-embeddings contradicts"),
+    ("--no-position-embedding --position-embedding-type learned_absolute", "--no-position-embedding contradicts"),
+    # flags of Megatron that are refused: the reason and the nearest thing that works
+    ("--num-experts 8", "Megatron's --num-experts is not supported here: mixture-of-experts layers are not built; train a dense"),
+    ("--num-experts=8", "Megatron's --num-experts is not supported here"),
+    ("--multi-latent-attention", "multi-latent attention is not built; use --group-query-attention"),
+    ("--fp8-format hybrid", "8-bit and 4-bit arithmetic is not built; use --bf16"),
+    ("--fp16", "float16 and loss scaling are not built; use --bf16"),
+    ("--mamba-state-dim 128", "state-space and hybrid layers are not built"),
+    ("--img-h 224", "the model reads text; vision models are not built"),
+    ("--perform-rl-step", "does not do reinforcement learning"),
+    ("--use-distributed-optimizer", "each data-parallel rank keeps whole weights, gradients and optimizer states"),
+    ("--overlap-grad-reduce", "communication is not overlapped or tuned"),
+    ("--recompute-granularity full", "activations are neither recomputed nor offloaded in this version"),
+    ("--checkpoint-activations", "activations are neither recomputed nor offloaded in this version"),
+    ("--activations-checkpoint-method uniform", "activations are neither recomputed nor offloaded in this version"),
+    ("--async-save", "checkpoints are written before training goes on; leave the flag out"),
+    ("--eod-mask-loss", "every token of a sequence is attended to and counts in the loss"),
+    ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
+    ("--pipeline-model-parallel-size 2", "Megatron's --pipeline-model-parallel-size 2 is not supported here, only 1: layers are not"),
+    ("--context-parallel-size 4", "Megatron's --context-parallel-size 4 is not supported here, only 1: sequences are not split"),
+    # unknown flags: abbreviations are off, and the nearest known flag is named
+    ("--num-layer 4", "unknown flag --num-layer: did you mean --num-layers?"),
+    ("--num_layers 4", "unknown flag --num_layers: did you mean --num-layers?"),
+    ("--tensor-parallel-size 2", "unknown flag --tensor-parallel-size: did you mean --tensor-model-parallel-size?"),
+    ("--learning-rte 1", "unknown flag --learning-rte: --help lists the flags"),
+    ("--moe-router-top-k 2", "unknown flag --moe-router-top-k: did you mean --moe-router-topk?"),
+    ("--lr-warmup 2", "unknown flag --lr-warmup: did you mean --lr-warmup-i"),
+    ("--config-json /nowhere/run.json", "--config-json /nowhere/run.json: cannot be read (No such file or directory)"),
+]
+
+
+def fault_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(words)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.startswith("pretrain_gpt.py: error: ") and err.endswith("\n")
+    assert err.count("\n") == 1, f"one line: {err}"
+    return err.removeprefix("pretrain_gpt.py: error: ")
+
+
+def parse(words: str) -> ParsedArguments:
+    return parse_args(f"{RUN} {words}".split())
+
+
+@pytest.mark.parametrize(("words", "message"), FAULTS, ids=[words for words, _ in FAULTS])
+def test_a_fault_is_one_line_and_exit_status_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in fault_of(f"{RUN} {words}".split(), capsys)
+
+
+def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fault_of(["--num-layers", "2", "--seq-length", "8"], capsys) == (
+        "missing --hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size: give them as flags, or a "
+        "whole run with --config-json FILE\n")
+
+
+def test_no_flags_at_all_is_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fault_of([], capsys).startswith("missing --num-layers, ")
+
+
+@pytest.mark.parametrize("flag", flags.refused_flags())
+def test_every_refused_flag_says_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"Megatron's {flag} " in fault_of([*RUN.split(), flag, "7"], capsys)
+
+
+@pytest.mark.parametrize("entry", flags.WITHOUT_EFFECT)
+def test_a_flag_without_effect_gives_one_notice_and_the_same_run(entry: str) -> None:
+    flag, _, metavar = entry.partition(" ")
+    parsed = parse(f"{flag} 1" if metavar else flag)
+    assert parsed.config == parse("").config
+    assert parsed.notices == (f"{flag} has no effect here: {flags.WITHOUT_EFFECT[entry]}",)
+
+
+@pytest.mark.parametrize(("flag", "only"), flags.ONLY_VALUE.items())
+def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(flag: str, only: str) -> None:
+    assert parse(f"{flag} {only}") == parse("")
+
+
+@pytest.mark.parametrize(("old", "today"), [
+    ("--batch-size 3", "--micro-batch-size 3"),
+    ("--batch-size=3", "--micro-batch-size 3"),
+    ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
+    ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
+    ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
+    ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+    ("--no-position-embedding", "--position-embedding-type none"),
+    ("--no-position-embedding --position-embedding-type rope", "--position-embedding-type rope"),
+    ("--attention-backend fused", "--attention-backend auto"),
+    ("--attention-backend local", "--attention-backend unfused"),
+])
+def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
+    assert parse(old).config == parse(today).config
+    assert parse(today).config != parse("").config or today.endswith(" auto")
+
+
+@pytest.mark.parametrize(("words", "notice"), [
+    ("--batch-size 3", "--batch-size is an old spelling, read as --micro-batch-size"),
+    ("--attention-backend fused", "--attention-backend fused is read as auto"),
+    ("--attention-backend local", "--attention-backend local is read as unfused"),
+    ("--no-position-embedding", "--no-position-embedding is an old flag, read as --position-embedding-type none"),
+    ("--sequence-parallel", "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"),
+])
+def test_what_is_read_otherwise_than_written_gives_a_notice(words: str, notice: str) -> None:
+    assert parse(words).notices == (notice,)
+
+
+@pytest.mark.parametrize("words", ["", "--bf16 --swiglu", "--sequence-parallel --tensor-model-parallel-size 2",
+                                   "--use-rotary-position-embeddings", "--attention-backend flash"])
+def test_flags_that_do_what_they_say_give_no_notice(words: str) -> None:
+    assert parse(words).notices == ()
+
+
+def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron() -> None:
+    run = RUN.replace("--vocab-size 99", "--vocab-file vocab.json --merge-file merges.txt").split()
+    assert parse_args(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+
+
+def test_several_data_paths_keep_their_order() -> None:
+    assert parse("--data-path 0.3 b 0.7 a --bf16").config.data.data_path == ("0.3", "b", "0.7", "a")
+
+
+def test_the_last_of_two_equal_flags_wins() -> None:
+    assert parse("--seed 5 --seed 6").config.training.seed == 6
+
+
+def test_help_lists_flags_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "--seed N" in text and "(default: 1234)" in text and "(required)" in text
+    assert "--use-mcore-models" not in text, "flags without effect are not advertised"
+
+
+# --dump-config and --config-json
+
+MANY = ("--position-embedding-type rope --swiglu --lr 3e-4 --lr-decay-style cosine --data-path a b --split 98,2,0 --save out "
+        "--save-interval 5 --bf16 --no-bias-gelu-fusion --disable-bias-linear --hidden-size 64")
+
+
+def test_a_dumped_run_is_read_back_equal(tmp_path: Path) -> None:
+    config = parse(MANY).config
+    path = tmp_path / "run.json"
+    path.write_text(config.to_json())
+    assert parse_args(["--config-json", str(path)]).config == config
+
+
+def test_flags_override_the_file_even_with_a_default_value(tmp_path: Path) -> None:
+    config = parse(f"{MANY} --seed 7 --log-interval 3").config
+    path = tmp_path / "run.json"
+    path.write_text(config.to_json())
+    read = parse_args(["--config-json", str(path), "--seed", "1234"]).config
+    assert read == replace(config, training=replace(config.training, seed=1234))
+
+
+def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(parse("").config.to_json())
+    model = parse_args(["--config-json", str(path), "--hidden-size", "32"]).config.model
+    assert (model.kv_channels, model.ffn_hidden_size) == (8, 128)
+
+
+def test_sizes_that_were_set_stay_when_another_flag_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(parse("--kv-channels 6 --ffn-hidden-size 40").config.to_json())
+    model = parse_args(["--config-json", str(path), "--hidden-size", "32"]).config.model
+    assert (model.kv_channels, model.ffn_hidden_size) == (6, 40)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "Expecting property name"),
+    ("[]", "run: expected an object, got list"),
+    ("{}", "run: missing field data, model, tokenizer, training"),
+])
+def test_a_file_that_is_no_run_is_named(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    assert fault_of(["--config-json", str(path)], capsys).startswith(f"--config-json {path}: {message}")
+
+
+def test_an_ill_typed_field_of_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads(parse("").config.to_json())
+    values["model"]["num_layers"] = "2"
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(values))
+    assert "run.model.num_layers: expected" in fault_of(["--config-json", str(path)], capsys)
+
+
+def test_dump_config_is_told_apart_from_a_run() -> None:
+    assert parse("--dump-config").dump_config and not parse("").dump_config
+    assert parse("--dump-config").config == parse("").config
+
+
+def test_the_arguments_table_has_megatrons_form() -> None:
+    lines = arguments_table(parse("").config).split("\n")
+    assert lines[0] == "------------------------ arguments ------------------------"
+    assert lines[1] == "  adam_beta1 ...................................... 0.9"
+    assert lines[-1] == "-------------------- end of arguments ---------------------"
+    names = [line.split()[0] for line in lines[1:-1]]
+    assert names == sorted(names) and {"num_layers", "lr", "data_path", "tensor_model_parallel_size"} <= set(names)
+    assert all(line.split()[1].strip(".") == "" and len(line.split(" ")[2] + line.split(" ")[3]) == 48 for line in lines[1:-1])
+
+
+def test_parsing_imports_no_torch() -> None:
+    program = f"import sys, arguments; arguments.parse_args({RUN.split()!r}); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,231 @@
+"""One flag per config field, one field per flag, with Megatron-LM's names, types and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Action
+from typing import Any
+
+import pytest
+
+from arguments import build_parser, parse_args, supported_flags, topics
+from megatron_lite.config import flags
+
+ON, OFF = "store_true", "store_false"
+
+# Megatron-LM's own table for the flags that set a field: spelling, type, default; then a value that is not the default.
+MEGATRON: tuple[tuple[Any, ...], ...] = (
+    ("--num-layers", int, None, "3"),
+    ("--hidden-size", int, None, "24"),
+    ("--num-attention-heads", int, None, "2"),
+    ("--max-position-embeddings", int, None, "16"),
+    ("--ffn-hidden-size", int, None, "48"),
+    ("--kv-channels", int, None, "6"),
+    ("--group-query-attention", ON, False),
+    ("--num-query-groups", int, 1, "2"),
+    ("--position-embedding-type", str, "learned_absolute", "rope"),
+    ("--rotary-base", int, 10000, "500000"),
+    ("--rotary-percent", float, 1.0, "0.5"),
+    ("--normalization", str, "LayerNorm", "RMSNorm"),
+    ("--norm-epsilon", float, 1e-05, "1e-6"),
+    ("--qk-layernorm", ON, False),
+    ("--swiglu", ON, False),
+    ("--squared-relu", ON, False),
+    ("--no-bias-gelu-fusion", OFF, True),
+    ("--disable-bias-linear", OFF, True),
+    ("--add-qkv-bias", ON, False),
+    ("--untie-embeddings-and-output-weights", ON, False),
+    ("--attention-backend", str, "auto", "unfused"),
+    ("--attention-softmax-in-fp32", ON, False),
+    ("--hidden-dropout", float, 0.1, "0.0"),
+    ("--attention-dropout", float, 0.1, "0.25"),
+    ("--init-method-std", float, 0.02, "0.006"),
+    ("--tensor-model-parallel-size", int, 1, "2"),
+    ("--sequence-parallel", ON, False),
+    ("--distributed-backend", str, "nccl", "gloo"),
+    ("--distributed-timeout-minutes", int, 10, "3"),
+    ("--micro-batch-size", int, None, "3"),
+    ("--global-batch-size", int, None, "8"),
+    ("--train-iters", int, None, "7"),
+    ("--train-samples", int, None, "56"),
+    ("--seed", int, 1234, "7"),
+    ("--bf16", ON, False),
+    ("--eval-interval", int, None, "5"),
+    ("--eval-iters", int, 100, "4"),
+    ("--exit-interval", int, None, "6"),
+    ("--no-check-for-nan-in-loss-and-grad", OFF, True),
+    ("--deterministic-mode", ON, False),
+    ("--optimizer", str, "adam", "adam"),
+    ("--adam-beta1", float, 0.9, "0.8"),
+    ("--adam-beta2", float, 0.999, "0.95"),
+    ("--adam-eps", float, 1e-08, "1e-6"),
+    ("--weight-decay", float, 0.01, "0.1"),
+    ("--clip-grad", float, 1.0, "0.5"),
+    ("--lr", float, None, "3e-4"),
+    ("--min-lr", float, 0.0, "1e-5"),
+    ("--lr-decay-style", str, "linear", "cosine"),
+    ("--lr-decay-iters", int, None, "9"),
+    ("--lr-decay-samples", int, None, "90"),
+    ("--lr-warmup-iters", int, 0, "2"),
+    ("--lr-warmup-samples", int, 0, "20"),
+    ("--lr-warmup-fraction", float, None, "0.01"),
+    ("--lr-warmup-init", float, 0.0, "1e-6"),
+    ("--lr-wsd-decay-style", str, "exponential", "minus_sqrt"),
+    ("--lr-wsd-decay-iters", int, None, "3"),
+    ("--lr-wsd-decay-samples", int, None, "30"),
+    ("--seq-length", int, None, "4"),
+    ("--data-path", str, None, "a b"),
+    ("--mock-data", ON, False),
+    ("--split", str, None, "98,2,0"),
+    ("--data-cache-path", str, None, "cache"),
+    ("--tokenizer-type", str, None, "GPT2BPETokenizer"),
+    ("--tokenizer-model", str, None, "tokenizer.json"),
+    ("--vocab-file", str, None, "v.json"),
+    ("--merge-file", str, None, "m.txt"),
+    ("--vocab-size", int, None, "77"),
+    ("--make-vocab-size-divisible-by", int, 128, "64"),
+    ("--save", str, None, "out"),
+    ("--save-interval", int, None, "5"),
+    ("--persistent-save-interval", int, None, "5"),
+    ("--load", str, None, "in"),
+    ("--finetune", ON, False),
+    ("--no-load-optim", ON, None),
+    ("--no-load-rng", ON, None),
+    ("--log-interval", int, 100, "1"),
+    ("--tensorboard-dir", str, None, "tb"),
+    ("--log-throughput", ON, False),
+    ("--log-params-norm", ON, False),
+    ("--log-num-zeros-in-grad", ON, False),
+    ("--log-validation-ppl-to-tensorboard", ON, False),
+    ("--log-timers-to-tensorboard", ON, False),
+    ("--log-memory-to-tensorboard", ON, False),
+)
+OURS: tuple[tuple[Any, ...], ...] = (
+    ("--allow-fresh-start", ON, False),
+    ("--metrics-jsonl", str, None, "m.jsonl"),
+)
+OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
+WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--config-json"}
+
+# Where our default is not Megatron's, and why.
+OTHER_DEFAULTS = {
+    "--split": "969, 30, 1",            # Megatron's, filled in after parsing there
+    "--distributed-backend": "auto",    # nccl on CUDA, gloo elsewhere
+    "--data-path": (),
+    "--no-load-optim": False,           # None there, and false all the same
+    "--no-load-rng": False,
+}
+BASE = {"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--max-position-embeddings": "8",
+        "--seq-length": "8", "--micro-batch-size": "2", "--vocab-size": "99", "--ffn-hidden-size": "64", "--kv-channels": "4"}
+SAMPLES = "--train-samples 64 --global-batch-size 8"
+# What a flag needs beside it.
+CONTEXT = {
+    "--num-query-groups": "--group-query-attention",
+    "--sequence-parallel": "--tensor-model-parallel-size 2",
+    "--train-samples": "--global-batch-size 8",
+    "--min-lr": "--lr 1e-3",
+    "--lr-warmup-init": "--lr 1e-3",
+    "--lr-decay-samples": SAMPLES,
+    "--lr-warmup-samples": SAMPLES,
+    "--save-interval": "--save out",
+    "--persistent-save-interval": "--save out",
+    "--finetune": "--load in",
+    "--no-load-optim": "--load in",
+    "--no-load-rng": "--load in",
+    "--allow-fresh-start": "--load in",
+}
+# Flags that are illegal without each other come together, and so do the changes.
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "--lr-wsd-decay-iters": ("--lr-decay-style WSD", {"lr_decay_style": "WSD"}),
+    "--lr-wsd-decay-samples": (f"--lr-decay-style WSD {SAMPLES}",
+                               {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8}),
+    "--tokenizer-type": ("--vocab-file v --merge-file m", {"vocab_file": "v", "merge_file": "m"}),
+    "--tokenizer-model": ("--tokenizer-type HuggingFaceTokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
+    "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
+    "--merge-file": ("--vocab-file v", {"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}),
+}
+MEGATRON_SPELLINGS = 876  # of its 838 options
+
+
+def actions() -> dict[str, Action]:
+    """Every supported flag with its argparse action."""
+    parser = build_parser()
+    supported = set(supported_flags(parser))
+    return {name: action for action in parser._actions for name in action.option_strings if name in supported}
+
+
+def fields() -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for config_class in topics().values() for field in dataclasses.fields(config_class)}
+
+
+def parsed_fields(*words: str) -> dict[str, Any]:
+    parsed = parse_args([word for pair in BASE.items() for word in pair] + " ".join(words).split())
+    return {field: value for topic in dataclasses.asdict(parsed.config).values() for field, value in topic.items()}
+
+
+def test_no_two_topics_have_a_field_of_the_same_name() -> None:
+    names = [field.name for config_class in topics().values() for field in dataclasses.fields(config_class)]
+    assert len(names) == len(set(names))
+
+
+def test_each_field_has_one_flag_and_each_flag_one_field() -> None:
+    flag_actions = {id(action): action for name, action in actions().items() if name not in OTHER_WAYS_TO_SAY_IT | WITHOUT_FIELD}
+    assert sorted(action.dest for action in flag_actions.values()) == sorted(fields())
+
+
+def test_the_tables_of_this_test_hold_every_flag_of_a_field() -> None:
+    tabled = [row[0] for row in (*MEGATRON, *OURS)]
+    assert sorted(tabled) == sorted(set(actions()) - OTHER_WAYS_TO_SAY_IT - WITHOUT_FIELD)
+
+
+@pytest.mark.parametrize("row", [*MEGATRON, *OURS], ids=lambda row: row[0])
+def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> None:
+    flag, kind, default = row[:3]
+    action = actions()[flag]
+    field = fields()[action.dest]
+    if kind in (ON, OFF):
+        assert type(action).__name__ == {ON: "_StoreTrueAction", OFF: "_StoreFalseAction"}[kind]
+    else:
+        assert action.type is kind
+    assert action.nargs == {"--data-path": "*"}.get(flag, 0 if kind in (ON, OFF) else None)
+    if field.default is dataclasses.MISSING:
+        assert flag in BASE and default is None, "Megatron's None is an error there as well"
+    else:
+        expected = OTHER_DEFAULTS.get(flag, default)
+        assert field.default == expected and type(field.default) is type(expected)
+
+
+@pytest.mark.parametrize("row", [*MEGATRON, *OURS], ids=lambda row: row[0])
+def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None:
+    flag, kind = row[:2]
+    field = actions()[flag].dest
+    value: Any = {ON: True, OFF: False}[kind] if kind in (ON, OFF) else kind(row[3])
+    if flag == "--data-path":
+        value = ("a", "b")
+    together, changes = TOGETHER.get(flag, ("", {}))
+    before = parsed_fields(CONTEXT.get(flag, ""))
+    after = parsed_fields(CONTEXT.get(flag, ""), together, flag, *row[3:])
+    expected = changes if flag == "--optimizer" else {**changes, field: value}  # there is one optimizer
+    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+
+
+def test_a_flag_belongs_to_one_class_only() -> None:
+    accepted = [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
+    known = [*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()]
+    assert sorted(known) == sorted(set(known))
+    assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), "the reason for the other values is in the table"
+    assert set(flags.RENAMED.values()) <= set(supported_flags(build_parser()))
+
+
+def test_every_flag_of_megatron_is_known() -> None:
+    not_of_megatron = {
+        "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl",
+        # retired there
+        "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
+        "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",
+        "--activations-checkpoint-num-layers", "--checkpoint-num-layers", "--distribute-checkpointed-activations",
+    }
+    accepted = {entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT}
+    known = {*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()}
+    assert not_of_megatron <= known
+    assert len(known - not_of_megatron) == MEGATRON_SPELLINGS
