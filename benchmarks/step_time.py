@@ -210,16 +210,27 @@ def build_engines(setting: Setting, peers: Sequence[str]) -> dict[str, Step]:
 
 # --- the clock ---
 
-def timed_ms(action: Callable[[], object], device: torch.device, *, repeats: int = 1) -> float:
-    """Milliseconds per call, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1000.0 / repeats
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """wall: what a user waits for. cpu: this thread's processor time, which other processes on the machine hardly disturb."""
+
+    device: torch.device
+    kind: str = "wall"
+    steps: int = 1
+
+    def ms(self, action: Callable[[], object]) -> float:
+        """Milliseconds per call over `steps` calls, the device's work included."""
+        now = time.thread_time if self.kind == "cpu" else time.perf_counter
+        self._wait()
+        start = now()
+        for _ in range(self.steps):
+            action()
+        self._wait()
+        return (now() - start) * 1000.0 / self.steps
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def model_gemms(setting: Setting) -> Callable[[], None]:
@@ -262,17 +273,17 @@ class Row:
     loss: float
 
 
-def measure(setting: Setting, engines: dict[str, Step], *, rounds: int, steps_per_round: int) -> list[Row]:
+def measure(setting: Setting, engines: dict[str, Step], clock: Clock, *, rounds: int) -> list[Row]:
     """Rounds of every engine in turn, after two rounds to warm up."""
-    gemms, device = model_gemms(setting), setting.device
+    gemms = model_gemms(setting)
     losses = {name: step() for _ in range(2) for name, step in engines.items()}
     gemms()
     samples: dict[str, list[float]] = {name: [] for name in engines}
     gemm_ms = []
     for _ in range(rounds):
         for name, step in engines.items():
-            samples[name].append(timed_ms(step, device, repeats=steps_per_round))
-        gemm_ms.append(timed_ms(gemms, device, repeats=steps_per_round))
+            samples[name].append(clock.ms(step))
+        gemm_ms.append(clock.ms(gemms))
     gemm_rate = gemm_flops(setting.shape) / (statistics.median(gemm_ms) / 1000.0)
     flops = step_flops(setting.model_config(), batch=setting.shape.batch_size, seq_length=setting.shape.seq_length,
                        padded_vocab_size=setting.shape.vocab_size)
@@ -298,7 +309,7 @@ def profile(setting: Setting, engines: dict[str, Step], *, steps: int = 3, top: 
         step()
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
                                     record_shapes=not cuda) as trace:
-            timed_ms(step, setting.device, repeats=steps)
+            Clock(device=setting.device, steps=steps).ms(step)
         averages = trace.key_averages()
         cost = {event: getattr(event, "self_device_time_total" if cuda else "self_cpu_time_total") / 1000.0 / steps
                 for event in averages}
@@ -357,9 +368,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="rounds, in each of which every engine is timed once")
     parser.add_argument("--steps-per-round", type=int, help="steps between two looks at the clock (1 on CPU, 5 on CUDA)")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own choice if not given")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                        help="cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU")
     parser.add_argument("--json", metavar="FILE", help="also write settings and every sample")
     parser.add_argument("--profile", action="store_true", help="also print each engine's most expensive operators")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
+        parser.error("--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -367,28 +384,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    device: torch.device = args.device
     chosen = {field: getattr(args, field) for field in Shape.__dataclass_fields__ if getattr(args, field) is not None}
     shape = Shape(**{**asdict(PRESETS[args.preset]), **chosen})
-    steps_per_round = args.steps_per_round or (5 if device.type == "cuda" else 1)
+    clock = Clock(device=device, kind=args.clock, steps=args.steps_per_round or (5 if device.type == "cuda" else 1))
     peers = available_peers(args.peer)
-    print(f"{device_name(device)}, {torch.get_num_threads()} CPU thread(s), torch {torch.__version__}, medians of {args.repeats} "
-          f"rounds\n{', '.join(f'{name} {value}' for name, value in asdict(shape).items())}\n\n{HEADER}", flush=True)
+    print(f"{device_name(device)}, {torch.get_num_threads()} CPU thread(s), torch {torch.__version__}, {clock.kind} time, "
+          f"medians of {args.repeats} rounds\n{', '.join(f'{name} {value}' for name, value in asdict(shape).items())}\n\n{HEADER}", flush=True)
     results, profiles = [], []
     for dtype in args.dtype:
         for dropout in args.dropout:
             setting = Setting(shape=shape, device=device, dtype=dtype, dropout=dropout)
             engines = build_engines(setting, peers)
-            rows = measure(setting, engines, rounds=args.repeats, steps_per_round=steps_per_round)
+            rows = measure(setting, engines, clock, rounds=args.repeats)
             print(*table(rows), f"{'':18}matmuls alone: {rows[0].gemm_tflops:.3g} TFLOP/s", sep="\n", flush=True)
             results += [asdict(row) for row in rows]
             if args.profile:
                 profiles.append(profile(setting, engines))
     print(*profiles, sep="\n")
     if args.json:
-        report = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "device": device_name(device),
-                  "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                  "shape": asdict(shape), "rounds": args.repeats, "steps_per_round": steps_per_round, "rows": results}
+        report = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                  "device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__, "cuda": torch.version.cuda,
+                  "shape": asdict(shape), "rounds": args.repeats, "steps_per_round": clock.steps, "clock": clock.kind,
+                  "rows": results}
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -67,14 +67,15 @@ define_command() {
         --num-attention-heads 8
         --seq-length 128
         --max-position-embeddings 128
+        --position-embedding-type rope
         --hidden-dropout 0.0
         --attention-dropout 0.0
     )
     TRAINING_ARGS=(
         --micro-batch-size 8
         --train-iters "$STEPS"
-        --lr 2e-3
-        --min-lr 2e-4
+        --lr 3e-3
+        --min-lr 3e-4
         --lr-decay-style cosine
         --lr-warmup-fraction 0.1
         --weight-decay 0.1
@@ -157,8 +158,11 @@ echo "[6/7] Did it learn?"
 entropy=$(python -m megatron_lite.tools.unigram_entropy "$DATA/corpus_text_document")
 loss=$(sed -nE 's/.*validation loss at iteration .*lm loss value: ([^ ]+) .*/\1/p' "$RUN/train.log" | tail -n 1)
 [[ $loss ]] || fail "no validation loss in $RUN/train.log"
-printf 'validation loss   %.4f nats per token\nunigram entropy   %.4f nats per token (the best that word frequencies alone can do)\n' "$loss" "$entropy"
-awk -v loss="$loss" -v entropy="$entropy" 'BEGIN { exit !(loss + 0 < entropy + 0) }' \
+LC_ALL=C awk -v loss="$loss" -v entropy="$entropy" 'BEGIN {
+    printf "validation loss   %.4f nats per token\n", loss
+    printf "unigram entropy   %.4f nats per token: what guessing by the frequency of each token alone would reach\n", entropy
+    exit !(loss + 0 < entropy + 0)
+}' \
     || fail "the model did not learn: its validation loss is not below the unigram entropy. Too few --steps (got $STEPS)?"
 
 echo "[7/7] A sample from the checkpoint"

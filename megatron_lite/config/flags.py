@@ -109,7 +109,10 @@ def refused_flags() -> list[str]:
 
 
 def closest_flag(name: str, supported: Iterable[str]) -> str | None:
-    """The known flag whose spelling is nearest to `name`, if any is near."""
-    accepted = [entry.partition(" ")[0] for entry in WITHOUT_EFFECT]
-    matches = difflib.get_close_matches(name, [*supported, *accepted, *RENAMED, *refused_flags()], n=1, cutoff=0.7)
-    return matches[0] if matches else None
+    """The known flag whose spelling is nearest to `name`, if any is near. A supported one goes before any other."""
+    supported = list(supported)
+    others = [*(entry.partition(" ")[0] for entry in WITHOUT_EFFECT), *refused_flags()]
+    for known, cutoff in ((supported, 0.75), (others, 0.8), (supported, 0.62)):
+        if matches := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
+            return matches[0]
+    return None

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from megatron_lite.config.checks import InputError
 
+# Step ids from here on are Slurm's own: the shell that salloc opens on a node is step 4294967290, and not a task of the run.
+FIRST_RESERVED_STEP = 0xFFFFFFF0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -33,7 +36,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
         launch = _from_torchrun(env)
-    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+    elif "SLURM_PROCID" in env and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP:
         launch = _from_slurm(env)
     else:
         return Launch(launcher="single")
@@ -77,10 +80,10 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
 
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: `gpu[03-07,9],login` -> `gpu03`. InputError where it cannot be read."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodelist.strip())
+    match = re.match(r"((?:[^\[\],\s]|\[\d[^\[\]]*\])+)(?:,|$)", nodelist.strip())
     if match is None:
         raise InputError(f"cannot read the first host of the Slurm node list {nodelist!r}: set MASTER_ADDR")
-    return f"{match[1]}{match[2] or ''}{match[3]}"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 def _text(env: Mapping[str, str], name: str) -> str:
@@ -93,6 +96,6 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     if default is not None and not env.get(name):
         return default
     text = _text(env, name)
-    if not re.fullmatch(r"-?\d{1,9}", text):
+    if not re.fullmatch(r"-?\d{1,10}", text):
         raise InputError(f"{name} must be an integer (got {text!r})")
     return int(text)

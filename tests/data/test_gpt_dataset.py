@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -118,8 +119,14 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
 def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
     expected = rows(dataset(write(tmp_path / "data")))
     (path,) = (tmp_path / "data_cache").glob("*/sample_order.npy")
-    np.save(path, np.array([{"an": "object"}] * len(expected), dtype=object))
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    path.write_bytes(pickle.dumps(Payload()))
     assert rows(dataset(IndexedDataset(str(tmp_path / "data")))) == expected
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_failed_write_leaves_nothing_that_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,175 @@
+"""Named RNG streams: which stream a draw belongs to, and that leaving and coming back never repeats a number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams, derive_seed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _generator_is_put_back():
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def streams(seed=1, **place):
+    return RngStreams(CPU, seed=seed, **place)
+
+
+def draw(rng=None, stream=DEFAULT, count=3):
+    if rng is None:
+        return torch.rand(count).tolist()
+    with rng.fork(stream):
+        return torch.rand(count).tolist()
+
+
+def uninterrupted(stream, count, **place):
+    """The first `count` numbers of a stream, drawn at once in a fresh set of streams."""
+    return draw(streams(**place), stream, count)
+
+
+def test_draws_outside_a_fork_are_the_default_stream():
+    streams()
+    assert draw(count=4) == uninterrupted(DEFAULT, 4)
+
+
+def test_a_stream_goes_on_where_it_stopped_whatever_other_streams_drew_between():
+    expected_default, expected_tp = uninterrupted(DEFAULT, 6), uninterrupted(TENSOR_PARALLEL, 6)
+    rng = streams()
+    default, tensor_parallel = draw(), draw(rng, TENSOR_PARALLEL)
+    default += draw()
+    tensor_parallel += draw(rng, TENSOR_PARALLEL)
+    assert default == expected_default and tensor_parallel == expected_tp
+    assert set(default).isdisjoint(tensor_parallel)
+
+
+def test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream():
+    """The trap: storing a stream's state only when the outermost fork closes replays its numbers inside."""
+    expected = uninterrupted(TENSOR_PARALLEL, 9)
+    rng = streams()
+    drawn = []
+    with rng.fork(TENSOR_PARALLEL):
+        drawn += draw()
+        drawn += draw(rng, TENSOR_PARALLEL)
+        drawn += draw()
+    assert drawn == expected
+
+
+def test_a_stream_entered_again_below_another_one_goes_on():
+    expected_tp, expected_default = uninterrupted(TENSOR_PARALLEL, 9), uninterrupted(DEFAULT, 6)
+    rng = streams()
+    tensor_parallel, default = [], []
+    with rng.fork(TENSOR_PARALLEL):
+        tensor_parallel += draw()
+        with rng.fork(DEFAULT):
+            default += draw()
+            tensor_parallel += draw(rng, TENSOR_PARALLEL)
+            assert rng.current == DEFAULT
+            default += draw()
+        assert rng.current == TENSOR_PARALLEL
+        tensor_parallel += draw()
+    assert rng.current == DEFAULT
+    assert tensor_parallel == expected_tp and default == expected_default
+
+
+def test_an_exception_inside_a_fork_leaves_both_streams_where_they_stood():
+    expected_default, expected_tp = uninterrupted(DEFAULT, 6), uninterrupted(TENSOR_PARALLEL, 6)
+    rng = streams()
+    default, tensor_parallel = draw(), []
+    with pytest.raises(ZeroDivisionError), rng.fork(TENSOR_PARALLEL):
+        tensor_parallel += draw()
+        raise ZeroDivisionError
+    assert rng.current == DEFAULT
+    assert default + draw() == expected_default
+    assert tensor_parallel + draw(rng, TENSOR_PARALLEL) == expected_tp
+
+
+def test_an_unknown_stream_is_an_error_and_changes_nothing():
+    expected = uninterrupted(DEFAULT, 6)
+    rng = streams()
+    first = draw()
+    with pytest.raises(KeyError, match="expert"), rng.fork("expert"):
+        pass
+    assert rng.current == DEFAULT and first + draw() == expected
+
+
+def test_only_the_tensor_parallel_stream_differs_over_tp_ranks():
+    first, second = streams(tp_rank=0), streams(tp_rank=1)
+    assert torch.equal(first.snapshot().states[TENSOR_PARALLEL], second.snapshot().states[TENSOR_PARALLEL]) is False
+    assert uninterrupted(DEFAULT, 4, tp_rank=0) == uninterrupted(DEFAULT, 4, tp_rank=1)
+    assert uninterrupted(TENSOR_PARALLEL, 4, tp_rank=0) != uninterrupted(TENSOR_PARALLEL, 4, tp_rank=1)
+
+
+def test_every_stream_differs_over_data_parallel_ranks_and_seeds():
+    for stream in (DEFAULT, TENSOR_PARALLEL):
+        drawn = [uninterrupted(stream, 4, **place)
+                 for place in ({}, {"dp_rank": 1}, {"seed": 2}, {"dp_rank": 1, "tp_rank": 1}, {"dp_rank": 2})]
+        distinct = {tuple(numbers) for numbers in drawn}
+        assert len(distinct) == 5
+
+
+def test_no_stream_of_a_large_mesh_shares_its_seed():
+    """A sum like seed + 1000 * tp_rank + dp_rank would make ranks collide."""
+    seeds = {derive_seed("stream", 1, name, dp_rank, tp_rank)
+             for name in (DEFAULT, TENSOR_PARALLEL) for dp_rank in range(64) for tp_rank in range(16)}
+    assert len(seeds) == 2 * 64 * 16 and all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+def test_a_seed_is_the_same_on_every_machine():
+    """Written down once: a change here changes every run's initial weights and dropout."""
+    assert derive_seed("init", 1234, "decoder.final_layernorm.weight", 0) == 2556669424093131284
+
+
+def test_restore_brings_back_every_stream_and_the_current_one():
+    rng = streams()
+    draw(rng, TENSOR_PARALLEL)
+    with rng.fork(TENSOR_PARALLEL):
+        draw()
+        snapshot = rng.snapshot()
+        expected = draw(), draw(rng, DEFAULT), draw()
+        rng.restore(snapshot)
+        assert rng.current == TENSOR_PARALLEL
+        assert (draw(), draw(rng, DEFAULT), draw()) == expected
+
+
+def test_restore_outside_the_fork_that_was_snapshotted_enters_it():
+    rng = streams()
+    with rng.fork(TENSOR_PARALLEL):
+        snapshot = rng.snapshot()
+        expected = draw()
+    rng.restore(snapshot)
+    assert rng.current == TENSOR_PARALLEL and draw() == expected
+
+
+def test_a_snapshot_is_a_copy_that_can_be_restored_again_and_again():
+    """The trap: a restore that hands out the caller's tensors lets later draws write into the snapshot."""
+    rng = streams()
+    snapshot = rng.snapshot()
+    before = {name: state.clone() for name, state in snapshot.states.items()}
+    replays = []
+    for _ in range(3):
+        rng.restore(snapshot)
+        replays.append((draw(), draw(rng, TENSOR_PARALLEL), draw()))
+        assert all(torch.equal(state, before[name]) for name, state in snapshot.states.items())
+    assert replays[0] == replays[1] == replays[2]
+
+
+def test_taking_a_snapshot_disturbs_nothing():
+    expected = uninterrupted(DEFAULT, 6)
+    rng = streams()
+    first = draw()
+    rng.snapshot()
+    assert first + draw() == expected
+
+
+def test_a_snapshot_with_other_streams_is_refused():
+    rng = streams()
+    snapshot = rng.snapshot()
+    del snapshot.states[TENSOR_PARALLEL]
+    with pytest.raises(ValueError, match=r"\['default'\].*\['default', 'tensor_parallel'\]"):
+        rng.restore(snapshot)

@@ -1,0 +1,138 @@
+"""ParallelState: who stands where in the mesh, what is None, and what is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
+from megatron_lite.parallel.state import choose_device, parallel_state
+from tests.support.models import tp_state
+from tests.support.ranks import run_ranks
+
+
+def test_a_two_by_two_mesh_puts_tensor_parallel_neighbours_next_to_each_other():
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            ranks = [dist.get_process_group_ranks(group) for group in (parallel.tp_group, parallel.dp_group)]
+            return (*ranks, parallel.tp_rank, parallel.dp_rank, parallel.rank == rank, parallel.world_size)
+
+    assert run_ranks(work, 4) == [([0, 1], [0, 2], 0, 0, True, 4), ([0, 1], [1, 3], 1, 0, True, 4),
+                                  ([2, 3], [0, 2], 0, 1, True, 4), ([2, 3], [1, 3], 1, 1, True, 4)]
+
+
+@pytest.mark.parametrize("tp_size, has_tp, has_dp", [(1, False, True), (2, True, False)])
+def test_a_group_of_one_rank_is_none(tp_size, has_tp, has_dp):
+    def work(rank, world_size):
+        with tp_state(tp_size) as parallel:
+            return (parallel.tp_group is not None, parallel.dp_group is not None, parallel.world_group is not None,
+                    (parallel.tp_size, parallel.dp_size))
+
+    assert run_ranks(work, 2) == [(has_tp, has_dp, True, (tp_size, 2 // tp_size))] * 2
+
+
+def test_a_single_process_has_no_mesh_and_needs_no_torch_distributed():
+    with tp_state(1) as parallel:
+        assert not dist.is_initialized()
+        assert (parallel.mesh, parallel.tp_group, parallel.dp_group, parallel.world_group) == (None,) * 4
+        assert (parallel.rank, parallel.world_size) == (0, 1)
+        parallel.barrier()
+        assert parallel.all_agree(True) and not parallel.all_agree(False)
+
+
+def test_the_state_is_frozen():
+    with tp_state(1) as parallel, pytest.raises(dataclasses.FrozenInstanceError):
+        parallel.tp_rank = 1
+
+
+def test_all_agree_only_if_every_rank_says_yes():
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            parallel.barrier()
+            return parallel.all_agree(True), parallel.all_agree(rank != 3), parallel.all_agree(False)
+
+    assert run_ranks(work, 4) == [(True, False, False)] * 4
+
+
+def test_streams_follow_the_place_in_the_mesh():
+    """Ranks 0 and 1 share tokens, so their default streams are equal; ranks 0 and 2 hold other samples."""
+
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            drawn = {}
+            for stream in (DEFAULT, TENSOR_PARALLEL):
+                with parallel.rng.fork(stream):
+                    drawn[stream] = torch.rand(3).tolist()
+            return drawn
+
+    drawn = run_ranks(work, 4)
+    assert drawn[0][DEFAULT] == drawn[1][DEFAULT] != drawn[2][DEFAULT] == drawn[3][DEFAULT]
+    assert len({tuple(of_rank[TENSOR_PARALLEL]) for of_rank in drawn}) == 4
+
+
+def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
+    config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo")
+    with pytest.raises(InputError, match=r"world size 3 is not divisible by --tensor-model-parallel-size 2: start a multiple of "
+                                         r"2 processes \(torchrun --nproc_per_node, srun --ntasks\)"):
+        with parallel_state(config, seed=1, launch=Launch(launcher="torchrun", world_size=3)):
+            pass
+
+
+def test_more_tensor_parallel_ranks_than_processes_is_the_same_error():
+    with pytest.raises(InputError, match="world size 1 is not divisible by --tensor-model-parallel-size 4"), tp_state(4):
+        pass
+
+
+def test_an_initialised_default_group_is_used_and_left_alone():
+    def work(rank, world_size):
+        for _ in range(2):  # two states, one after the other, in one process
+            with tp_state(2) as parallel:
+                total = torch.ones(1)
+                dist.all_reduce(total, group=parallel.tp_group)
+        return dist.is_initialized(), total.item()
+
+    assert run_ranks(work, 2) == [(True, 2.0)] * 2
+
+
+def test_nccl_without_gpus_is_an_error_that_names_gloo(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="--distributed-backend nccl needs CUDA devices.*use gloo"):
+        choose_device(ParallelConfig(distributed_backend="nccl"), Launch(launcher="single"))
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_each_local_rank_takes_its_own_gpu(four_gpus):
+    device = choose_device(ParallelConfig(), Launch(launcher="torchrun", rank=6, world_size=8, local_rank=2))
+    assert device == torch.device("cuda", 2) and four_gpus == [device]
+
+
+def test_gloo_stays_on_the_cpu_of_a_machine_with_gpus(four_gpus):
+    device = choose_device(ParallelConfig(distributed_backend="gloo"), Launch(launcher="torchrun", local_rank=2, world_size=4))
+    assert device == torch.device("cpu") and four_gpus == []
+
+
+def test_a_local_rank_beyond_the_gpus_is_an_error(four_gpus):
+    with pytest.raises(InputError, match=r"local rank 4 has no GPU of its own: this node shows 4\. Start at most 4"):
+        choose_device(ParallelConfig(), Launch(launcher="torchrun", local_rank=4, world_size=8, rank=4))
+
+
+def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(four_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    launch = Launch(launcher="slurm", local_rank=3, world_size=4, rank=3)
+    assert choose_device(ParallelConfig(), launch) == torch.device("cuda", 0)
+    with pytest.raises(InputError, match="local rank 3 has no GPU"):
+        choose_device(ParallelConfig(), dataclasses.replace(launch, launcher="torchrun"))
