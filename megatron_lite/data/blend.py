@@ -7,6 +7,7 @@ is as close to the weights as it can be. Megatron's rule, number for number.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -61,19 +62,17 @@ class BlendIndex(NamedTuple):
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
-    """`size` samples, each from the dataset with the largest weight * max(n, 1) - count; the first one where several are.
-
-    Two million samples of two datasets take about a second.
-    """
+    """`size` samples, each from the dataset with the largest weight * max(n, 1) - count; the first one where several are."""
     counts = [0] * len(weights)
-    index = BlendIndex(np.empty(size, np.int16), np.empty(size, np.int64))
+    chosen, samples = array("h"), array("q")
     for n in range(size):
-        scale = max(float(n), 1.0)
-        errors = [weight * scale - count for weight, count in zip(weights, counts, strict=True)]
-        chosen = errors.index(max(errors))
-        index.dataset[n], index.sample[n] = chosen, counts[chosen]
-        counts[chosen] += 1
-    return index
+        scale = float(n or 1)
+        errors = [weight * scale - count for weight, count in zip(weights, counts)]  # noqa: B905 strict costs a fifth here
+        dataset = errors.index(max(errors))
+        chosen.append(dataset)
+        samples.append(counts[dataset])
+        counts[dataset] += 1
+    return BlendIndex(np.array(chosen, np.int16), np.array(samples, np.int64))
 
 
 class BlendedDataset:

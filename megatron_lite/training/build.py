@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from megatron_lite.config.checks import InputError
@@ -26,12 +28,23 @@ def build_model(config: RunConfig, parallel: ParallelState) -> GPTModel:
     return model
 
 
+def use_deterministic_algorithms() -> None:
+    """Makes every later operation of this process repeatable bit for bit; torch raises where it has no such kernel.
+
+    CPU runs are repeatable anyway. On a GPU cuBLAS reads its workspace setting at the first matrix product.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     """Model, optimizer, schedule and data of a run, at iteration 0 or where `--load` stands.
 
     InputError: no data, no length, no learning rate, a batch that does not divide, faults in the data files.
     """
     training = config.training
+    if training.deterministic_mode:
+        use_deterministic_algorithms()
     try:
         num_iterations = training.num_iterations(parallel.dp_size)
         num_microbatches = training.num_microbatches(parallel.dp_size)
