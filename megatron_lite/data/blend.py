@@ -67,7 +67,7 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     chosen, samples = array("h"), array("q")
     for n in range(size):
         scale = float(n or 1)
-        errors = [weight * scale - count for weight, count in zip(weights, counts)]  # noqa: B905 strict costs a fifth here
+        errors = [weight * scale - count for weight, count in zip(weights, counts)]  # noqa: B905 strict=True makes it a quarter slower
         dataset = errors.index(max(errors))
         chosen.append(dataset)
         samples.append(counts[dataset])

@@ -13,7 +13,7 @@ NUM_IDS, STEP, JUMP_PROBABILITY = 64, 7, 0.1
 
 
 class MockDataset:
-    """`num_samples` samples of seq_length + 1 ids; each depends on (seed, index) alone."""
+    """`num_samples` samples of seq_length + 1 ids; each depends on (seed, index) alone, in every version of numpy."""
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int, seed: int) -> None:
         self.num_samples, self.seq_length, self.seed = num_samples, seq_length, seed

