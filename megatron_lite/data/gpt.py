@@ -17,8 +17,8 @@ class GPTDataset:
     """At least `num_samples` samples (None: one epoch) from the sequences start <= n < stop of `indexed`.
 
     cache_path: folder for the sample index, by default PREFIX_cache beside the data; there it is done without if the folder
-    cannot be written. InputError: too little data for one sample; `cache_path` cannot be written; later, from an item that
-    holds an id outside the vocabulary.
+    cannot be written. InputError: no tokens at all, or an epoch too short for one sample where one epoch is asked for;
+    `cache_path` cannot be written; later, from an item that holds an id outside the vocabulary.
     """
 
     def __init__(self, indexed: IndexedDataset, *, documents: tuple[int, int], num_samples: int | None, seq_length: int,
@@ -27,7 +27,8 @@ class GPTDataset:
         start, stop = documents
         lengths = indexed.sequence_lengths[start:stop]
         tokens = int(lengths.sum(dtype=np.int64))
-        if tokens < seq_length + 1:
+        # For a wanted number of samples even a short text is enough: it is read again, as often as it takes (Megatron's rule).
+        if tokens < (seq_length + 1 if num_samples is None else 1):
             raise InputError(f"{indexed.bin_path}: documents {start} to {stop - 1} hold {tokens} tokens, but one sample takes "
                              f"--seq-length {seq_length} + 1: give more data, another --split, or a shorter --seq-length")
 

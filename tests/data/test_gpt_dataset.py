@@ -69,12 +69,21 @@ def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path: Path)
     assert len(rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=31))) == 1
 
 
-def test_too_few_tokens_for_a_sample_is_an_error_with_the_numbers(tmp_path: Path) -> None:
+def test_an_epoch_too_short_for_a_sample_is_an_error_with_the_numbers(tmp_path: Path) -> None:
     indexed = write(tmp_path / "data")
     message = r"documents 2 to 3 hold 7 tokens, but one sample takes --seq-length 7 \+ 1"
     with pytest.raises(InputError, match=message):
-        dataset(indexed, documents=(2, 4), seq_length=7, num_samples=10)
-    assert len(dataset(indexed, documents=(2, 4), seq_length=6, num_samples=10)) >= 10
+        dataset(indexed, documents=(2, 4), seq_length=7, num_samples=None)
+    assert len(dataset(indexed, documents=(2, 4), seq_length=6, num_samples=None)) == 1
+
+
+def test_a_short_text_is_read_again_until_there_are_enough_samples(tmp_path: Path) -> None:
+    """As in Megatron: a small test split does not stop a run."""
+    indexed = write(tmp_path / "data")
+    tape = np.concatenate([indexed.get(2), indexed.get(3)])
+    samples = dataset(indexed, documents=(2, 4), seq_length=10, num_samples=5)
+    assert len(samples) >= 5
+    assert all(set(samples[index]) <= set(tape) and len(samples[index]) == 11 for index in range(5))
 
 
 def test_the_second_time_the_index_is_read_and_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
