@@ -106,10 +106,8 @@ def test_only_the_tensor_parallel_stream_differs_over_tp_ranks():
 
 def test_every_stream_differs_over_data_parallel_ranks_and_seeds():
     for stream in (DEFAULT, TENSOR_PARALLEL):
-        drawn = [uninterrupted(stream, 4, **place)
-                 for place in ({}, {"dp_rank": 1}, {"seed": 2}, {"dp_rank": 1, "tp_rank": 1}, {"dp_rank": 2})]
-        distinct = {tuple(numbers) for numbers in drawn}
-        assert len(distinct) == 5
+        places = ({}, {"dp_rank": 1}, {"dp_rank": 2}, {"seed": 2}, {"seed": 2, "dp_rank": 1})
+        assert len({tuple(uninterrupted(stream, 4, **place)) for place in places}) == 5
 
 
 def test_no_stream_of_a_large_mesh_shares_its_seed():
@@ -122,7 +120,7 @@ def test_no_stream_of_a_large_mesh_shares_its_seed():
 
 def test_a_seed_is_the_same_on_every_machine():
     """Written down once: a change here changes every run's initial weights and dropout."""
-    assert derive_seed("init", 1234, "decoder.final_layernorm.weight", 0) == 2556669424093131284
+    assert derive_seed("init", 1234, "decoder.final_layernorm.weight", 0) == 751531128718052507
 
 
 def test_restore_brings_back_every_stream_and_the_current_one():

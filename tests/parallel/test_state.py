@@ -78,10 +78,11 @@ def test_streams_follow_the_place_in_the_mesh():
 
 def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
     config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo")
-    with pytest.raises(InputError, match=r"world size 3 is not divisible by --tensor-model-parallel-size 2: start a multiple of "
-                                         r"2 processes \(torchrun --nproc_per_node, srun --ntasks\)"):
-        with parallel_state(config, seed=1, launch=Launch(launcher="torchrun", world_size=3)):
-            pass
+    message = (r"world size 3 is not divisible by --tensor-model-parallel-size 2: start a multiple of 2 processes "
+               r"\(torchrun --nproc_per_node, srun --ntasks\)")
+    launch = Launch(launcher="torchrun", world_size=3)
+    with pytest.raises(InputError, match=message), parallel_state(config, seed=1, launch=launch):
+        pass
 
 
 def test_more_tensor_parallel_ranks_than_processes_is_the_same_error():

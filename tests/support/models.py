@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -73,6 +73,23 @@ def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LE
     """(tokens, labels), each [b, s]."""
     text = torch.randint(0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed))
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+@torch.no_grad()
+def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
+    """Gives every parameter this rank's part of the whole tensor of its name; padding rows become zero."""
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
+    for name, parameter in parameters.items():
+        spec = spec_of(parameter)
+        assert weights[name].shape == spec.global_shape, name
+        if spec.tp_dim is None:
+            parameter.copy_(weights[name])
+            continue
+        parameter.zero_()
+        for span in spec.spans(parallel.tp_rank, parallel.tp_size):
+            parameter.narrow(spec.tp_dim, span.local_start, span.length).copy_(
+                weights[name].narrow(spec.tp_dim, span.global_start, span.length))
 
 
 def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> Tensor:

@@ -1,0 +1,76 @@
+"""The FLOP formulas against torch's own counter, to the last FLOP.
+
+Attention is mostly unfused here: the counter knows torch's flash kernels of CUDA, and counts nothing for the one of a CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.memory.flops import forward_flops, step_flops
+from tests.support.equality import VARIANTS, variant_config
+from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.ranks import run_ranks
+
+BATCH, SEQ_LENGTH = 3, 7
+
+
+def counted(config, parallel):
+    """FLOPs that torch counts on this rank: (forward, forward and backward)."""
+    tokens, labels = sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)
+    model = build_tiny_model(config, parallel, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        loss = model.loss(tokens, labels).mean()
+        forward = counter.get_total_flops()
+        loss.backward()
+    return forward, counter.get_total_flops()
+
+
+def predicted(config, tp_size):
+    sizes = dict(batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size))
+    return forward_flops(config, **sizes), step_flops(config, **sizes)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flops_of_forward_and_step_are_those_that_torch_counts(name):
+    config = variant_config(name, attention_backend="unfused")
+    with tp_state(1) as parallel:
+        assert counted(config, parallel) == predicted(config, 1)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flops_over_all_tensor_parallel_ranks_are_those_that_torch_counts(name):
+    config = variant_config(name, attention_backend="unfused")
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            return counted(config, parallel)
+
+    of_ranks = run_ranks(work, 4)
+    assert len(set(of_ranks)) == 1  # the work is evenly split
+    assert tuple(map(sum, zip(*of_ranks, strict=True))) == predicted(config, 4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_flash_forward_costs_the_same(name):
+    """The kernel is counted by torch's own formula for its siblings. (Its backward rebuilds the scores: 5 matmuls, not 4.)"""
+    config = variant_config(name, attention_backend="flash")
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    formula = {kernel: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
+    with tp_state(1) as parallel:
+        model = build_tiny_model(config, parallel, dtype=torch.float32)
+        with FlopCounterMode(display=False, custom_mapping=formula) as counter:
+            model.loss(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH))
+    assert counter.get_flop_counts()["Global"][kernel] > 0
+    assert counter.get_total_flops() == predicted(config, 1)[0]
+
+
+def test_a_hand_computed_case():
+    """One layer, h = 2, one head, f = 8, s = 3, b = 1, V = 5. Multiply-adds per token: qkv 12, scores and context 6 + 6,
+    projection 4, MLP 16 + 16, logits 10: 70."""
+    config = ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=1, max_position_embeddings=3)
+    assert forward_flops(config, batch=1, seq_length=3, padded_vocab_size=5) == 2 * 3 * 70
+    assert step_flops(config, batch=2, seq_length=3, padded_vocab_size=5) == 3 * 2 * (2 * 3 * 70)

@@ -1,0 +1,138 @@
+"""Core attention against a loop over heads, rows and keys; and what causality means for the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_lite.model.attention import CoreAttention, SelfAttention
+from megatron_lite.model.rotary import apply_rotary, rotary_tables
+from tests.support.equality import VARIANTS, difference, variant_config
+from tests.support.models import VOCAB_SIZE, build_tiny_model, loss_and_grads, sample_tokens, tiny_config, tp_state
+
+S, B, A, G, D = 7, 2, 6, 3, 4  # 6 heads in 3 groups
+
+
+def draw(*shape, seed, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def core(backend, **overrides):
+    config = tiny_config(attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides)
+    with tp_state(1) as parallel:
+        return CoreAttention(config, parallel.rng)
+
+
+def by_loops(query, key, value):
+    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i keys 0 .. i."""
+    output = torch.zeros_like(query)
+    for head in range(query.shape[2]):
+        group = head // (query.shape[2] // key.shape[2])
+        for sample in range(query.shape[1]):
+            for row in range(query.shape[0]):
+                scores = torch.stack([query[row, sample, head] @ key[column, sample, group] for column in range(row + 1)])
+                weights = torch.softmax(scores / D**0.5, dim=0)
+                output[row, sample, head] = weights @ value[: row + 1, sample, group]
+    return output.flatten(2)
+
+
+@pytest.mark.parametrize("groups", [A, G, 1])
+@pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
+def test_every_backend_equals_the_loops(backend, groups):
+    query, key, value = draw(S, B, A, D, seed=1), draw(S, B, groups, D, seed=2), draw(S, B, groups, D, seed=3)
+    torch.testing.assert_close(core(backend)(query, key, value), by_loops(query, key, value), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flash_and_unfused_attention_give_the_same_loss_and_gradients(name):
+    outcomes = []
+    for backend in ("flash", "unfused"):
+        with tp_state(1) as parallel:
+            model = build_tiny_model(variant_config(name, attention_backend=backend), parallel)
+            outcomes.append(loss_and_grads(model, parallel))
+    flash, unfused = outcomes
+    assert difference(flash.loss, unfused.loss) < 1e-13
+    assert {key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12} == set()
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_bf16_attention_is_as_exact_as_bf16_in_and_gives_bf16_out(in_fp32):
+    """Scores and weights are rounded to 8 bits: 1% of values of order 1, a few times over."""
+    query, key, value = (draw(S, B, A, D, seed=seed, dtype=torch.bfloat16) for seed in (1, 2, 3))
+    output = core("unfused", attention_softmax_in_fp32=in_fp32)(query, key, value)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), by_loops(query.double(), key.double(), value.double()), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_later_token_changes_no_earlier_logit(name):
+    tokens, _ = sample_tokens()
+    changed = tokens.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % VOCAB_SIZE
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(variant_config(name), parallel)
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :8], after[:, :8])
+    moved = (before != after).flatten(2).any(dim=2)
+    assert moved[:, 8:].all()  # and every later position sees it
+
+
+@pytest.mark.parametrize("name, sees_order", [("gpt2", True), ("llama", True), ("nemotron", False)])
+def test_positions_matter_where_there_is_a_position_embedding(name, sees_order):
+    """Without one, a single layer cannot tell the order of the tokens before the last. (Causality tells a second layer.)"""
+    tokens, _ = sample_tokens(batch=1)
+    swapped = tokens.clone()
+    swapped[0, [2, 5]] = tokens[0, [5, 2]]
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(variant_config(name, num_layers=1), parallel)
+        gap = difference(model(tokens)[:, -1], model(swapped)[:, -1])
+    assert gap > 1e-3 if sees_order else gap < 1e-12
+
+
+def test_qkv_rows_go_group_by_group():
+    """linear_qkv's output for a group: its queries, then its key, then its value (checkpoints of the field rely on it)."""
+    config = tiny_config(num_attention_heads=A, kv_channels=D, group_query_attention=True, num_query_groups=G)
+    with tp_state(1) as parallel:
+        attention = build_tiny_model(config, parallel).decoder.layers[0].self_attention
+    assert isinstance(attention, SelfAttention)
+    rows = torch.arange(float((A + 2 * G) * D)).view(1, 1, -1)
+    query, key, value = attention._split_heads(rows)
+    per_group = rows.view(G, A // G + 2, D)
+    assert torch.equal(query[0, 0], per_group[:, : A // G].reshape(A, D))
+    assert torch.equal(key[0, 0], per_group[:, -2])
+    assert torch.equal(value[0, 0], per_group[:, -1])
+
+
+@pytest.mark.parametrize("rotary_dim", [4, 6])
+def test_rotary_embedding_turns_pairs_of_channels_as_complex_numbers(rotary_dim):
+    """Channels i and i + r/2 are one complex number, times exp(i * position / base^(2i/r)); the rest is untouched."""
+    heads, base = draw(S, B, 3, 6, seed=1), 100.0
+    tables = rotary_tables(S, rotary_dim, base, device=torch.device("cpu"), dtype=torch.float64)
+    turned = apply_rotary(heads, tables)
+    half = rotary_dim // 2
+    pairs = torch.complex(heads[..., :half], heads[..., half:rotary_dim])
+    speed = base ** (-2.0 * torch.arange(half, dtype=torch.float64) / rotary_dim)
+    angle = torch.arange(S, dtype=torch.float64).view(S, 1, 1, 1) * speed
+    expected = pairs * torch.polar(torch.ones_like(angle), angle)
+    torch.testing.assert_close(turned[..., :half], expected.real, rtol=1e-5, atol=1e-5)  # the angles are float32
+    torch.testing.assert_close(turned[..., half:rotary_dim], expected.imag, rtol=1e-5, atol=1e-5)
+    assert torch.equal(turned[..., rotary_dim:], heads[..., rotary_dim:])
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    query, key = draw(1, 1, 1, 6, seed=1).expand(S, 1, 1, 6), draw(1, 1, 1, 6, seed=2).expand(S, 1, 1, 6)
+    tables = rotary_tables(S, 6, 10000.0, device=torch.device("cpu"), dtype=torch.float64)
+    scores = apply_rotary(query, tables)[:, 0, 0] @ apply_rotary(key, tables)[:, 0, 0].t()
+    for distance in range(S):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)
+    assert scores[1, 0] != pytest.approx(scores[2, 0].item(), abs=1e-3)
+
+
+def test_a_second_sequence_length_gets_its_own_rotary_tables():
+    tokens, _ = sample_tokens()
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(variant_config("llama"), parallel)
+        whole, short, again = model(tokens), model(tokens[:, :5]), model(tokens)
+    torch.testing.assert_close(short, whole[:, :5], rtol=1e-12, atol=1e-12)
+    assert torch.equal(whole, again)

@@ -1,0 +1,163 @@
+"""Dropout: which stream each mask comes from, one byte per element, the right statistics, and nothing at evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.model.attention import CoreAttention
+from megatron_lite.model.dropout import dropout
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from tests.support.dropout_masks import mask_faults, masks_of_one_forward, recorded_masks
+from tests.support.equality import variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _generator_is_put_back():
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+def model_with_dropout(parallel, **overrides):
+    config = variant_config("gpt2", **{"hidden_dropout": 0.5, "attention_dropout": 0.5, "attention_backend": "auto", **overrides})
+    return build_tiny_model(config, parallel, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_residual_masks_are_shared_by_ranks_unless_each_holds_other_tokens_and_attention_masks_never_are(sequence_parallel):
+    """A well-known engine entered the wrong stream for 17 months unnoticed: its tests compared shapes."""
+
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            return masks_of_one_forward(parallel, sequence_parallel=sequence_parallel)
+
+    first, second = run_ranks(work, 2)
+    assert len(first.residual) == 5 and len(first.attention) == 2  # embedding, and per layer attention and MLP; per layer one
+    assert mask_faults(first, second, sequence_parallel=sequence_parallel) == set()
+
+
+def test_replicated_hidden_states_stay_equal_on_all_ranks_under_dropout():
+    """Else the ranks train different models without a word."""
+
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            model = model_with_dropout(parallel)
+            outputs = []
+            for layer in model.decoder.layers:
+                layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
+            model.loss(*sample_tokens())
+            return outputs
+
+    for first, second in zip(*run_ranks(work, 2), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_data_parallel_ranks_draw_other_masks():
+    def work(rank, world_size):
+        with tp_state(1) as parallel:
+            return masks_of_one_forward(parallel, sequence_parallel=False)
+
+    first, second = run_ranks(work, 2)
+    pairs = [*zip(first.residual, second.residual, strict=True), *zip(first.attention, second.attention, strict=True)]
+    assert not any(torch.equal(mine, other) for mine, other in pairs)
+
+
+def test_no_two_masks_of_a_forward_pass_are_alike_and_the_next_pass_draws_others():
+    with tp_state(1) as parallel:
+        model = model_with_dropout(parallel)
+        with recorded_masks() as masks:
+            model.loss(*sample_tokens())
+            model.loss(*sample_tokens())
+    for drawn in (masks.residual, masks.attention):
+        assert len({tuple(mask.flatten().tolist()) for mask in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
+def test_attention_dropout_differs_over_tensor_parallel_ranks_in_every_backend(backend):
+    """The same heads on both ranks give other outputs, and the default stream stays where it was."""
+    query = torch.randn(5, 1, 2, 6, generator=torch.Generator().manual_seed(1))
+    outputs = []
+    for rank in (0, 1):
+        rng = RngStreams(CPU, seed=1, tp_rank=rank)
+        before = torch.get_rng_state()
+        outputs.append(CoreAttention(tiny_config(attention_backend=backend, attention_dropout=0.5), rng)(query, query, query))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("stream", [DEFAULT, TENSOR_PARALLEL])
+def test_a_draw_moves_its_own_stream_only(stream):
+    rng = RngStreams(CPU, seed=1)
+    before = rng.snapshot().states
+    dropout(torch.ones(3), 0.5, rng, stream)
+    after = rng.snapshot().states
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {stream}
+
+
+def test_half_of_the_elements_are_dropped_and_the_rest_scaled():
+    """40,000 draws at p = 0.3: the share is known to 0.0023 (one sigma); allowed 4 sigma. The mean stays 1."""
+    output = dropout(torch.ones(200, 200), 0.3, RngStreams(CPU, seed=1), DEFAULT)
+    assert set(output.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    assert (output == 0).float().mean().item() == pytest.approx(0.3, abs=0.0092)
+
+
+def test_the_gradient_passes_where_the_value_did():
+    x = torch.ones(50, 7, requires_grad=True)
+    output = dropout(x, 0.3, RngStreams(CPU, seed=1), DEFAULT)
+    output.sum().backward()
+    assert torch.equal(x.grad, output.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_kept_for_backward_has_one_byte_per_element(dtype):
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        dropout(torch.ones(3, 5, dtype=dtype, requires_grad=True), 0.5, RngStreams(CPU, seed=1), DEFAULT)
+    assert [(tensor.dtype, tensor.shape) for tensor in kept] == [(torch.bool, (3, 5))]
+
+
+def test_probability_zero_draws_nothing_and_hands_the_tensor_back():
+    rng = RngStreams(CPU, seed=1)
+    x = torch.ones(3)
+    before = rng.snapshot().states
+    assert dropout(x, 0.0, rng, DEFAULT) is x
+    assert all(torch.equal(state, before[name]) for name, state in rng.snapshot().states.items())
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
+def test_evaluation_draws_nothing_and_drops_nothing(backend):
+    with tp_state(1) as parallel, torch.no_grad():
+        model = model_with_dropout(parallel, attention_backend=backend).eval()
+        before = parallel.rng.snapshot().states
+        with recorded_masks() as masks:
+            logits = model(sample_tokens()[0])
+        after = parallel.rng.snapshot().states
+        plain = model_with_dropout(parallel, hidden_dropout=0.0, attention_dropout=0.0, attention_backend=backend)
+        assert torch.equal(logits, plain(sample_tokens()[0]))
+    assert all(torch.equal(state, after[name]) for name, state in before.items())
+    assert masks.residual == masks.attention == []
+
+
+@pytest.mark.parametrize("hidden, attention, counts", [(0.5, 0.0, (5, 0)), (0.0, 0.5, (0, 2))])
+def test_each_probability_governs_its_own_draws(hidden, attention, counts):
+    with tp_state(1) as parallel:
+        model = model_with_dropout(parallel, hidden_dropout=hidden, attention_dropout=attention)
+        with recorded_masks() as masks:
+            model.loss(*sample_tokens())
+    assert (len(masks.residual), len(masks.attention)) == counts
+
+
+def test_the_model_uses_no_dropout_module_of_its_own():
+    """nn.Dropout draws from whatever stream is current, and keeps 4-byte masks on a CPU."""
+    with tp_state(1) as parallel:
+        assert not [module for module in model_with_dropout(parallel).modules() if isinstance(module, nn.Dropout)]

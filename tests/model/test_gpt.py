@@ -1,0 +1,153 @@
+"""The whole model: its parameter names and shapes, its logits, and that loss and logits tell the same story."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.parallel.parameter_spec import spec_of
+from tests.support.collectives import recorded_collectives
+from tests.support.equality import GQA, VARIANTS, difference, variant_config
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+)
+from tests.support.ranks import run_ranks
+
+H, F_, QKV, PROJECTION = 32, 40, 72, 24  # tiny_config: 4 heads of 6 channels
+
+
+def whole_shapes(config: ModelConfig):
+    with tp_state(1) as parallel:
+        model = build_tiny_model(config, parallel)
+        return {name: spec_of(parameter).global_shape for name, parameter in model.named_parameters()}
+
+
+LAYER_OF_GPT2 = {
+    "input_layernorm.weight": (H,), "input_layernorm.bias": (H,),
+    "self_attention.linear_qkv.weight": (QKV, H), "self_attention.linear_qkv.bias": (QKV,),
+    "self_attention.linear_proj.weight": (H, PROJECTION), "self_attention.linear_proj.bias": (H,),
+    "pre_mlp_layernorm.weight": (H,), "pre_mlp_layernorm.bias": (H,),
+    "mlp.linear_fc1.weight": (F_, H), "mlp.linear_fc1.bias": (F_,),
+    "mlp.linear_fc2.weight": (H, F_), "mlp.linear_fc2.bias": (H,),
+}
+
+
+def test_parameters_of_a_gpt2_have_the_names_and_shapes_that_the_field_knows():
+    assert whole_shapes(tiny_config(num_layers=1)) == {
+        "embedding.word_embeddings.weight": (VOCAB_SIZE, H),
+        "embedding.position_embeddings.weight": (17, H),
+        **{f"decoder.layers.0.{name}": shape for name, shape in LAYER_OF_GPT2.items()},
+        "decoder.final_layernorm.weight": (H,), "decoder.final_layernorm.bias": (H,),
+    }
+
+
+def test_parameters_of_a_llama_have_no_bias_two_mlp_blocks_and_an_output_layer():
+    assert whole_shapes(variant_config("llama", num_layers=1)) == {
+        "embedding.word_embeddings.weight": (VOCAB_SIZE, H),
+        "decoder.layers.0.input_layernorm.weight": (H,),
+        "decoder.layers.0.self_attention.linear_qkv.weight": ((8 + 2 * 4) * 6, H),
+        "decoder.layers.0.self_attention.linear_proj.weight": (H, 8 * 6),
+        "decoder.layers.0.pre_mlp_layernorm.weight": (H,),
+        "decoder.layers.0.mlp.linear_fc1.weight": (2 * F_, H),
+        "decoder.layers.0.mlp.linear_fc2.weight": (H, F_),
+        "decoder.final_layernorm.weight": (H,),
+        "output_layer.weight": (VOCAB_SIZE, H),
+    }
+
+
+def test_qkv_bias_alone_and_qk_layernorm_add_just_their_parameters():
+    base = tiny_config(num_layers=1, add_bias_linear=False, **GQA)
+    names = set(whole_shapes(base))
+    qkv_bias = set(whole_shapes(tiny_config(num_layers=1, add_bias_linear=False, add_qkv_bias=True, **GQA)))
+    normed = whole_shapes(tiny_config(num_layers=1, add_bias_linear=False, qk_layernorm=True, **GQA))
+    prefix = "decoder.layers.0.self_attention."
+    assert qkv_bias - names == {prefix + "linear_qkv.bias"}
+    assert {name: normed[name] for name in normed.keys() - names} == {
+        prefix + f"{part}_layernorm.{kind}": (6,) for part in "qk" for kind in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_loss_is_torchs_cross_entropy_of_the_logits(name):
+    tokens, labels = sample_tokens()
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(variant_config(name), parallel)
+        logits, losses = model(tokens), model.loss(tokens, labels)
+    assert logits.shape == (BATCH, SEQ_LENGTH, VOCAB_SIZE) and losses.shape == (BATCH, SEQ_LENGTH)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(BATCH, SEQ_LENGTH)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_logits_are_gathered_without_padding_and_equal_the_unsharded_models(tp_size):
+    tokens, _ = sample_tokens()
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel, torch.no_grad():
+            return {name: build_tiny_model(variant_config(name), parallel, sequence_parallel=True)(tokens) for name in VARIANTS}
+
+    expected = work(0, 1)
+    for of_rank in run_ranks(work, tp_size):
+        for name in VARIANTS:
+            assert of_rank[name].shape == (BATCH, SEQ_LENGTH, VOCAB_SIZE)
+            assert difference(expected[name], of_rank[name]) < 1e-13
+
+
+def test_samples_of_a_batch_do_not_touch_each_other():
+    tokens, _ = sample_tokens()
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(variant_config("gpt2"), parallel)
+        together, alone = model(tokens), model(tokens[1:2])
+    torch.testing.assert_close(together[1:2], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_rows_never_get_a_gradient():
+    for tied in (True, False):
+        with tp_state(1) as parallel:
+            model = build_tiny_model(variant_config("gpt2", untie_embeddings_and_output_weights=not tied), parallel)
+            model.loss(*sample_tokens()).mean().backward()
+            tables = [model.embedding.word_embeddings.weight, *([] if tied else [model.output_layer.weight])]
+            assert len(tables[0]) == padded_vocab_size(1) > VOCAB_SIZE
+            assert not any(table.grad[VOCAB_SIZE:].any() for table in tables)
+
+
+COLLECTIVES = {  # of one layer: forward, and the same number backward
+    False: {"allreduce_": 2},
+    True: {"_allgather_base_": 2, "_reduce_scatter_base_": 2},
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", COLLECTIVES)
+def test_a_layer_sends_the_hidden_states_twice_each_way_and_the_loss_never_the_logits(sequence_parallel):
+    """Counted as the difference of a model of 3 layers and one of 2. The largest message is [s, b, h]."""
+
+    def work(rank, world_size):
+        counts = []
+        with tp_state(2) as parallel:
+            for num_layers in (2, 3):
+                model = build_tiny_model(variant_config("llama", num_layers=num_layers), parallel,
+                                         sequence_parallel=sequence_parallel)
+                with recorded_collectives() as forward:
+                    loss = model.loss(*sample_tokens()).mean()
+                with recorded_collectives() as backward:
+                    loss.backward()
+                counts.append((forward, backward))
+        return counts
+
+    hidden, per_token = (SEQ_LENGTH, BATCH, H), SEQ_LENGTH * BATCH
+    for (fewer_forward, fewer_backward), (forward, backward) in run_ranks(work, 2):
+        for fewer, more in ((fewer_forward, forward), (fewer_backward, backward)):
+            names = [one.name for one in more]
+            for one in fewer:
+                names.remove(one.name)
+            assert {name: names.count(name) for name in names} == COLLECTIVES[sequence_parallel]
+        assert {one.shape for one in forward} == {hidden, (per_token,), (2, per_token)}
+        assert {one.shape for one in backward} == {hidden}
