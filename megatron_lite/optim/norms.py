@@ -13,24 +13,33 @@ from megatron_lite.parallel.state import ParallelState
 
 
 def global_norm(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], parallel: ParallelState) -> Tensor:
-    """The true 2-norm of `values` (gradients, or the parameters themselves): 0-d float32, the same on every rank.
+    """The true 2-norm of `values` (gradients, or the parameters themselves): 0-d, the same on every rank.
 
     One all-reduce of one number over the TP group.
     """
-    counted = _counted_here(parameters, values, parallel)
+    counted = [values[name] for name, parameter in parameters.items() if _counts_here(parameter, parallel)]
     norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=parallel.device)
-    return all_reduce_(norms.float().square().sum(), parallel.tp_group).sqrt()
+    return all_reduce_(norms.square().sum(), parallel.tp_group).sqrt()
 
 
 def count_zeros(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], parallel: ParallelState) -> Tensor:
-    """How many elements of `values` are exactly 0, over all TP ranks: 0-d int64. One all-reduce of one number."""
+    """How many elements of `values` are 0, over all TP ranks, without padding: 0-d int64. One all-reduce of one number."""
     zeros = torch.zeros((), dtype=torch.int64, device=parallel.device)
-    for value in _counted_here(parameters, values, parallel):
-        zeros += value.numel() - value.count_nonzero()
+    for name, parameter in parameters.items():
+        if _counts_here(parameter, parallel):
+            for rows in _true_rows(values[name], parameter, parallel):
+                zeros += rows.numel() - rows.count_nonzero()
     return all_reduce_(zeros, parallel.tp_group)
 
 
-def _counted_here(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], parallel: ParallelState) -> list[Tensor]:
+def _true_rows(value: Tensor, parameter: nn.Parameter, parallel: ParallelState) -> list[Tensor]:
+    """The parts of this rank's shard without vocabulary padding, whose gradient is always 0."""
+    spec = spec_of(parameter)
+    if spec.tp_dim is None:
+        return [value]
+    return [value.narrow(spec.tp_dim, span.local_start, span.length) for span in spec.spans(parallel.tp_rank, parallel.tp_size)]
+
+
+def _counts_here(parameter: nn.Parameter, parallel: ParallelState) -> bool:
     """Sharded parameters count on every TP rank; those that all ranks hold alike count once, on rank 0."""
-    return [values[name] for name, parameter in parameters.items()
-            if parallel.tp_rank == 0 or spec_of(parameter).tp_dim is not None]
+    return parallel.tp_rank == 0 or spec_of(parameter).tp_dim is not None

@@ -21,7 +21,6 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     restart_count: int = 0
@@ -52,7 +51,6 @@ def _from_torchrun(env: Mapping[str, str]) -> Launch:
         rank=_integer(env, "RANK"),
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
-        local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size),
         master_addr=_text(env, "MASTER_ADDR"),
         master_port=_integer(env, "MASTER_PORT"),
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -63,13 +61,11 @@ def _from_torchrun(env: Mapping[str, str]) -> Launch:
 def _from_slurm(env: Mapping[str, str]) -> Launch:
     nodes = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
     world_size = _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
-    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(world_size))
     return Launch(
         launcher="slurm",
         rank=_integer(env, "SLURM_PROCID"),
         world_size=world_size,
         local_rank=_integer(env, "SLURM_LOCALID", 0),
-        local_world_size=int(re.split(r"[(,]", tasks_per_node)[0]),
         master_addr=env.get("MASTER_ADDR") or first_host(nodes),
         # One port per job and step: two jobs that share a node must not meet.
         master_port=_integer(env, "MASTER_PORT", 20000 + (_integer(env, "SLURM_JOB_ID", 0) * 7

@@ -49,7 +49,8 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
         num_iterations = training.num_iterations(parallel.dp_size)
         num_microbatches = training.num_microbatches(parallel.dp_size)
         batch_size = training.batch_size(parallel.dp_size)
-        schedule = LrSchedule.build(config.lr_schedule, num_iterations=num_iterations, batch_size=batch_size)
+        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or num_iterations * batch_size,
+                                    batch_size=batch_size)
     except ValueError as error:
         raise InputError(str(error)) from error
     evaluation_samples = training.eval_iters * batch_size

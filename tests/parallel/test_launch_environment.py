@@ -22,7 +22,7 @@ SALLOC_SHELL = {**SLURM_BATCH, **dict(SLURM_NTASKS="1", SLURM_STEP_ID="429496729
 
 
 def test_torchruns_variables():
-    assert read_launch(TORCHRUN) == Launch(launcher="torchrun", rank=3, world_size=4, local_rank=1, local_world_size=2,
+    assert read_launch(TORCHRUN) == Launch(launcher="torchrun", rank=3, world_size=4, local_rank=1,
                                            master_addr="host0", master_port=29501, restart_count=1, agent_owns_store=True)
 
 
@@ -34,7 +34,7 @@ def test_the_bare_four_variables_of_torch_distributed_are_enough():
 def test_a_task_of_srun():
     launch = read_launch(SRUN)
     assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == ("slurm", 2, 3, 0)
-    assert (launch.master_addr, launch.local_world_size, launch.restart_count) == ("node1", 2, 0)
+    assert (launch.master_addr, launch.restart_count) == ("node1", 0)
     assert not launch.agent_owns_store
 
 

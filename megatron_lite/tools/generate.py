@@ -1,0 +1,265 @@
+"""`python -m megatron_lite.tools.generate --load DIR --prompt TEXT`: continues a text with the model of a checkpoint.
+
+The tensor-parallel size is the number of ranks that were started (torchrun --nproc_per_node N), whatever the checkpoint was
+saved at. Model and tokenizer are the checkpoint's own. Each new token runs the model over the whole context again: there is no
+key-value cache. The context is the last --seq-length tokens, as long as the model has seen in training: past that, the oldest
+tokens drop out and positions count from the first one that is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.checkpointing.files import METADATA, latest_step, step_directory
+from megatron_lite.checkpointing.save_load import Metadata, load_weights, read_config
+from megatron_lite.config.checks import InputError, require_at_least
+from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import CheckpointConfig, TokenizerConfig
+from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.collectives import broadcast_
+from megatron_lite.parallel.launch import read_launch
+from megatron_lite.parallel.rng import derive_seed
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.tools.command import exit_status
+from megatron_lite.training.build import build_model
+
+TOKENIZER_FILES = {"NullTokenizer": (), "HuggingFaceTokenizer": ("tokenizer_model",),
+                   "GPT2BPETokenizer": ("vocab_file", "merge_file")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Applied in this order: temperature, the top_k likeliest (0: all), then of those the
+    fewest whose probabilities reach top_p. `greedy` takes the likeliest."""
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 0, "top_k")
+        if not self.temperature > 0.0:
+            raise ValueError(f"--temperature must be above 0 (got {self.temperature}): use --greedy for the likeliest token")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"--top-p must be in (0, 1] (got {self.top_p}): 1 keeps every token")
+
+
+def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The probability of each token after temperature, top-k and top-p: float64, sums to 1. logits: [V]."""
+    ordered, ids = torch.sort(logits.double() / sampling.temperature, descending=True, stable=True)
+    if sampling.top_k:
+        ordered[sampling.top_k :] = -torch.inf
+    kept = ordered.softmax(0)
+    if sampling.top_p < 1.0:
+        kept[kept.cumsum(0) - kept >= sampling.top_p] = 0.0  # a token goes where those before it reach top_p already
+    return torch.zeros_like(kept).scatter_(0, ids, kept / kept.sum())
+
+
+def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token id. logits: [V], on the CPU. Draws one number from the generator, unless greedy.
+
+    Ranks whose logits differ in rounding alone draw the same token, but for a draw right on the border between two.
+    """
+    if sampling.greedy:
+        return int(logits.argmax())
+    cumulative = token_probabilities(logits, sampling).cumsum(0)
+    draw = torch.rand(1, dtype=torch.float64, generator=generator) * cumulative[-1]
+    return int(torch.searchsorted(cumulative, draw, right=True))
+
+
+def generate_tokens(model: Callable[[Tensor], Tensor], prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int,
+                    window: int, eod: int | None, generator: torch.Generator, parallel: ParallelState) -> Iterator[int]:
+    """Yields new tokens until `eod`, which is not among them, or max_new_tokens. model: [1, n] ids -> [1, n, V] logits.
+
+    Every rank must consume it in step. One broadcast of one number per token. InputError where logits are not finite.
+    """
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens[-window:]], device=parallel.device))[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            raise InputError("the model's logits are not finite: its training has diverged. Load an earlier --iteration")
+        chosen = torch.tensor([next_token(logits, sampling, generator)], device=parallel.device)
+        token = int(broadcast_(chosen, parallel.tp_group))
+        if token == eod:
+            return
+        tokens.append(token)
+        yield token
+
+
+def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """What each token adds to the text; a character whose bytes are spread over tokens comes with the last of them."""
+    tokens_so_far, shown, text = list(prompt), tokenizer.detokenize(prompt), ""
+    for token in tokens:
+        tokens_so_far.append(token)
+        text = tokenizer.detokenize(tokens_so_far)
+        complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        yield complete[len(shown) :]
+        shown = max(shown, complete, key=len)
+    yield text[len(shown) :]
+
+
+# --- the checkpoint ---
+
+def find_step(load: str, iteration: int | None) -> Path:
+    """The step directory to read. InputError where it does not exist."""
+    if iteration is None:
+        step = latest_step(Path(load))
+        if step is None:
+            raise InputError(f"--load {load}: no checkpoint there (no latest_checkpointed_iteration.txt): correct the path")
+        return step
+    step = step_directory(Path(load), iteration)
+    if not (step / METADATA).is_file():
+        saved = sorted(int(path.parent.name[5:]) for path in Path(load).glob(f"iter_*/{METADATA}")
+                       if path.parent.name[5:].isdigit())
+        raise InputError(f"--iteration {iteration}: no such checkpoint in {load} (there: {', '.join(map(str, saved)) or 'none'})")
+    return step
+
+
+def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfig:
+    """The saved run as `num_ranks` tensor-parallel ranks. InputError where the model does not divide.
+
+    Without sequence parallelism, which needs context lengths that the ranks divide.
+    """
+    parallel = ParallelConfig(tensor_model_parallel_size=num_ranks, distributed_backend=backend)
+    try:
+        return replace(saved, parallel=parallel, checkpoint=CheckpointConfig())
+    except ValueError as error:
+        raise InputError(f"{error}: the tensor-parallel size is the number of ranks started, start another number") from error
+
+
+def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -> TokenizerConfig:
+    """The saved tokenizer, its files elsewhere. InputError for a file that this type of tokenizer has not."""
+    moved = {name: path for name, path in files.items() if path is not None}
+    for name in moved:
+        if name not in TOKENIZER_FILES[str(saved.tokenizer_type)]:
+            raise InputError(f"--{name.replace('_', '-')} is no part of the checkpoint's {saved.tokenizer_type}: leave it out")
+    return replace(saved, **moved)  # type: ignore[arg-type]
+
+
+def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTModel:
+    """This rank's shard of the saved model, without dropout."""
+    model = build_model(config, parallel)
+    load_weights(step, Metadata.read(step), parallel, model)
+    model.eval()
+    return model
+
+
+# --- the command ---
+
+def run(args: argparse.Namespace, sampling: Sampling) -> None:
+    """Continues every prompt. Rank 0 prints."""
+    step = find_step(args.load, args.iteration)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
+    config = config_for_ranks(read_config(step), num_ranks, args.distributed_backend)
+    tokenizer = build_tokenizer(tokenizer_with_files(
+        config.tokenizer, {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}))
+    if tokenizer.vocab_size > config.tokenizer.true_vocab_size:
+        raise InputError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {config.tokenizer.true_vocab_size}: it is not "
+                         "the one that the model was trained with")
+    eod = end_of_document(tokenizer)
+    with parallel_state(config.parallel, seed=args.seed) as parallel:
+        model = load_model(step, config, parallel)
+        for number, text in enumerate(args.prompt):
+            prompt = read_prompt(parallel) if text == "-" else text
+            tokens = tokenizer.tokenize(prompt) or ([] if eod is None else [eod])  # nothing: the start of a document
+            if not tokens:
+                raise InputError("--prompt is empty and the tokenizer has no end-of-document token to start from: give a text")
+            window = config.data.seq_length
+            if parallel.rank == 0 and len(tokens) + args.max_new_tokens > window:
+                print(f"note: the model sees the last {window} tokens only (its --seq-length), fewer than the prompt's "
+                      f"{len(tokens)} and --max-new-tokens {args.max_new_tokens} together", file=sys.stderr, flush=True)
+            new_tokens = generate_tokens(model, tokens, sampling=sampling, max_new_tokens=args.max_new_tokens, window=window,
+                                         eod=eod, generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),
+                                         parallel=parallel)
+            show(prompt, text_pieces(tokenizer, tokens, new_tokens), first=number == 0, silent=parallel.rank != 0)
+
+
+def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> None:
+    """Prints prompt and continuation, after a rule unless first: piece by piece on a terminal, else at once.
+
+    Consumes the pieces even where it prints nothing: the other ranks wait for this one.
+    """
+    streams = sys.stdout.isatty()
+    text = prompt if first else f"{'-' * 40}\n{prompt}"
+    if not streams or silent:
+        text += "".join(pieces)
+        if not silent:
+            print(text, flush=True)
+        return
+    print(text, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+def read_prompt(parallel: ParallelState) -> str:
+    """Standard input of rank 0, on every rank, less the line's end that a shell puts there. InputError unless it is UTF-8."""
+    data = sys.stdin.buffer.read() if parallel.rank == 0 else b""
+    size = int(broadcast_(torch.tensor([len(data)], device=parallel.device), parallel.tp_group))
+    characters = torch.tensor(list(data) or [0] * size, dtype=torch.uint8, device=parallel.device)
+    try:
+        return bytes(broadcast_(characters, parallel.tp_group).tolist()).decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--prompt -: standard input is not UTF-8 text ({error})") from error
+
+
+def end_of_document(tokenizer: Tokenizer) -> int | None:
+    """The id that ends a document, None for a tokenizer that has none."""
+    try:
+        return tokenizer.eod
+    except InputError:
+        return None
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
+    """The flags, and how they say to sample. Ends the process with status 2 where they break a rule."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.generate", allow_abbrev=False,
+                                     description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
+                                                 "ranks as are started.")
+    parser.add_argument("--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run")
+    parser.add_argument("--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest")
+    parser.add_argument("--prompt", required=True, action="append", metavar="TEXT",
+                        help="text to continue; may be given several times; - reads standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    parser.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
+    parser.add_argument("--temperature", type=float, metavar="T", help="below 1: sharper, above 1: flatter; default: 1.0")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; default: 0, all")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that together reach P; "
+                                                                 "default: 0.9")
+    parser.add_argument("--seed", type=int, default=1234, help="default: 1234")
+    for file in ("tokenizer-model", "vocab-file", "merge-file"):
+        parser.add_argument(f"--{file}", metavar="PATH", help="where the tokenizer's files are now, if they were moved")
+    parser.add_argument("--distributed-backend", choices=DISTRIBUTED_BACKENDS, default="auto", help="gloo keeps to the CPU")
+    args = parser.parse_args(argv)
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
+    if args.greedy and given:
+        parser.error("--greedy takes the likeliest token: leave out --temperature, --top-k and --top-p")
+    if args.prompt.count("-") > 1:
+        parser.error("--prompt - is given twice, but standard input can be read once")
+    try:
+        require_at_least(args, 1, "max_new_tokens")
+        return args, Sampling(greedy=args.greedy, **given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args, sampling = parse(argv)
+    return exit_status(lambda: run(args, sampling))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
