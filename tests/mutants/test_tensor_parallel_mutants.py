@@ -181,7 +181,7 @@ def test_gradient_equality_sees(fault, name, sequence_parallel, seen_in):
 
 
 def norm_counts_duplicates_on_every_rank() -> None:
-    norms._counted_here = lambda parameters, values, parallel: list(values.values())
+    norms._counts_here = lambda parameter, parallel: True
 
 
 def norm_is_local() -> None:
