@@ -1,0 +1,190 @@
+"""Training steps of megatron_lite and of other GPTs of the same shape, ready to be timed.
+
+    megatron_lite        its own training step; in bf16 its weights are bf16, and masters, moments and gradients float32
+    transformers         GPT2LMHeadModel with SDPA attention
+    plain                GPT-2 in the shortest plain PyTorch: the peer of a machine that has nothing but torch
+    in bf16 peers run    "autocast": float32 weights under torch.autocast, which trains as ours does, and
+                         "pure": bf16 weights, moments and gradients: less work than ours, and worse training
+
+A step is: gradients cleared, forward, loss over the whole vocabulary in float32, backward, clipping at 1.0, fused AdamW.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.step import train_step
+
+SEED = 1234
+OURS = "megatron_lite"
+LEARNING_RATE = 1e-4
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One GPT with learned positions and tied embeddings, and the tokens of one step."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    batch_size: int
+    vocab_size: int
+
+
+PRESETS = {
+    "tiny": Shape(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, batch_size=2, vocab_size=256),
+    "small": Shape(num_layers=4, hidden_size=256, num_attention_heads=8, seq_length=256, batch_size=4, vocab_size=4096),
+    "medium": Shape(num_layers=8, hidden_size=512, num_attention_heads=8, seq_length=512, batch_size=4, vocab_size=8192),
+    "gpt2": Shape(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, batch_size=8, vocab_size=50304),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one block of rows has in common."""
+
+    shape: Shape
+    device: torch.device
+    dtype: str
+    dropout: float
+
+    def model_config(self) -> ModelConfig:
+        """The shape in the engine's own words."""
+        shape = self.shape
+        return ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden_size, max_position_embeddings=shape.seq_length,
+                           num_attention_heads=shape.num_attention_heads, hidden_dropout=self.dropout,
+                           attention_dropout=self.dropout)
+
+
+Step = Callable[[], Tensor]  # runs one training step and returns its loss, 0-d, without waiting for the device
+
+
+def our_step(setting: Setting, batch: MicroBatch) -> Step:
+    """The engine's own train_step on one rank."""
+    parallel = ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
+    context = TensorParallelContext.of(parallel, sequence_parallel=False, params_dtype=DTYPES[setting.dtype])
+    vocab_size = setting.shape.vocab_size
+    model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size)
+    initialize_parameters_(model, seed=SEED, tp_rank=0, tp_size=1)
+    optimizer = Optimizer(model, OptimizerConfig(), parallel)
+
+    def step() -> Tensor:
+        return train_step(model, optimizer, (batch,), num_microbatches=1, learning_rate=LEARNING_RATE, parallel=parallel).loss
+
+    return step
+
+
+def peer_step(build: Callable[[Setting], nn.Module], setting: Setting, batch: MicroBatch, *, autocast: bool) -> Step:
+    """A training step as PyTorch's documentation writes it, for a model that maps token ids to logits [b, s, V]."""
+    torch.manual_seed(SEED)
+    model = build(setting).to(setting.device, torch.float32 if autocast else DTYPES[setting.dtype]).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    labels = batch.labels.reshape(-1)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(setting.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+            logits = model(batch.tokens)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+class Logits(nn.Module):
+    """Hides the outputs of a transformers model other than its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens, use_cache=False, return_dict=True).logits
+
+
+def transformers_gpt2(setting: Setting) -> nn.Module:
+    """transformers' GPT-2. Its default gelu is a chain of seven pointwise kernels: the single-kernel spelling is faster."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = setting.shape
+    return Logits(GPT2LMHeadModel(GPT2Config(
+        vocab_size=shape.vocab_size, n_positions=shape.seq_length, n_embd=shape.hidden_size, n_layer=shape.num_layers,
+        n_head=shape.num_attention_heads, resid_pdrop=setting.dropout, embd_pdrop=setting.dropout, attn_pdrop=setting.dropout,
+        activation_function="gelu_pytorch_tanh", attn_implementation="sdpa", bos_token_id=0, eos_token_id=0)))
+
+
+class PlainLayer(nn.Module):
+    """nn.Linear and scaled_dot_product_attention, batch first."""
+
+    def __init__(self, shape: Shape, dropout: float) -> None:
+        super().__init__()
+        h = shape.hidden_size
+        self.num_heads, self.dropout = shape.num_attention_heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.proj, self.fc1, self.fc2 = nn.Linear(h, 3 * h), nn.Linear(h, h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        b, s, h = hidden_states.shape
+        query, key, value = self.qkv(self.norm1(hidden_states)).view(b, s, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        context = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
+        hidden_states = hidden_states + F.dropout(self.proj(context.transpose(1, 2).reshape(b, s, h)), self.dropout)
+        intermediate = F.gelu(self.fc1(self.norm2(hidden_states)), approximate="tanh")
+        return hidden_states + F.dropout(self.fc2(intermediate), self.dropout)
+
+
+class PlainGPT(nn.Module):
+    """GPT-2's architecture in plain PyTorch."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        shape = setting.shape
+        self.dropout = setting.dropout
+        self.tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.positions = nn.Embedding(shape.seq_length, shape.hidden_size)
+        self.layers = nn.Sequential(*(PlainLayer(shape, setting.dropout) for _ in range(shape.num_layers)))
+        self.norm = nn.LayerNorm(shape.hidden_size)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, 0.0, 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden_states = F.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]], self.dropout)
+        return F.linear(self.norm(self.layers(hidden_states)), self.tokens.weight)
+
+
+PEERS: dict[str, Callable[[Setting], nn.Module]] = {"transformers": transformers_gpt2, "plain": PlainGPT}
+
+
+def build_engines(setting: Setting, peers: Sequence[str]) -> dict[str, Step]:
+    """The contestants by name, ours first."""
+    text = torch.randint(0, setting.shape.vocab_size, (setting.shape.batch_size, setting.shape.seq_length + 1),
+                         generator=torch.Generator().manual_seed(SEED)).to(setting.device)
+    batch = MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    engines = {OURS: our_step(setting, batch)}
+    for peer in peers:
+        if setting.dtype == "float32":
+            engines[peer] = peer_step(PEERS[peer], setting, batch, autocast=False)
+        else:
+            engines[f"{peer}, autocast"] = peer_step(PEERS[peer], setting, batch, autocast=True)
+            engines[f"{peer}, pure"] = peer_step(PEERS[peer], setting, batch, autocast=False)
+    return engines

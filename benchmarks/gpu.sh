@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command and under 5 minutes: the tests marked `gpu`, and the step-time benchmark.
+# Needs one CUDA device and a Python (3.10 or newer) with torch; other packages are used where they are there, and the report
+# names those that are not. No network. Writes one JSON to the given file.
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ ${1:-} == -h || ${1:-} == --help || $# -gt 1 ]]; then
+    cat <<USAGE
+Usage: bash benchmarks/gpu.sh [FILE]        writes FILE, by default benchmarks/results/gpu.json
+
+Read from the environment: PYTHON (default python3), PRESETS (shapes of step_time.py, of which the first that runs is
+reported; default "gpt2 medium"), DEVICE=cpu (a rehearsal without a GPU; try PRESETS=tiny with it).
+USAGE
+    if [[ $# -gt 1 ]]; then exit 2; else exit 0; fi
+fi
+output=${1:-$root/benchmarks/results/gpu.json}
+[[ $output == /* ]] || output=$PWD/$output
+: "${PYTHON:=python3}" "${PRESETS:=gpt2 medium}" "${DEVICE:=cuda}"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+cd "$root" || exit 2
+
+if ! "$PYTHON" -c "import torch, numpy"; then
+    echo "gpu.sh: error: $PYTHON has no torch, or no numpy: set PYTHON to one that has both" >&2
+    exit 2
+fi
+if [[ $DEVICE == cuda ]] && ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "gpu.sh: error: torch sees no CUDA device (DEVICE=cpu rehearses without one)" >&2
+    exit 2
+fi
+parts=$(mktemp -d) || exit 2
+trap 'rm -rf "$parts"' EXIT
+mkdir -p "$(dirname "$output")" || exit 2
+
+echo "[1/3] Tests"
+CUBLAS_WORKSPACE_CONFIG=:4096:8 timeout 120 "$PYTHON" tests/gpu/run.py --device "$DEVICE" --json "$parts/tests.json"
+tests_status=$?
+
+echo "[2/3] Step time"
+for preset in $PRESETS; do
+    rm -f "$parts/step_time.json"
+    timeout 80 "$PYTHON" benchmarks/step_time.py --device "$DEVICE" --preset "$preset" --repeats 5 --steps-per-round 3 \
+        --json "$parts/step_time.json"
+    step_time_status=$?
+    # Cut short, it leaves the blocks that it finished.
+    if [[ -s $parts/step_time.json ]]; then break; fi
+done
+
+echo "[3/3] Report"
+DEVICE=$DEVICE "$PYTHON" - "$parts" "$output" "$tests_status" "$step_time_status" <<'REPORT'
+import datetime, importlib.metadata, json, os, platform, subprocess, sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+parts, output, tests_status, step_time_status = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+
+
+def part(name):
+    path = parts / name
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def git(*arguments):
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def version(package):
+    try:
+        __import__(package)
+        return importlib.metadata.version(package)
+    except ImportError:
+        return None
+
+
+device = {"name": platform.machine()}
+if os.environ["DEVICE"] == "cuda":
+    properties = torch.cuda.get_device_properties(0)
+    device = {"name": properties.name, "memory_bytes": properties.total_memory,
+              "compute_capability": f"{properties.major}.{properties.minor}"}
+tests, step_time = part("tests.json"), part("step_time.json")
+counts = Counter(test["outcome"] for test in (tests or {}).values())
+packages = {name: version(name) for name in ("numpy", "pytest", "rich", "safetensors", "tokenizers", "transformers")}
+changes = git("status", "--porcelain")
+report = {
+    "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    "git_commit": git("rev-parse", "HEAD"), "git_changed_files": None if changes is None else len(changes.splitlines()),
+    "device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+    "packages": packages, "missing_packages": [name for name, found in packages.items() if found is None],
+    "tests_status": tests_status, "tests_counts": counts, "tests": tests,
+    "step_time_status": step_time_status, "step_time": step_time,
+}
+temporary = output.with_name(output.name + ".tmp")
+temporary.write_text(json.dumps(report, indent=1) + "\n")
+temporary.replace(output)
+print(f"{output}: tests {dict(counts)}, {len(step_time['rows']) if step_time else 0} rows of step times, "
+      f"not installed: {', '.join(report['missing_packages']) or 'nothing'}")
+sys.exit(0 if tests_status == 0 and step_time_status == 0 else 1)
+REPORT

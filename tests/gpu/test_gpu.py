@@ -1,0 +1,334 @@
+"""What must hold on a GPU as on the CPU. Each test takes a `device`, so that the CPU run of the suite tries the test itself.
+
+Written without pytest's own functions, so that `run.py` can run it on a machine that has nothing but torch. A test whose
+package is missing there is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.model.attention import CoreAttention
+from megatron_lite.model.dropout import dropout
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.step import StepResult, train_step
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config
+
+if TYPE_CHECKING:
+    from megatron_lite.config.run import RunConfig
+    from megatron_lite.training.loop import Trainer
+
+CPU = torch.device("cpu")
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "gpt2": dict(add_qkv_bias=True),
+    "llama": dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
+                  group_query_attention=True, num_query_groups=2, untie_embeddings_and_output_weights=True),
+    "rest": dict(position_embedding_type="none", squared_relu=True, qk_layernorm=True, attention_backend="unfused"),
+}
+
+
+def on(device: torch.device, seed: int = 7) -> ParallelState:
+    """The state of a run of one rank on that device."""
+    return ParallelState(device=device, rng=RngStreams(device, seed=seed))
+
+
+def batch_on(device: torch.device, seed: int = 3) -> MicroBatch:
+    tokens, labels = sample_tokens(seed)
+    return MicroBatch(tokens.to(device), labels.to(device))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+def gradients(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Gradients:
+    """Loss and gradients of one batch, on the CPU in float64."""
+    model = build_tiny_model(config, on(device), dtype=dtype)
+    batch = batch_on(device)
+    loss = model.loss(batch.tokens, batch.labels).mean()
+    loss.backward()
+    return Gradients(loss.detach().cpu().double(), {name: parameter.grad.cpu().double()
+                                                    for name, parameter in model.named_parameters()
+                                                    if parameter.grad is not None})
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """Norm of the difference / norm of the reference."""
+    return ((ours - reference).norm() / reference.norm()).item()
+
+
+# --- the model ---
+
+def test_float32_agrees_with_the_cpu_in_float64(device: torch.device) -> None:
+    """Float32 rounds at 1e-7; three layers and sums over 36 tokens leave a few times 1e-6. Some gradients are truly 0."""
+    for name, fields in ARCHITECTURES.items():
+        config = tiny_config(**fields)
+        reference, result = gradients(config, CPU, torch.float64), gradients(config, device, torch.float32)
+        assert abs(result.loss - reference.loss) < 1e-5, name
+        assert result.grads.keys() == reference.grads.keys()
+        for parameter, grad in reference.grads.items():
+            assert (result.grads[parameter] - grad).norm() < 1e-4 * grad.norm() + 1e-6, (name, parameter)
+
+
+def test_bf16_stays_near_float64(device: torch.device) -> None:
+    """bf16 rounds at 4e-3: each weight gradient may be off by a few of those, the loss by one."""
+    for name, fields in ARCHITECTURES.items():
+        config = tiny_config(**fields)
+        reference, result = gradients(config, CPU, torch.float64), gradients(config, device, torch.bfloat16)
+        assert relative_error(result.loss, reference.loss) < 1e-2, name
+        for parameter, grad in reference.grads.items():
+            if parameter.endswith("weight") and grad.dim() > 1:
+                assert relative_error(result.grads[parameter], grad) < 0.1, (name, parameter)
+
+
+def attention_and_gradients(backend: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Output and input gradients of [s 24, b 2, 4 heads over 2 groups, d 64]."""
+    config = tiny_config(attention_backend=backend, num_attention_heads=4, kv_channels=64)
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(24, 2, heads, 64, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    weights = torch.randn(24, 2, 256, generator=generator).to(device, dtype)
+    output = CoreAttention(config, RngStreams(device, seed=1))(*inputs)
+    return [output, *torch.autograd.grad(output, inputs, weights)]
+
+
+def test_flash_and_unfused_attention_agree(device: torch.device) -> None:
+    """Both are compared with float64, so that neither may hide behind the other's rounding."""
+    reference = attention_and_gradients("unfused", CPU, torch.float64)
+    for backend in ("flash", "unfused"):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            for ours, exact in zip(attention_and_gradients(backend, device, dtype), reference, strict=True):
+                assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (backend, dtype)
+
+
+def test_bf16_attention_can_run_on_the_flash_kernel(cuda: torch.device) -> None:
+    """With every other kernel forbidden: torch raises where the inputs, laid out as ours are, do not suit it."""
+    if torch.cuda.get_device_capability(cuda) < (8, 0):
+        raise unittest.SkipTest("the flash kernel needs compute capability 8.0")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query, key, value = (torch.randn(24, 2, 4, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    attention = CoreAttention(tiny_config(attention_backend="flash", kv_channels=64, attention_dropout=0.1),
+                              RngStreams(cuda, seed=1))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attention(query, key, value).sum().backward()
+    assert query.grad is not None and query.grad.isfinite().all()
+
+
+# --- random-number streams ---
+
+def test_streams_are_independent_and_nested_forks_go_on(device: torch.device) -> None:
+    """Draws of one stream are the same whether or not other streams draw between them."""
+    def draw() -> float:
+        return torch.rand(3, device=device).sum().item()
+
+    alone = RngStreams(device, seed=11)
+    default = [draw() for _ in range(3)]
+    with alone.fork(TENSOR_PARALLEL):
+        parallel = [draw() for _ in range(4)]
+    mixed = RngStreams(device, seed=11)
+    default_mixed, parallel_mixed = [draw()], []
+    with mixed.fork(TENSOR_PARALLEL):
+        parallel_mixed.append(draw())
+        with mixed.fork(TENSOR_PARALLEL):
+            parallel_mixed.append(draw())
+        with mixed.fork(DEFAULT):
+            default_mixed.append(draw())
+        parallel_mixed.append(draw())
+    default_mixed.append(draw())
+    with mixed.fork(TENSOR_PARALLEL):
+        parallel_mixed.append(draw())
+    assert default_mixed == default and parallel_mixed == parallel
+    assert set(default).isdisjoint(parallel)
+
+
+def test_a_snapshot_replays_dropout_masks(device: torch.device) -> None:
+    rng, ones = RngStreams(device, seed=11), torch.ones(400, device=device)
+
+    def masks() -> Tensor:
+        return torch.cat([dropout(ones, 0.3, rng, name) for name in (DEFAULT, TENSOR_PARALLEL, DEFAULT)])
+
+    dropout(ones, 0.3, rng, TENSOR_PARALLEL)
+    snapshot = rng.snapshot()
+    first = masks()
+    assert not torch.equal(masks(), first)
+    rng.restore(snapshot)
+    assert torch.equal(masks(), first)
+
+
+def test_streams_of_a_gpu_leave_the_cpus_generator_alone(cuda: torch.device) -> None:
+    before = torch.get_rng_state()
+    rng = RngStreams(cuda, seed=3)
+    with rng.fork(TENSOR_PARALLEL):
+        torch.rand(5, device=cuda)
+    rng.restore(rng.snapshot())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- the training step ---
+
+def small_step(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[GPTModel, Optimizer, ParallelState]:
+    parallel = on(device)
+    model = build_tiny_model(tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=dtype)
+    return model, Optimizer(model, OptimizerConfig(), parallel), parallel
+
+
+def one_step(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, batch: MicroBatch) -> StepResult:
+    return train_step(model, optimizer, [batch, batch], num_microbatches=2, learning_rate=1e-2, parallel=parallel)
+
+
+def weights_and_states(model: GPTModel, optimizer: Optimizer) -> dict[str, Tensor]:
+    states = {f"{name}/{key}": value.detach().clone() for name, state in optimizer.states.items() for key, value in state.items()}
+    return {**states, **{name: parameter.detach().clone() for name, parameter in model.named_parameters()}}
+
+
+def all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_steps_lower_the_loss(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model, optimizer, parallel = small_step(device, dtype)
+        batch = batch_on(device)
+        losses = [one_step(model, optimizer, parallel, batch).loss.item() for _ in range(15)]
+        assert losses[-1] < losses[0] - 0.5, (dtype, losses)
+        assert optimizer.num_updates == 15
+
+
+def test_an_infinite_gradient_changes_nothing(device: torch.device) -> None:
+    """The decision is taken on the device. Afterwards training goes on."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, optimizer, parallel = small_step(device, dtype)
+        batch = batch_on(device)
+        assert one_step(model, optimizer, parallel, batch).skipped.item() == 0.0
+        before = weights_and_states(model, optimizer)
+        optimizer.buffer.grads["decoder.final_layernorm.weight"][0] = torch.inf
+        assert optimizer.step(1e-2).skipped.item() == 1.0
+        assert all_equal(weights_and_states(model, optimizer), before)
+        assert optimizer.num_updates == 1
+        assert one_step(model, optimizer, parallel, batch).skipped.item() == 0.0
+        assert optimizer.num_updates == 2 and not all_equal(weights_and_states(model, optimizer), before)
+
+
+def test_a_step_never_waits_for_the_gpu(cuda: torch.device) -> None:
+    """torch raises at any call that makes the host wait. The first step may: it loads kernels and allocates."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, optimizer, parallel = small_step(cuda, dtype)
+        batch = batch_on(cuda)
+        one_step(model, optimizer, parallel, batch)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result = one_step(model, optimizer, parallel, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert result.loss.isfinite().item()
+
+
+# --- whole runs ---
+
+def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfig:
+    """20 iterations on mock data, with dropout unless `training` says dropout=0. SkipTest where a package is missing."""
+    for package in ("rich", "safetensors"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise unittest.SkipTest(f"{package} is not installed") from error
+    from tests.support.runs import tiny_run
+
+    folder.mkdir()
+    probability = training.pop("dropout", 0.1)
+    config = tiny_run(training=training, metrics=folder / "metrics.jsonl", checkpoint=dict(save=str(folder)),
+                      model=dict(hidden_dropout=probability, attention_dropout=probability))
+    return replace(config, parallel=ParallelConfig(distributed_backend="gloo" if device.type == "cpu" else "auto"))
+
+
+@contextmanager
+def quiet() -> Iterator[io.StringIO]:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
+        yield output
+
+
+def finish(config: RunConfig, device: torch.device) -> Trainer:
+    """Runs it, on that device, and leaves torch's deterministic mode as it was."""
+    from tests.support.runs import run_to_end
+
+    try:
+        with quiet():
+            trainer = run_to_end(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {parameter.device for parameter in trainer.model.parameters()} == {device}
+    return trainer
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    from tests.support.runs import rows
+
+    return rows(folder / "metrics.jsonl")
+
+
+def test_a_run_agrees_with_the_cpus(device: torch.device, tmp_path: Path) -> None:
+    """Without dropout, whose draws differ between devices. Another attention kernel on the CPU moves the losses by 3e-7."""
+    for name, where in (("reference", CPU), ("run", device)):
+        finish(tiny_run_on(where, tmp_path / name, dropout=0.0), where)
+    for ours, theirs in zip(rows_of(tmp_path / "run"), rows_of(tmp_path / "reference"), strict=True):
+        assert abs(ours["lm_loss"] - theirs["lm_loss"]) < 1e-4
+        assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-2 * theirs["grad_norm"]
+
+
+def test_a_deterministic_run_repeats_bit_for_bit(device: torch.device, tmp_path: Path) -> None:
+    for bf16 in (False, True):
+        runs = [tmp_path / f"{name}-{bf16}" for name in ("first", "second")]
+        ends = [weights_and_states(trainer.model, trainer.optimizer) for folder in runs
+                for trainer in [finish(tiny_run_on(device, folder, bf16=bf16, deterministic_mode=True), device)]]
+        assert rows_of(runs[0]) == rows_of(runs[1]) and len(rows_of(runs[0])) == 20
+        assert all_equal(ends[0], ends[1])
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(device: torch.device, tmp_path: Path) -> None:
+    """10 iterations, a checkpoint, 10 more: weights, moments and losses, bit for bit, with dropout."""
+    for bf16 in (False, True):
+        folder = tmp_path / f"parts-{bf16}"
+        whole = tiny_run_on(device, tmp_path / f"whole-{bf16}", bf16=bf16, deterministic_mode=True)
+        part = tiny_run_on(device, folder, bf16=bf16, deterministic_mode=True, exit_interval=10)
+        uninterrupted = finish(whole, device)
+        assert finish(part, device).progress.iteration == 10
+        resumed = finish(replace(part, checkpoint=replace(part.checkpoint, load=str(folder)),
+                                 training=replace(part.training, exit_interval=None)), device)
+        assert resumed.progress.iteration == 20
+        assert rows_of(folder) == rows_of(tmp_path / f"whole-{bf16}")
+        assert all_equal(weights_and_states(resumed.model, resumed.optimizer),
+                         weights_and_states(uninterrupted.model, uninterrupted.optimizer))
+
+
+def test_text_is_generated_from_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
+    """The same text on the device as on the CPU: greedy choices of a trained model leave room for rounding."""
+    finish(tiny_run_on(device, tmp_path / "run", dropout=0.0), device)
+    from megatron_lite.tools.generate import main
+
+    texts = []
+    for backend in ("gloo", "gloo" if device.type == "cpu" else "auto"):
+        with quiet() as output:
+            status = main(["--load", str(tmp_path / "run"), "--prompt", "5 17 3", "--greedy", "--max-new-tokens", "6",
+                           "--distributed-backend", backend])
+        assert status == 0
+        texts.append(output.getvalue())
+    assert texts[0] == texts[1] and len(texts[0].split()) > 3
