@@ -72,26 +72,27 @@ class CoreAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         unfused = self.backend == "unfused" or (self.backend == "auto" and dropout_p > 0.0 and query.device.type == "cpu")
-        context = (self._unfused if unfused else self._flash)(query, key, value, dropout_p)
-        return context.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
+        return (self._unfused if unfused else self._flash)(query, key, value, dropout_p)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
-                                                  enable_gqa=query.shape[1] != key.shape[1])
+            context = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
+                                                     enable_gqa=query.shape[1] != key.shape[1])
+        return context.permute(2, 0, 1, 3).flatten(2)
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        scores = torch.matmul(query * self.scale, key.transpose(-1, -2))  # [b, a/t, s, s]
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores = scores.masked_fill(future, -torch.inf)
+        s, b, heads, _ = query.shape
+        if heads > key.shape[2]:
+            key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))  # [b a/t, s, d]
+        future = query.new_full((s, s), -torch.inf).triu_(1)  # added to the scores; has no gradient and keeps none
+        scores = torch.baddbmm(future, query, key.transpose(1, 2), alpha=self.scale)  # [b a/t, s, s]
         dtype = torch.float32 if self.softmax_in_fp32 and scores.dtype != torch.float64 else scores.dtype
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
-        return torch.matmul(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value)
+        context = torch.bmm(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value)
+        return context.transpose(0, 1).reshape(s, b, -1)
 
 
 def output_init_std(config: ModelConfig) -> float:

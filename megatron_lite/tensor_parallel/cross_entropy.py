@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None, first_id: int,
@@ -21,7 +21,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: Pr
     softmax and has gradient 0, so that the loss does not depend on the padding and so not on t.
     Computed in float32, a chunk of rows at a time: no float32 copy of all logits exists.
     Forward: all-reduces of three [s, b] tensors (maximum, then label logit and sum of exponentials in one). Keeps the logits
-    (in their own dtype), labels, the maximum and the sum of exponentials.
+    (in their own dtype), the labels, and per row this rank's share of the softmax.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, num_ids)
 
@@ -34,42 +34,51 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         mine = (local >= 0) & (local < num_ids)
         local = local.clamp(0, max(num_ids - 1, 0))
         accumulate = torch.promote_types(torch.float32, logits.dtype)
-        # A rank may hold nothing but padding.
-        maximum = rows.amax(-1).to(accumulate) if num_ids else rows.new_full(local.shape, -torch.inf, dtype=accumulate)
-        all_reduce_(maximum, tp_group, dist.ReduceOp.MAX)
-        sums = maximum.new_zeros((2, *local.shape))  # label logit; sum of exponentials
+        here = _sum_of_exponentials(rows, accumulate)
+        maximum = all_reduce(here.maximum, tp_group, dist.ReduceOp.MAX)
+        sums = torch.zeros((2, *local.shape), dtype=accumulate, device=logits.device)  # label logit; sum of exponentials
         if num_ids:
             at_label = rows.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(accumulate)
             sums[0] = torch.where(mine, at_label - maximum, 0.0)
-            for chunk in _chunks(rows):
-                sums[1, chunk] = _exponentials(rows[chunk], maximum[chunk]).sum(-1)
+        sums[1] = here.total * (here.maximum - maximum).exp_()
+        share = sums[1].clone()  # this rank's part of the softmax's mass: 1 for a group of one
         all_reduce_(sums, tp_group)
-        # The two are kept apart: their sum would round large logits, and the softmax with them.
-        ctx.save_for_backward(logits, local, mine, maximum, sums[1])
+        ctx.save_for_backward(logits, local, mine, share.div_(sums[1]))
         ctx.num_ids = num_ids
         return (sums[1].log() - sums[0]).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """(softmax - one_hot(label)) times the incoming gradient; 0 for padding columns."""
-        logits, local, mine, maximum, sum_of_exponentials = ctx.saved_tensors
+        logits, local, mine, share = ctx.saved_tensors
         num_ids, columns = ctx.num_ids, logits.shape[-1]
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad_rows, rows = grad.view(-1, columns), logits.flatten(0, 1)[:, :num_ids]
         grad_rows[:, num_ids:] = 0.0
         if num_ids:
-            grad_loss = grad_output.flatten().to(maximum.dtype)
-            scale, at_label = (grad_loss / sum_of_exponentials).unsqueeze(-1), (-grad_loss * mine).unsqueeze(-1)
+            grad_loss = grad_output.flatten().to(share.dtype)
+            scale, at_label = (grad_loss * share).unsqueeze(-1), (-grad_loss * mine).unsqueeze(-1)
             for chunk in _chunks(rows):
-                scaled_softmax = _exponentials(rows[chunk], maximum[chunk]).mul_(scale[chunk])
-                grad_rows[chunk, :num_ids] = scaled_softmax.scatter_add_(-1, local[chunk].unsqueeze(-1), at_label[chunk])
+                softmax = torch.softmax(rows[chunk], -1, dtype=share.dtype).mul_(scale[chunk])
+                grad_rows[chunk, :num_ids] = softmax.scatter_add_(-1, local[chunk].unsqueeze(-1), at_label[chunk])
         return grad, None, None, None, None
 
 
-def _exponentials(rows: Tensor, shift: Tensor) -> Tensor:
-    """exp(rows - shift) in the dtype of `shift`: [n, ids] and [n] -> [n, ids], a new tensor."""
-    wide = rows.to(shift.dtype, copy=True)
-    return wide.sub_(shift.unsqueeze(-1)).exp_()
+class _Exponentials(NamedTuple):
+    """Per row: the maximum, and the sum of exp(logit - maximum); -inf and 0 for rows without columns."""
+
+    maximum: Tensor
+    total: Tensor
+
+
+def _sum_of_exponentials(rows: Tensor, dtype: torch.dtype) -> _Exponentials:
+    """[n, ids] -> two of [n]. The largest softmax of a row is 1 / total, and torch's softmax is faster than its exp."""
+    maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
+    total = torch.zeros_like(maximum)
+    for chunk in _chunks(rows) if rows.shape[1] else ():
+        maximum[chunk] = rows[chunk].amax(-1).to(dtype)
+        total[chunk] = torch.softmax(rows[chunk], -1, dtype=dtype).amax(-1).reciprocal_()
+    return _Exponentials(maximum, total)
 
 
 def _chunks(rows: Tensor) -> list[slice]:

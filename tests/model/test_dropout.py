@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_lite.model.attention import CoreAttention
-from megatron_lite.model.dropout import dropout
+from megatron_lite.model.dropout import draw_keep_mask, dropout
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward, recorded_masks
 from tests.support.equality import variant_config
@@ -102,7 +102,8 @@ def test_a_draw_moves_its_own_stream_only(stream):
 def test_half_of_the_elements_are_dropped_and_the_rest_scaled():
     """40,000 draws at p = 0.3: the share is known to 0.0023 (one sigma); allowed 4 sigma. The mean stays 1."""
     output = dropout(torch.ones(200, 200), 0.3, RngStreams(CPU, seed=1), DEFAULT)
-    assert set(output.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    rounded = round(0.3 * 2**16) / 2**16  # the CPU's masks know p to 16 bits
+    assert set(output.unique().tolist()) == {0.0, torch.tensor(1 / (1 - rounded)).item()}
     assert (output == 0).float().mean().item() == pytest.approx(0.3, abs=0.0092)
 
 
@@ -161,3 +162,32 @@ def test_the_model_uses_no_dropout_module_of_its_own():
     """nn.Dropout draws from whatever stream is current, and keeps 4-byte masks on a CPU."""
     with tp_state(1) as parallel:
         assert not [module for module in model_with_dropout(parallel).modules() if isinstance(module, nn.Dropout)]
+
+
+@pytest.mark.parametrize("probability", [2.0**-16, 0.1, 0.5, 0.999999])
+def test_the_share_of_dropped_elements_is_p_to_16_bits_and_the_scale_is_its_own(probability):
+    """Exactly, over all 2^16 numbers that an element may be given."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "random_", lambda self, *_: self.copy_(every.view(torch.int64)))
+        drawn = draw_keep_mask(torch.Size([2**8, 2**8]), probability)
+    dropped = min(round(probability * 2**16), 2**16 - 1)
+    assert int((~drawn.mask).sum()) == dropped
+    assert drawn.scale == 2**16 / (2**16 - dropped)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (4, 2, 7)])
+def test_a_mask_has_any_shape_and_no_pattern_between_neighbours(shape):
+    masks = [draw_keep_mask(torch.Size(shape), 0.5).mask for _ in range(400)]
+    assert {mask.shape for mask in masks} == {torch.Size(shape)} and masks[0].dtype == torch.bool
+    kept = torch.stack(masks).flatten(1).float()
+    assert ((kept.mean(0) - 0.5).abs() < 0.11).all()  # 4.4 sigma
+    if kept.shape[1] > 1:
+        assert (torch.corrcoef(kept.T) - torch.eye(kept.shape[1])).abs().max() < 0.25  # 5 sigma
+
+
+def test_the_gradient_passes_through_the_same_mask():
+    ones = torch.ones(30, 40, requires_grad=True)
+    output = dropout(ones, 0.3, RngStreams(CPU, seed=1), DEFAULT)
+    output.backward(torch.full_like(output, 2.0))
+    assert torch.equal(ones.grad, 2.0 * output.detach())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.model import dropout
 from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens
@@ -17,7 +18,7 @@ from tests.support.models import build_tiny_model, sample_tokens
 
 @dataclass
 class Masks:
-    """In order of drawing. residual: [s, b, h] or [s/t, b, h]; attention: [b, a/t, s, s]. True keeps the element."""
+    """In order of drawing. residual: [s, b, h] or [s/t, b, h]; attention: [b a/t, s, s]. True keeps the element."""
 
     residual: list[Tensor] = field(default_factory=list)
     attention: list[Tensor] = field(default_factory=list)
@@ -25,16 +26,16 @@ class Masks:
 
 @contextmanager
 def recorded_masks() -> Iterator[Masks]:
-    """Collects the mask of every torch.native_dropout inside the block."""
-    masks, draw = Masks(), torch.native_dropout
+    """Collects every mask drawn on the CPU inside the block."""
+    masks, draw = Masks(), dropout.draw_keep_mask
 
-    def recording(tensor: Tensor, probability: float, train: bool) -> tuple[Tensor, Tensor]:
-        output, mask = draw(tensor, probability, train)
-        (masks.attention if tensor.dim() == 4 else masks.residual).append(mask.clone())
-        return output, mask
+    def recording(shape: torch.Size, probability: float) -> dropout.KeepMask:
+        drawn = draw(shape, probability)
+        (masks.attention if shape[-1] == shape[-2] else masks.residual).append(drawn.mask.clone())
+        return drawn
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "native_dropout", recording)
+        patch.setattr(dropout, "draw_keep_mask", recording)
         yield masks
 
 
