@@ -64,6 +64,9 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
         parser.error(str(error))
     if given.get("sequence_parallel") and not config.parallel.sequence_parallel:
         notices.append("--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1")
+    if config.model.attention_softmax_in_fp32 and config.model.attention_backend != "unfused":
+        notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
+                       "--attention-backend unfused never takes it")
     return ParsedArguments(config, dump_config, tuple(notices))
 
 
@@ -167,7 +170,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.off_switch("--disable-bias-linear", "add_bias_linear", "no bias in the linear layers")
     group.switch("--add-qkv-bias", "bias in the QKV projection, also with --disable-bias-linear")
     group.switch("--untie-embeddings-and-output-weights", "an output matrix of its own instead of the word embeddings")
-    group.value("--attention-backend", str, "core attention: SDPA's choice, flash only, or matmuls and a softmax",
+    group.value("--attention-backend", str, "core attention: flash is torch's SDPA, unfused builds the scores",
                 values=(*ATTENTION_BACKENDS, *MEGATRON_ATTENTION_BACKENDS))
     group.switch("--attention-softmax-in-fp32", "softmax of unfused attention in float32")
     group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
@@ -187,13 +190,13 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "training", TrainingConfig)
     group.value("--micro-batch-size", int, "samples of one forward pass on one rank")
-    group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per rank")
-    group.value("--train-iters", int, "length of the run in iterations")
+    group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per data-parallel rank")
+    group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
     group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
-    group.value("--eval-interval", int, "iterations between validations; none without it")
-    group.value("--eval-iters", int, "iterations of one validation")
+    group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")
+    group.value("--eval-iters", int, "global batches of one validation; 0 for none at all")
     group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
     group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
@@ -211,9 +214,9 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "learning rate", LrScheduleConfig)
-    group.value("--lr", float, "largest learning rate")
+    group.value("--lr", float, "largest learning rate (needed to train)")
     group.value("--min-lr", float, "smallest learning rate, at the end of the decay")
-    group.value("--lr-decay-style", str, "how it falls", values=LR_DECAY_STYLES)
+    group.value("--lr-decay-style", str, "shape of the decay", values=LR_DECAY_STYLES)
     group.value("--lr-decay-iters", int, "iterations until --min-lr; derived: the whole run")
     group.value("--lr-decay-samples", int, "the same in samples, with --train-samples")
     group.value("--lr-warmup-iters", int, "iterations of linear warm-up")

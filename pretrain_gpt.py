@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arguments import arguments_table, parse_args
+from arguments import ParsedArguments, arguments_table, parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.launch import Launch, read_launch
 
 # A fault that all ranks meet is reported once: the launcher ends the others while they wait.
 RANK_0_SPEAKS_FIRST_S = 2.0
@@ -22,31 +23,41 @@ RANK_0_SPEAKS_FIRST_S = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 done, 1 the training failed, 2 a fault in the input."""
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    # All ranks parse the same flags: one of them is enough to say what is wrong.
-    with contextlib.redirect_stderr(sys.stderr if rank == "0" else open(os.devnull, "w")):
-        arguments = parse_args(sys.argv[1:] if argv is None else argv)
-    if arguments.dump_config:
-        print(arguments.config.to_json())
-        return 0
+    rank = 0
     try:
-        return train(arguments.config, arguments.notices)
+        launch = read_launch()
+        rank = launch.rank
+        arguments = parse_on_rank(rank, sys.argv[1:] if argv is None else argv)
+        if arguments.dump_config:
+            print(arguments.config.to_json())
+            return 0
+        return train(arguments.config, arguments.notices, launch)
     except InputError as error:
-        if rank != "0":
+        if rank != 0:
             time.sleep(RANK_0_SPEAKS_FIRST_S)
-        print(f"pretrain_gpt.py: {'' if rank == '0' else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        print(f"pretrain_gpt.py: {f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr, flush=True)
         return 2
 
 
-def train(config: RunConfig, notices: Sequence[str]) -> int:
+def parse_on_rank(rank: int, argv: Sequence[str]) -> ParsedArguments:
+    """The parsed command line. Every rank meets the same faults in it, and rank 0 alone says so; all exit with status 2."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if rank == 0 else nowhere):
+        return parse_args(argv)
+
+
+def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     """Trains as the configuration says. Returns 0, or 1 where the training failed. InputError: a fault in files or launch."""
     from megatron_lite.data.tokenizers import resolve_vocabulary
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build import build_trainer
     from megatron_lite.training.step import TrainingError
 
+    try:
+        config.check_complete_for_training()
+    except ValueError as error:
+        raise InputError(str(error)) from error
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
-    with parallel_state(config.parallel, seed=config.training.seed) as parallel:
+    with parallel_state(config.parallel, seed=config.training.seed, launch=launch) as parallel:
         if parallel.rank == 0:
             print(*notices, arguments_table(config), sep="\n", flush=True)
             print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, data-parallel {parallel.dp_size}, "

@@ -17,7 +17,8 @@ Two to four minutes on 2 CPU cores after the installation. Uses the GPUs if ther
   --steps N       STEPS    training iterations                                   [${STEPS}]
   --tp N          TP       tensor-parallel size: 1, 2, 4 or 8                    [${TP}]
   --output DIR    OUTPUT   prepared data and training runs                       [${OUTPUT}]
-  --venv DIR      VENV     virtual environment, made if it does not exist        [${VENV:-$root/.venv}]
+  --venv DIR      VENV     virtual environment: made if there is none, and the
+                           pinned packages are installed into it               [${VENV:-$root/.venv}]
   --help                   this text
 
 Each option is a flag or the environment variable beside it. Also read: PYTHON (which interpreter makes the environment),
@@ -143,6 +144,7 @@ else
     python -m megatron_lite.tools.preprocess_data --input "$DATA.partial/corpus.jsonl" --output-prefix "$DATA.partial/corpus" \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA.partial/tokenizer.json" --append-eod --workers 2
     mv "$DATA.partial" "$DATA"
+    echo "prepared; all of it is now in $DATA"
 fi
 
 for ((number = 1; ; number++)); do
@@ -152,7 +154,9 @@ for ((number = 1; ; number++)); do
 done
 define_command
 echo "[5/7] Training: $STEPS iterations, tensor-parallel $RANKS, on $( ((gpus)) && echo GPU || echo CPU), log in $RUN/train.log"
-"${COMMAND[@]}" 2>&1 | tee "$RUN/train.log" || fail "the training failed; its log is $RUN/train.log"
+printf '%q ' "${COMMAND[@]}" > "$RUN/train.log"
+echo >> "$RUN/train.log"
+"${COMMAND[@]}" 2>&1 | tee -a "$RUN/train.log" || fail "the training failed; its log is $RUN/train.log"
 
 echo "[6/7] Did it learn?"
 entropy=$(python -m megatron_lite.tools.unigram_entropy "$DATA/corpus_text_document")
@@ -169,5 +173,10 @@ echo "[7/7] A sample from the checkpoint"
 prompt="def "
 if grep -q "ROMEO:" "$DATA/corpus.jsonl"; then prompt="ROMEO:"; fi
 python -m megatron_lite.tools.generate --load "$RUN/checkpoint" --prompt "$prompt"
-echo
-echo "Done. Checkpoint: $RUN/checkpoint"
+cat <<NEXT
+
+Done. In the environment (source ${VIRTUAL_ENV}/bin/activate) you may now
+  sample more     python -m megatron_lite.tools.generate --load $RUN/checkpoint --prompt "..." --top-p 0.8
+  see the curves  tensorboard --logdir $RUN/tensorboard
+  go on training  the command at the top of $RUN/train.log, with --load $RUN/checkpoint and more --train-iters
+NEXT

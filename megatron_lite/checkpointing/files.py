@@ -49,6 +49,8 @@ def latest_step(root: Path) -> Path | None:
         raise InputError(f"{pointer}: expected an iteration number, found {text!r}: write the number of a complete iter_* "
                          "folder into it")
     step = step_directory(root, int(text))
+    if not step.exists() and step.with_suffix(".old").exists():
+        step = step.with_suffix(".old")  # killed while the step was being replaced: the one before it is whole
     if not (step / METADATA).is_file():
         raise InputError(f"{pointer} names iteration {text}, but {step / METADATA} does not exist: write the number of a "
                          "complete iter_* folder into it")

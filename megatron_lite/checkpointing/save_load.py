@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,8 +24,9 @@ from megatron_lite.checkpointing.files import (
 )
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, layouts_of, owned_rows
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.data.files import sync_file
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
@@ -71,7 +72,9 @@ class Metadata:
             return cls(progress=Progress(**values["progress"]), tp_size=int(values["tp_size"]), dp_size=int(values["dp_size"]),
                        num_updates=int(values["num_updates"]),
                        parameters={name: SavedLayout.from_plain(layout) for name, layout in values["parameters"].items()})
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except InputError:
+            raise
+        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error!r}): the checkpoint is damaged") from error
 
 
@@ -102,6 +105,16 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
     _together(parallel, directory, lambda: publish_step(root, iteration) if parallel.rank == 0 else None)
 
 
+def check_save_directory(options: CheckpointConfig) -> None:
+    """InputError where `--save` holds another run's checkpoints, which this one would mix with and replace."""
+    if options.save is None or options.save == options.load:
+        return
+    step = latest_step(Path(options.save))
+    if step is not None:
+        raise InputError(f"--save {options.save} holds a checkpoint already ({step.name}): continue from it with "
+                         f"--load {options.save}, or choose an empty directory")
+
+
 def load_checkpoint(config: RunConfig, parallel: ParallelState, model: GPTModel, optimizer: Optimizer | None) -> Loaded:
     """Fills model, optimizer and random-number streams from the newest step under `--load`.
 
@@ -119,7 +132,8 @@ def load_checkpoint(config: RunConfig, parallel: ParallelState, model: GPTModel,
     metadata = Metadata.read(step)
     check_same_model(config, read_config(step), where=str(step))
     load_weights(step, metadata, parallel, model)
-    notices = [f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}"]
+    notices = [f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
+               *changed_settings(config, read_config(step))]
     if optimizer is not None:
         optimizer.reset_masters()
         if not options.finetune and not options.no_load_optim:
@@ -154,9 +168,24 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         raise InputError(f"{where} holds another model:\n  {'field':40} {'checkpoint':>20} {'this run':>20}{rows}")
 
 
+def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
+    """A line for each setting that decides the run's course and differs from the checkpoint's. Where a run is stored, logged and
+    evaluated does not count, nor how long one start of it lasts."""
+    free = {"exit_interval", "eval_interval", "eval_iters", "data_cache_path"}
+    lines = []
+    for topic in ("training", "data", "tokenizer", "optimizer", "lr_schedule"):
+        mine, theirs = asdict(getattr(ours, topic)), asdict(getattr(saved, topic))
+        lines += [f"changed since the checkpoint: {flag(name)} {theirs[name]} -> {mine[name]}" for name in mine
+                  if mine[name] != theirs[name] and name not in free]
+    return lines
+
+
 @torch.no_grad()
 def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel) -> None:
     """Fills the model's parameters. InputError where their names or global shapes differ from the checkpoint's."""
+    unexpected = sorted(set(metadata.parameters) - {name for name, _ in model.named_parameters()})
+    if unexpected:
+        raise InputError(f"{step}: this model has no parameter {unexpected[0]}")
     with ShardReader(step, "model", saved_tp_size=metadata.tp_size) as reader:
         for name, parameter in model.named_parameters():
             saved, wanted = metadata.parameters.get(name), spec_of(parameter)
@@ -171,8 +200,9 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
     with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
         for name, parameter in model.named_parameters():
             saved, wanted = metadata.parameters[name].spec(), spec_of(parameter)
+            keys = ["exp_avg", "exp_avg_sq", *(["master"] if reader.has(f"{name}/master") else [])]
             states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-                            for key in ("exp_avg", "exp_avg_sq", "master") if reader.has(f"{name}/{key}")}
+                            for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
 
 
@@ -213,7 +243,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         sync_file(file)
 
 
-def _together(parallel: ParallelState, directory: str, action: Any) -> None:
+def _together(parallel: ParallelState, directory: str, action: Callable[[], object]) -> None:
     """Runs `action` on every rank and waits for all. Where any rank fails, all raise: none is left waiting for another."""
     failure: Exception | None = None
     try:

@@ -83,6 +83,7 @@ class ShardReader:
         """This rank's shard of the global tensor `key`, on the CPU, with zero padding. InputError where a file is damaged."""
         if wanted.tp_dim is None:
             return self._slice(0, key, None)
+        assert saved.tp_dim == wanted.tp_dim, key
         dim = wanted.tp_dim
         local: Tensor | None = None
         for source in range(len(self._paths)):

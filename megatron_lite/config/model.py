@@ -3,8 +3,7 @@
 NOTATION, used in every docstring of the project:
     s  sequence length          b  micro-batch size       h  hidden size          f  ffn hidden size
     a  attention heads          g  query groups (GQA)     d  head dim             V  vocabulary
-    L  layers                   t  tensor-parallel size   p  pipeline size        v  virtual stages
-    m  micro-batches per step
+    L  layers                   t  tensor-parallel size   m  micro-batches per step
 Activations are laid out [s, b, h] (sequence first, as Megatron does), so that sequence parallelism shards dim 0.
 """
 
@@ -101,6 +100,11 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of layers that write to the residual stream: scaled down by sqrt(2 L), as Megatron does."""
+        return self.init_method_std / (2.0 * self.num_layers) ** 0.5
 
     @property
     def activation(self) -> Literal["gelu", "swiglu", "squared_relu"]:

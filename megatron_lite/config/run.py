@@ -58,6 +58,18 @@ class RunConfig:
             raise ValueError("--train-iters counts the learning-rate schedule in iterations: use --lr-decay-iters, "
                              "--lr-warmup-iters and --lr-wsd-decay-iters")
 
+    def check_complete_for_training(self) -> None:
+        """ValueError where training would lack its length, learning rate or data: a run to load or sample from may."""
+        missing = []
+        if self.training.train_iters is None and self.training.train_samples is None:
+            missing.append("the length of the run: set --train-iters or --train-samples")
+        if self.lr_schedule.lr is None:
+            missing.append("the learning rate: set --lr")
+        if not self.data.data_path and not self.data.mock_data:
+            missing.append("something to train on: give --data-path PREFIX or --mock-data")
+        if missing:
+            raise ValueError("training needs " + "; and ".join(missing))
+
     def to_json(self) -> str:
         """The run as indented JSON, one object per topic. `from_json` gives an equal value back."""
         return json.dumps(dataclasses.asdict(self), indent=2)

@@ -4,7 +4,7 @@
                                                             rank 0: 24 25  rank 1: 26 27    rank 0: 28 29  rank 1: 30 31
 
 The iteration reads [consumed, consumed + global batch) at every data-parallel size, so a run resumes on other ranks with the
-same data. Evaluation uses the same rule, with the samples consumed by evaluation.
+same data. Evaluation uses the same rule from 0 on, each time anew.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
         self.linear_qkv = ColumnParallelLinear(config.hidden_size, qkv_size, bias=config.add_bias_linear or config.add_qkv_bias,
                                                init_std=config.init_method_std, context=context)
         self.linear_proj = RowParallelLinear(config.num_attention_heads * config.head_dim, config.hidden_size,
-                                             bias=config.add_bias_linear, init_std=output_init_std(config), context=context)
+                                             bias=config.add_bias_linear, init_std=config.output_init_std, context=context)
         # One weight for all heads: each rank's gradient covers its own heads, with or without sequence parallelism.
         self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
         self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
@@ -57,9 +57,11 @@ class SelfAttention(nn.Module):
 class CoreAttention(nn.Module):
     """query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d]. No parameters, no collectives.
 
-    "flash" is torch's scaled_dot_product_attention, which keeps its inputs, its output and one float32 per row.
-    "unfused" builds the scores: keeps 2 or 4 bytes for the softmax, one for the mask and as many again for the dropped
-    softmax of a/t * s^2 * b elements. "auto" is flash, except with dropout on a CPU, where torch itself would build the scores.
+    "flash" is torch's scaled_dot_product_attention, with whichever kernel torch picks for the device: flash kernels keep their
+    inputs, their output and one float32 per row. "unfused" builds the scores and keeps, for each of a/t * s^2 * b of them, the
+    softmax in the scores' dtype and, with dropout, its mask (1 byte) and the dropped softmax; under --attention-softmax-in-fp32
+    the float32 softmax besides a bf16 one; with query groups, key and value repeated for every head. "auto" is flash, except
+    with dropout on a CPU, where torch itself would build the scores.
     """
 
     def __init__(self, config: ModelConfig, rng: RngStreams) -> None:
@@ -78,9 +80,9 @@ class CoreAttention(nn.Module):
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
-            context = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
+            attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
                                                      enable_gqa=query.shape[1] != key.shape[1])
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         s, b, heads, _ = query.shape
@@ -91,10 +93,6 @@ class CoreAttention(nn.Module):
         scores = torch.baddbmm(future, query, key.transpose(1, 2), alpha=self.scale)  # [b a/t, s, s]
         dtype = torch.float32 if self.softmax_in_fp32 and scores.dtype != torch.float64 else scores.dtype
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
-        context = torch.bmm(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value)
-        return context.transpose(0, 1).reshape(s, b, -1)
+        attended = torch.bmm(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value)
+        return attended.transpose(0, 1).reshape(s, b, -1)
 
-
-def output_init_std(config: ModelConfig) -> float:
-    """Standard deviation of the layers that write to the residual stream: scaled down by sqrt(2 L), as Megatron does."""
-    return config.init_method_std / (2.0 * config.num_layers) ** 0.5

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention import output_init_std
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -25,7 +24,7 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(config.hidden_size, blocks * config.ffn_size, bias=config.add_bias_linear,
                                                init_std=config.init_method_std, context=context, tp_blocks=blocks)
         self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, bias=config.add_bias_linear,
-                                            init_std=output_init_std(config), context=context)
+                                            init_std=config.output_init_std, context=context)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.linear_fc2(self._activate(self.linear_fc1(hidden_states)))

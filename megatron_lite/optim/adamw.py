@@ -76,12 +76,13 @@ class Optimizer:
     def load(self, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int) -> None:
         """Takes over moments and, where present, master weights, and the number of updates. KeyError if a name is missing.
 
-        States without masters (saved by a float32 run) leave the masters as the model's loaded weights.
+        States without masters (saved by a float32 run) leave the masters as the model's loaded weights. Masters of a bf16 run
+        become the weights of a float32 one: nothing is rounded on the way.
         """
         for name, master in self._masters.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 self.states[name][key].copy_(states[name][key])
-            if "master" in self.states[name] and "master" in states[name]:
+            if "master" in states[name]:  # for a float32 model the parameter itself
                 master.copy_(states[name]["master"])
             self._adamw.state[master]["step"].fill_(float(num_updates))
 
@@ -111,7 +112,9 @@ def _master_of(parameter: nn.Parameter) -> Tensor:
 
 def _weight_decay_groups(masters: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, object]]:
     """Megatron's rule: biases and one-dimensional parameters (norms) do not decay."""
-    decayed = [master for name, master in masters.items() if master.dim() > 1 and not name.endswith(".bias")]
-    rest = [master for name, master in masters.items() if not (master.dim() > 1 and not name.endswith(".bias"))]
+    decayed: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, master in masters.items():
+        (decayed if master.dim() > 1 and not name.endswith(".bias") else rest).append(master)
     groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

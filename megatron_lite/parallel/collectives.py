@@ -16,11 +16,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def group_size(group: ProcessGroup | None) -> int:
-    """Ranks in the group; 1 for None."""
-    return 1 if group is None else group.size()
-
-
 def all_reduce_(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduces contiguous `tensor` over the group in place and returns it. Moves 2(n-1)/n of its bytes per rank."""
     if group is not None:

@@ -54,11 +54,6 @@ class ParallelState:
         """The group of all ranks, None for one."""
         return None if self.mesh is None else dist.group.WORLD
 
-    def barrier(self) -> None:
-        """Returns once every rank has come here."""
-        if self.mesh is not None:
-            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
-
     def all_agree(self, yes: bool) -> bool:
         """Whether every rank says yes. One all-reduce of one number; waits for the device."""
         if self.mesh is None:

@@ -14,14 +14,14 @@ from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None, first_id: int,
                                  num_ids: int) -> Tensor:
-    """The negative log-likelihood of each label, float32 [s, b], the same on every TP rank.
+    """The negative log-likelihood of each label, float32 (float64 for float64 logits) [s, b], the same on every TP rank.
 
     logits: [s, b, padded V / t], this rank's columns. labels: [s, b], global ids, each below the true V.
     first_id: global id of column 0. num_ids: how many columns stand for true ids; the rest is padding, takes no part in the
     softmax and has gradient 0, so that the loss does not depend on the padding and so not on t.
-    Computed in float32, a chunk of rows at a time: no float32 copy of all logits exists.
+    Computed in that dtype, a chunk of rows at a time: no such copy of all logits exists.
     Forward: all-reduces of three [s, b] tensors (maximum, then label logit and sum of exponentials in one). Keeps the logits
-    (in their own dtype), the labels, and per row this rank's share of the softmax.
+    (in their own dtype), the labels, one byte per label, and per row this rank's share of the softmax.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, num_ids)
 

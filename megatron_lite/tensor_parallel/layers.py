@@ -93,7 +93,8 @@ class VocabParallelEmbedding(nn.Module):
     """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h].
 
     Weight [padded V / t, h], split by rows; ids of other ranks' rows contribute zeros to the sum over ranks.
-    Forward: a reduce-scatter or an all-reduce of [s, b, h]. Keeps the ids.
+    Forward: a reduce-scatter or an all-reduce of [s, b, h]; backward: an all-gather under sequence parallelism, else nothing.
+    Keeps the ids, and under tensor parallelism one byte per id.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, padded_vocab_size: int, init_std: float,

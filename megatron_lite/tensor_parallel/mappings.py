@@ -1,9 +1,9 @@
 """The conjugate mappings between replicated, sharded and partial tensors (arXiv 1909.08053 sec. 3, 2205.05198 sec. 4.2.2).
 
     name                                            forward            backward           bytes received per rank, forward
-    copy_to_tensor_parallel_region (f)              identity           all-reduce         0
-    reduce_from_tensor_parallel_region (g)          all-reduce         identity           2 (t-1)/t of the tensor
-    gather_from_sequence_parallel_region (g)        all-gather dim 0   reduce-scatter     (t-1)/t of the gathered tensor
+    copy_to_tensor_parallel_region (f, 1909.08053)  identity           all-reduce         0
+    reduce_from_tensor_parallel_region (g, same)    all-reduce         identity           2 (t-1)/t of the tensor
+    gather_from_sequence_parallel_region (g, 2205.) all-gather dim 0   reduce-scatter     (t-1)/t of the gathered tensor
     reduce_scatter_to_sequence_parallel_region      reduce-scatter     all-gather         (t-1)/t of the full tensor
     gather_from_tensor_parallel_region              all-gather last    this rank's slice  (t-1)/t of the gathered tensor
 

@@ -38,7 +38,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
-    """Model, optimizer, schedule and data of a run, at iteration 0 or where `--load` stands.
+    """Model, optimizer, schedule and data of a run at iteration 0; `Trainer.run` loads what `--load` names.
 
     InputError: no data, no length, no learning rate, a batch that does not divide, faults in the data files.
     """

@@ -6,6 +6,7 @@ Only rank 0 writes; the other ranks hold a RunLog that stays silent, so that no 
 from __future__ import annotations
 
 import math
+import os
 import resource
 import sys
 from contextlib import ExitStack
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
+from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.training import LoggingConfig
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class RunFacts(NamedTuple):
-    """What log lines need to know of the run. flops: model FLOPs of one iteration, over all ranks."""
+    """What log lines need to know of the run. tokens, flops: of one iteration, over all ranks; model FLOPs."""
 
     num_iterations: int
     batch_size: int
+    tokens: int
     world_size: int
     flops: int
     device: torch.device
@@ -43,30 +47,33 @@ class LogExtras(NamedTuple):
 
 
 class RunLog:
-    """The log of one run. `start` is the number of iterations done before."""
+    """The log of one run. `start`: how far it had come before; later rows and points of an interrupted run are dropped."""
 
-    def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: int) -> None:
+    def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: Progress) -> None:
         self._config = config
         self._facts = facts
         self._enabled = enabled
         self._interval: list[IterationRecord] = []
         self._stack = ExitStack()
-        self._progress: Progress | None = None
+        self._progress: ProgressBar | None = None
         self._metrics: MetricsFile | None = None
         self._tensorboard: SummaryWriter | None = None
         if not enabled:
             return
         if config.metrics_jsonl:
-            self._metrics = self._stack.enter_context(MetricsFile(config.metrics_jsonl, after_iteration=start))
+            self._metrics = self._stack.enter_context(MetricsFile(config.metrics_jsonl, after_iteration=start.iteration))
         if config.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = self._stack.enter_context(SummaryWriter(config.tensorboard_dir, purge_step=start + 1))
+            self._tensorboard = self._stack.enter_context(SummaryWriter(config.tensorboard_dir, purge_step=start.iteration + 1))
+            # A writer of its own: its steps are samples, and the other's purge_step counts iterations.
+            self._by_samples = self._stack.enter_context(SummaryWriter(
+                os.path.join(config.tensorboard_dir, "by_samples"), purge_step=start.consumed_samples + 1))
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
                        TimeElapsedColumn())
-            self._progress = self._stack.enter_context(Progress(*columns, console=Console(soft_wrap=True)))
-            self._task = self._progress.add_task("training", total=facts.num_iterations, completed=start, status="")
+            self._progress = self._stack.enter_context(ProgressBar(*columns, console=Console(soft_wrap=True)))
+            self._task = self._progress.add_task("training", total=facts.num_iterations, completed=start.iteration, status="")
 
     def __enter__(self) -> RunLog:
         return self
@@ -91,11 +98,12 @@ class RunLog:
             self._metrics.write(record)
         if self._tensorboard is not None:
             _write_scalars(self._tensorboard, record, extras, self._facts, self._config)
+            self._by_samples.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples)
         if self._progress is not None:
             self._progress.update(self._task, completed=record.iteration, status=(
                 f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | ETA {_eta(record, self._facts)}"))
         self._interval.append(record)
-        if record.iteration % self._config.log_interval == 0:
+        if record.iteration % self._config.log_interval == 0 or record.iteration == self._facts.num_iterations:
             self.line(iteration_line(self._interval, self._facts, extras, throughput=self._config.log_throughput))
             self._interval.clear()
 
@@ -116,12 +124,11 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
     last = records[-1]
     ms = sum(record.iteration_ms for record in records) / len(records)
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
-    tokens = sum(record.tokens_per_second * record.iteration_ms for record in records) / len(records) / 1000.0
     fields = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.num_iterations:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {ms:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_teraflops(ms, facts):.1f}" if throughput else None,
+        f"throughput per GPU (TFLOP/s/GPU): {_shown(_teraflops(ms, facts))}" if throughput else None,
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {facts.batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
@@ -131,7 +138,7 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
         f"params norm: {extras.params_norm:.3f}" if extras.params_norm is not None else None,
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
-        f"tokens/s/GPU: {tokens / (ms / 1000.0) / facts.world_size:.1f}",
+        f"tokens/s/GPU: {facts.tokens / (ms / 1000.0) / facts.world_size:.1f}",
         f"peak GiB: {peak_gib(facts.device):.2f}",
         f"ETA: {_eta(last, facts, ms)}",
     ]
@@ -148,6 +155,11 @@ def peak_gib(device: torch.device) -> float:
 
 def _teraflops(ms: float, facts: RunFacts) -> float:
     return facts.flops / (ms / 1000.0) / facts.world_size / 1e12
+
+
+def _shown(teraflops: float) -> str:
+    """One decimal, as Megatron; more for a CPU's few."""
+    return f"{teraflops:.1f}" if teraflops >= 10.0 else f"{teraflops:.4f}"
 
 
 def _eta(record: IterationRecord, facts: RunFacts, ms: float | None = None) -> str:
@@ -167,6 +179,5 @@ def _write_scalars(writer: SummaryWriter, record: IterationRecord, extras: LogEx
     for name, value in scalars.items():
         if value is not None:
             writer.add_scalar(name, value, record.iteration)
-    writer.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_lite.checkpointing.progress import Progress
-from megatron_lite.checkpointing.save_load import load_checkpoint, save_checkpoint
+from megatron_lite.checkpointing.save_load import check_save_directory, load_checkpoint, save_checkpoint
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.build import Datasets
 from megatron_lite.memory.flops import step_flops
@@ -36,6 +37,8 @@ class StartedStep(NamedTuple):
     consumed_samples: int
     learning_rate: float
     result: StepResult
+    params_norm: Tensor | None
+    num_zeros: Tensor | None
 
 
 @dataclass(kw_only=True)
@@ -58,10 +61,14 @@ class Trainer:
 
     def run(self) -> Progress:
         """Trains from where `--load` stands to the end, or to the exit interval. TrainingError where the loss is not finite."""
+        check_save_directory(self.config.checkpoint)
         notices = self._load()
         with self._open_log() as log:
             for notice in notices:
                 log.line(notice)
+            if self.progress.iteration >= self.num_iterations:
+                log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
+                         f"({self.num_iterations})")
             finished = self._train(log)
             self._save(log)
             if finished:
@@ -72,7 +79,6 @@ class Trainer:
     def _train(self, log: RunLog) -> bool:
         """Runs iterations until the end (True) or the exit interval (False)."""
         training, checkpoint = self.config.training, self.config.checkpoint
-        steps_in_flight = 1 if self.parallel.device.type == "cuda" else 0
         self._clock = time.perf_counter()
         while self.progress.iteration < self.num_iterations:
             self._started.append(self._start_step())
@@ -80,7 +86,7 @@ class Trainer:
             evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
             saves, exits = _due(iteration, checkpoint.save_interval), _due(iteration, training.exit_interval)
             finished = iteration == self.num_iterations
-            while len(self._started) > (0 if evaluates or saves or exits or finished else steps_in_flight):
+            while len(self._started) > (0 if evaluates or saves or exits or finished else self._steps_in_flight()):
                 self._finish_step(self._started.popleft(), log)
             if evaluates:
                 self._evaluate("validation", self.datasets.valid, log)
@@ -93,6 +99,10 @@ class Trainer:
                 self._clock = time.perf_counter()
         return True
 
+    def _steps_in_flight(self) -> int:
+        """Steps whose figures are left on the device while the next one is started."""
+        return 1 if self.parallel.device.type == "cuda" else 0
+
     def _start_step(self) -> StartedStep:
         before = self.progress.consumed_samples
         learning_rate = self.schedule.at(before)
@@ -102,7 +112,11 @@ class Trainer:
                             learning_rate=learning_rate, parallel=self.parallel)
         self.progress = replace(self.progress, iteration=self.progress.iteration + 1,
                                 consumed_samples=before + self.batch_size)
-        return StartedStep(self.progress.iteration, self.progress.consumed_samples, learning_rate, result)
+        logging, iteration = self.config.logging, self.progress.iteration
+        logged = iteration % logging.log_interval == 0
+        return StartedStep(iteration, self.progress.consumed_samples, learning_rate, result,
+                           self.optimizer.params_norm() if logged and logging.log_params_norm else None,
+                           self.optimizer.num_zeros_in_grad() if logged and logging.log_num_zeros_in_grad else None)
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures (the one place that waits for the device), counts and logs them."""
@@ -116,23 +130,22 @@ class Trainer:
             iteration=step.iteration, consumed_samples=step.consumed_samples, lm_loss=loss, grad_norm=grad_norm,
             learning_rate=step.learning_rate, iteration_ms=seconds * 1000.0,
             tokens_per_second=self.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
-        ), self._extras(step.iteration))
+        ), LogExtras(params_norm=None if step.params_norm is None else step.params_norm.item(),
+                     num_zeros=None if step.num_zeros is None else int(step.num_zeros.item())))
         if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or skipped):
             raise TrainingError(f"iteration {step.iteration}: the loss is {loss} and the gradient norm {grad_norm}, so no weight "
                                 "was changed. Lower --lr or raise --lr-warmup-iters; with "
                                 "--no-check-for-nan-in-loss-and-grad such iterations are skipped and counted instead")
 
-    def _extras(self, iteration: int) -> LogExtras:
-        logging = self.config.logging
-        if iteration % logging.log_interval:
-            return LogExtras()
-        return LogExtras(params_norm=self.optimizer.params_norm().item() if logging.log_params_norm else None,
-                         num_zeros=int(self.optimizer.num_zeros_in_grad().item()) if logging.log_num_zeros_in_grad else None)
-
     def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog) -> None:
-        if dataset is None or self.config.training.eval_iters == 0:
+        num_iterations = self.config.training.eval_iters
+        if num_iterations == 0:
             return
-        result = evaluate(self.model, dataset, num_iterations=self.config.training.eval_iters, parallel=self.parallel,
+        if dataset is None:
+            log.line(f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it")
+            return
+        log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
+        result = evaluate(self.model, dataset, num_iterations=num_iterations, parallel=self.parallel,
                           num_microbatches=self.num_microbatches, micro_batch_size=self.config.training.micro_batch_size)
         log.evaluation(name, self.progress.iteration, result)
 
@@ -158,8 +171,8 @@ class Trainer:
         flops = step_flops(self.config.model, batch=self.batch_size, seq_length=self.config.data.seq_length,
                            padded_vocab_size=self.config.tokenizer.padded_vocab_size(self.parallel.tp_size))
         facts = RunFacts(num_iterations=self.num_iterations, batch_size=self.batch_size, device=self.parallel.device,
-                         world_size=self.parallel.world_size, flops=flops)
-        return RunLog(self.config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress.iteration)
+                         tokens=self.batch_size * self.config.data.seq_length, world_size=self.parallel.world_size, flops=flops)
+        return RunLog(self.config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -72,7 +72,8 @@ def _rows_up_to(path: Path, iteration: int) -> list[str] | None:
     if not path.is_file():
         return None
     lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if _iteration_of(line) is not None and (_iteration_of(line) or 0) <= iteration]
+    numbered = [(line, _iteration_of(line)) for line in lines]
+    kept = [line for line, number in numbered if number is not None and number <= iteration]
     return None if kept == lines else kept
 
 

@@ -117,9 +117,67 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint(tmp_path: Path, monk
     assert trainer.progress.iteration == 3 and not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    before = step_bytes(tmp_path, 1)
+    with pytest.raises(InputError, match=r"holds a checkpoint already \(iter_0000001\): continue from it with --load"):
+        run_to_end(tiny_run(training=dict(train_iters=1, seed=9), checkpoint=dict(save=str(tmp_path))))
+    assert step_bytes(tmp_path, 1) == before
+
+
+def _save_the_same_step_again(folder: Path, seed: int) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1, seed=seed),
+                        checkpoint=dict(save=str(folder), load=str(folder), finetune=True)))
+
+
+def test_a_kill_while_a_step_is_replaced_leaves_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    replace_file = files.os.replace
+
+    def killed_before_the_new_step_appears(source: Path, target: Path) -> None:
+        if str(source).endswith("iter_0000001.tmp"):
+            raise OSError("killed")
+        replace_file(source, target)
+
+    monkeypatch.setattr(files.os, "replace", killed_before_the_new_step_appears)
+    with pytest.raises(InputError, match="killed"):
+        _save_the_same_step_again(tmp_path, seed=2)
+    monkeypatch.undo()
+    assert not (tmp_path / "iter_0000001").exists()
+    trainer = run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(load=str(tmp_path), save=str(tmp_path))))
+    assert trainer.progress.iteration == 2
+
+
+def test_a_bf16_checkpoint_continues_in_float32_from_its_master_weights(tmp_path: Path) -> None:
+    rounded = run_to_end(tiny_run(training=dict(train_iters=3, bf16=True), checkpoint=dict(save=str(tmp_path))))
+    trainer = run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(tmp_path))))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, rounded.optimizer.states[name]["master"]), name
+
+
+def test_settings_that_changed_since_the_checkpoint_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(save=str(tmp_path))))
+    capsys.readouterr()
+    run_to_end(tiny_run(training=dict(train_iters=1, seed=9, eval_iters=2), checkpoint=dict(load=str(tmp_path))))
+    printed = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line.startswith("changed")] == [
+        "changed since the checkpoint: --train-iters 2 -> 1", "changed since the checkpoint: --seed 1234 -> 9"]
+    assert "nothing to train: iteration 2 is the end of the run or past it (1)" in printed
+
+
+@pytest.mark.parametrize("edit", [{"tp_size": "x"}, {"tp_size": None}, {"progress": {"iteration": 1, "spare": 2}},
+                                  {"parameters": []}, {"format": 99}])
+def test_metadata_with_other_contents_is_named(tmp_path: Path, edit: dict[str, object]) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    path = tmp_path / "iter_0000001" / "metadata.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    with pytest.raises(InputError, match=r"metadata\.json"):
+        run_to_end(tiny_run(checkpoint=dict(load=str(tmp_path))))
+
+
 def test_saving_over_an_existing_step_replaces_it(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        run_to_end(tiny_run(training=dict(train_iters=1, seed=seed), checkpoint=dict(save=str(tmp_path))))
+    run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
+    _save_the_same_step_again(tmp_path, seed=2)
     assert json.loads((tmp_path / "iter_0000001" / "config.json").read_text())["training"]["seed"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", files.LATEST]
 

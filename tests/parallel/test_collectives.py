@@ -11,7 +11,6 @@ from megatron_lite.parallel.collectives import (
     all_reduce,
     all_reduce_,
     broadcast_,
-    group_size,
     reduce_scatter_first_dim,
 )
 from tests.support.ranks import run_ranks
@@ -104,8 +103,3 @@ def test_a_group_of_one_hands_the_very_tensor_back(collective):
     tensor = values(1)
     assert collective(tensor, None) is tensor
     assert torch.equal(tensor, values(1))
-
-
-def test_the_size_of_no_group_is_one():
-    assert group_size(None) == 1
-    assert on_ranks(lambda rank, group: group_size(group)) == [T] * T

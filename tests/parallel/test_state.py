@@ -42,7 +42,6 @@ def test_a_single_process_has_no_mesh_and_needs_no_torch_distributed():
         assert not dist.is_initialized()
         assert (parallel.mesh, parallel.tp_group, parallel.dp_group, parallel.world_group) == (None,) * 4
         assert (parallel.rank, parallel.world_size) == (0, 1)
-        parallel.barrier()
         assert parallel.all_agree(True) and not parallel.all_agree(False)
 
 
@@ -54,7 +53,6 @@ def test_the_state_is_frozen():
 def test_all_agree_only_if_every_rank_says_yes():
     def work(rank, world_size):
         with tp_state(2) as parallel:
-            parallel.barrier()
             return parallel.all_agree(True), parallel.all_agree(rank != 3), parallel.all_agree(False)
 
     assert run_ranks(work, 4) == [(True, False, False)] * 4

@@ -144,7 +144,65 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
         config.logging, tensorboard_dir=str(tmp_path), log_throughput=True, log_params_norm=True, log_num_zeros_in_grad=True,
         log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)))
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert {"learning-rate", "batch-size", "lm loss", "lm loss vs samples", "loss-scale", "grad-norm", "num-zeros",
+    by_samples = EventAccumulator(str(tmp_path / "by_samples")).Reload()
+    assert [event.step for event in by_samples.Scalars("lm loss vs samples")] == list(range(4, 81, 4))
+    assert {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros",
             "params-norm", "iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"} <= set(
                 events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
+
+
+def test_tensorboard_keeps_every_point_of_a_resumed_run(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for exit_interval in (10, None):
+        config = tiny_run(training=dict(exit_interval=exit_interval), checkpoint=dict(
+            save=str(tmp_path / "c"), load=str(tmp_path / "c"), allow_fresh_start=True))
+        run_to_end(replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path / "t"))))
+    losses = EventAccumulator(str(tmp_path / "t")).Reload().Scalars("lm loss")
+    by_samples = EventAccumulator(str(tmp_path / "t" / "by_samples")).Reload().Scalars("lm loss vs samples")
+    assert [event.step for event in losses] == list(range(1, 21))
+    assert [event.step for event in by_samples] == list(range(4, 81, 4))
+
+
+def test_figures_read_one_step_late_are_those_of_their_own_step(monkeypatch: pytest.MonkeyPatch,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """On a GPU they are; here the CPU is made to."""
+    from dataclasses import replace
+
+    from megatron_lite.training.loop import Trainer
+
+    config = tiny_run()
+    config = replace(config, logging=replace(config.logging, log_interval=1, log_params_norm=True, log_num_zeros_in_grad=True))
+
+    def lines() -> list[list[str]]:
+        run_to_end(config)
+        printed = [line.split("|") for line in capsys.readouterr().out.splitlines() if "consumed samples" in line]
+        return [[part for part in parts if any(word in part for word in ("loss", "norm", "zeros"))] for parts in printed]
+
+    at_once = lines()
+    monkeypatch.setattr(Trainer, "_steps_in_flight", lambda self: 1)
+    assert lines() == at_once and len(at_once) == 20 and len(at_once[0]) == 5
+
+
+def test_a_last_interval_cut_short_is_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=7)))
+    printed = [line for line in capsys.readouterr().out.splitlines() if "consumed samples" in line]
+    assert ["5/" in printed[0], "7/" in printed[1]] == [True, True] and len(printed) == 2
+
+
+def test_a_split_without_documents_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import replace
+
+    import numpy as np
+
+    from megatron_lite.data.indexed import IndexedDatasetWriter
+
+    with IndexedDatasetWriter(str(tmp_path / "data"), np.dtype(np.uint16)) as writer:
+        for document in range(12):
+            writer.add_document(np.arange(40) + document)
+    config = tiny_run(training=dict(train_iters=2))
+    run_to_end(replace(config, data=replace(config.data, mock_data=False, data_path=(str(tmp_path / "data"),), split="90,10,0")))
+    assert "no test loss: --split '90,10,0' leaves no documents for it" in capsys.readouterr().out
