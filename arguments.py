@@ -190,7 +190,7 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "training", TrainingConfig)
     group.value("--micro-batch-size", int, "samples of one forward pass on one rank")
-    group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per data-parallel rank")
+    group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per replica")
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
