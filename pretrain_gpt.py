@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from arguments import ParsedArguments, arguments_table, parse_args
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
 
-# A fault that all ranks meet is reported once: the launcher ends the others while they wait.
-RANK_0_SPEAKS_FIRST_S = 2.0
+# A fault that several ranks meet is reported once: the launcher ends the others while they wait.
+SPEAKS_BEFORE_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,10 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return train(arguments.config, arguments.notices, launch)
     except InputError as error:
-        if rank != 0:
-            time.sleep(RANK_0_SPEAKS_FIRST_S)
-        print(f"pretrain_gpt.py: {f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr, flush=True)
+        report(error, rank)
         return 2
+
+
+def report(error: InputError, rank: int) -> None:
+    """Prints the one message of a fault in the input: by rank 0 if it met the fault, else by one that did."""
+    time.sleep(2 * SPEAKS_BEFORE_S if isinstance(error, PeerError) else SPEAKS_BEFORE_S if rank else 0.0)
+    print(f"pretrain_gpt.py: {f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr, flush=True)
+
+
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because the rank at its other end is gone."""
+    return any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "NCCL remote"))
 
 
 def parse_on_rank(rank: int, argv: Sequence[str]) -> ParsedArguments:
@@ -67,6 +76,15 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
         except TrainingError as error:
             if parallel.rank == 0:
                 print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+            return 1
+        except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
+            report(error, parallel.rank)
+            return 2
+        except RuntimeError as error:
+            if not lost_a_peer(error):
+                raise
+            print(f"pretrain_gpt.py: [rank {parallel.rank}] stops, since another rank has failed (its own message says why)",
+                  file=sys.stderr, flush=True)
             return 1
     return 0
 

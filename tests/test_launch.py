@@ -89,3 +89,13 @@ def test_dump_config_needs_no_torch() -> None:
                           capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert '"num_layers": 2' in done.stdout
+
+
+def test_a_fault_of_one_rank_is_said_by_it_and_ends_the_others_without_a_traceback(tmp_path: Path) -> None:
+    common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "1"]
+    assert run_command(*common, "--save", str(tmp_path), ranks=2).returncode == 0
+    (tmp_path / "iter_0000001" / "rng_00001.safetensors").unlink()
+    done = run_command(*common, "--load", str(tmp_path), ranks=2)
+    assert done.returncode != 0
+    assert "rng_00001.safetensors: cannot be read" in done.stderr
+    assert "[rank0]: Traceback" not in done.stderr and "[rank1]: Traceback" not in done.stderr

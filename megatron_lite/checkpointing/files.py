@@ -80,7 +80,7 @@ def publish_step(root: Path, iteration: int) -> None:
     """Renames a written step into place and points at it. A step saved there before is moved aside until then."""
     final = step_directory(root, iteration)
     aside = final.with_suffix(".old")
-    if aside.exists():
+    if aside.exists() and final.exists():  # the newer of two replaced steps is enough
         shutil.rmtree(aside)
     sync_folder(str(final.with_suffix(".tmp")))
     if final.exists():

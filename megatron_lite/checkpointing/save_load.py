@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,8 +68,11 @@ class Metadata:
             values = json.loads(path.read_text())
             if values["format"] != FORMAT:
                 raise InputError(f"{path}: format {values['format']}, but this version reads format {FORMAT}")
-            return cls(progress=Progress(**values["progress"]), tp_size=int(values["tp_size"]), dp_size=int(values["dp_size"]),
-                       num_updates=int(values["num_updates"]),
+            numbers = [*values["progress"].values(), values["tp_size"] - 1, values["dp_size"] - 1, values["num_updates"]]
+            if not all(isinstance(number, int) and number >= 0 for number in numbers):
+                raise ValueError("sizes and counts must be whole numbers")
+            return cls(progress=Progress(**values["progress"]), tp_size=values["tp_size"], dp_size=values["dp_size"],
+                       num_updates=values["num_updates"],
                        parameters={name: SavedLayout.from_plain(layout) for name, layout in values["parameters"].items()})
         except InputError:
             raise
@@ -86,7 +88,8 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
     """
     root = Path(directory)
     iteration = progress.iteration
-    _together(parallel, directory, lambda: start_step(root, iteration) if parallel.rank == 0 else None)
+    what = f"--save {directory}: the checkpoint could not be written"
+    parallel.together(what, lambda: start_step(root, iteration) if parallel.rank == 0 else None)
     temporary = step_directory(root, iteration).with_suffix(".tmp")
     metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size,
                         num_updates=optimizer.num_updates, parameters=layouts_of(model))
@@ -101,18 +104,34 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
             write_durably(temporary / CONFIG, config.to_json().encode())
             write_durably(temporary / METADATA, metadata.to_json().encode())
 
-    _together(parallel, directory, write)
-    _together(parallel, directory, lambda: publish_step(root, iteration) if parallel.rank == 0 else None)
+    parallel.together(what, write)
+    parallel.together(what, lambda: publish_step(root, iteration) if parallel.rank == 0 else None)
 
 
-def check_save_directory(options: CheckpointConfig) -> None:
-    """InputError where `--save` holds another run's checkpoints, which this one would mix with and replace."""
-    if options.save is None or options.save == options.load:
+def check_save_directory(options: CheckpointConfig, parallel: ParallelState) -> None:
+    """InputError, before any work is done, where `--save` cannot be written or holds another run's checkpoints, with which this
+    run's would mix."""
+    if options.save is None:
         return
-    step = latest_step(Path(options.save))
-    if step is not None:
-        raise InputError(f"--save {options.save} holds a checkpoint already ({step.name}): continue from it with "
-                         f"--load {options.save}, or choose an empty directory")
+    root = Path(options.save)
+
+    def try_it() -> None:
+        if parallel.rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            (root / ".writable").touch()
+            (root / ".writable").unlink()
+        step = latest_step(root) if options.save != options.load else None
+        if step is not None:
+            raise InputError(f"--save {options.save} holds a checkpoint already ({step.name}): continue from it with "
+                             f"--load {options.save}, or choose an empty directory")
+
+    parallel.together(f"--save {options.save} cannot be written", try_it)
+
+
+def loaded_progress(options: CheckpointConfig) -> Progress:
+    """How far the run that `--load` names had come; 0 where this one starts anew. InputError: a damaged checkpoint."""
+    step = None if options.load is None or options.finetune else latest_step(Path(options.load))
+    return Progress() if step is None else Metadata.read(step).progress
 
 
 def load_checkpoint(config: RunConfig, parallel: ParallelState, model: GPTModel, optimizer: Optimizer | None) -> Loaded:
@@ -131,13 +150,11 @@ def load_checkpoint(config: RunConfig, parallel: ParallelState, model: GPTModel,
                          "or add --allow-fresh-start to begin without one")
     metadata = Metadata.read(step)
     check_same_model(config, read_config(step), where=str(step))
-    load_weights(step, metadata, parallel, model)
+    load_weights(step, metadata, parallel, model, optimizer)
     notices = [f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
                *changed_settings(config, read_config(step))]
-    if optimizer is not None:
-        optimizer.reset_masters()
-        if not options.finetune and not options.no_load_optim:
-            _load_optimizer(step, metadata, parallel, model, optimizer)
+    if optimizer is not None and not options.finetune and not options.no_load_optim:
+        _load_optimizer(step, metadata, parallel, model, optimizer)
     if options.finetune:
         return Loaded(progress=Progress(), notices=(*notices, "--finetune: weights only, starting at iteration 0"))
     if not options.no_load_rng:
@@ -181,8 +198,12 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
 
 
 @torch.no_grad()
-def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel) -> None:
-    """Fills the model's parameters. InputError where their names or global shapes differ from the checkpoint's."""
+def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel, optimizer: Optimizer | None = None,
+                 ) -> None:
+    """Fills the model's parameters, and the optimizer's master weights without rounding.
+
+    InputError where their names or global shapes differ from the checkpoint's.
+    """
     unexpected = sorted(set(metadata.parameters) - {name for name, _ in model.named_parameters()})
     if unexpected:
         raise InputError(f"{step}: this model has no parameter {unexpected[0]}")
@@ -192,7 +213,10 @@ def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model:
             if saved is None or saved.global_shape != wanted.global_shape:
                 raise InputError(f"{step}: parameter {name} is {'missing' if saved is None else saved.global_shape}, this model "
                                  f"has {wanted.global_shape}")
-            parameter.copy_(reader.read(name, saved.spec(), wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size))
+            values = reader.read(name, saved.spec(), wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+            parameter.copy_(values)
+            if optimizer is not None:
+                optimizer.set_master(name, values)
 
 
 def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel, optimizer: Optimizer) -> None:
@@ -242,15 +266,3 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     with path.open("rb") as file:
         sync_file(file)
 
-
-def _together(parallel: ParallelState, directory: str, action: Callable[[], object]) -> None:
-    """Runs `action` on every rank and waits for all. Where any rank fails, all raise: none is left waiting for another."""
-    failure: Exception | None = None
-    try:
-        action()
-    except Exception as error:
-        failure = error
-    if parallel.all_agree(failure is None):
-        return
-    reason = str(failure) if failure is not None else "another rank failed"
-    raise InputError(f"--save {directory}: the checkpoint could not be written ({reason})") from failure

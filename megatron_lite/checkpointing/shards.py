@@ -81,6 +81,17 @@ class ShardReader:
 
     def read(self, key: str, saved: ParameterSpec, wanted: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor:
         """This rank's shard of the global tensor `key`, on the CPU, with zero padding. InputError where a file is damaged."""
+        try:
+            local = self._read(key, saved, wanted, tp_rank=tp_rank, tp_size=tp_size)
+        except RuntimeError as error:  # slices of other shapes than the metadata says
+            raise InputError(f"{self._paths[0].parent}: the files do not hold {key} as metadata.json describes it "
+                             f"({error})") from error
+        if local.shape != wanted.local_shape(tp_size):
+            raise InputError(f"{self._paths[0].parent}: {key} is {tuple(local.shape)} in the files, but "
+                             f"{wanted.local_shape(tp_size)} in this model")
+        return local
+
+    def _read(self, key: str, saved: ParameterSpec, wanted: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor:
         if wanted.tp_dim is None:
             return self._slice(0, key, None)
         assert saved.tp_dim == wanted.tp_dim, key

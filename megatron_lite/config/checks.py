@@ -14,6 +14,10 @@ class InputError(ValueError):
     """
 
 
+class PeerError(InputError):
+    """The same, found by another rank, whose message says what it is."""
+
+
 def flag(field: str) -> str:
     """The command-line spelling of a config field: `num_layers` -> `--num-layers`."""
     return "--" + field.replace("_", "-")
@@ -34,6 +38,13 @@ def require_within(config: Any, low: float, high: float, *fields: str) -> None:
         value = getattr(config, field)
         if value is not None and not low <= value < high:
             raise ValueError(f"{flag(field)} must be in [{low}, {high}) (got {value})")
+
+
+def require_not_empty(config: Any, *fields: str) -> None:
+    """Raises ValueError where a named path is the empty string, as an unset shell variable makes it."""
+    for field in fields:
+        if getattr(config, field) == "":
+            raise ValueError(f"{flag(field)} is empty: give a path, or leave the flag out")
 
 
 def require_one_of(config: Any, field: str, allowed: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_one_of, require_within, resolve
+from megatron_lite.config.checks import require_at_least, require_not_empty, require_one_of, require_within, resolve
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -30,7 +30,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval")
-        require_at_least(self, 0, "eval_iters", "train_iters", "seed")
+        require_at_least(self, 0, "eval_iters", "train_iters")
+        require_within(self, 0, 2**32, "seed")
         if self.train_iters is not None and self.train_samples is not None:
             raise ValueError("--train-iters and --train-samples both give the length of the run: set one")
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
@@ -51,10 +52,15 @@ class TrainingConfig:
                              f"data-parallel size {data_parallel_size} = {step}")
         return batch // step
 
-    def num_iterations(self, data_parallel_size: int) -> int:
-        """Length of the run in iterations. ValueError without `--train-iters` or `--train-samples`."""
+    def num_iterations(self, batch_size: int, *, done: int = 0, consumed: int = 0) -> int:
+        """Length of the run in iterations, of which `done` have consumed `consumed` samples.
+
+        ValueError without `--train-iters` or `--train-samples`, or where the samples are too few for one iteration.
+        """
         if self.train_samples is not None:
-            return self.train_samples // self.batch_size(data_parallel_size)
+            if self.train_samples < batch_size:
+                raise ValueError(f"--train-samples {self.train_samples} is less than one --global-batch-size ({batch_size})")
+            return done + max(0, self.train_samples - consumed) // batch_size
         if self.train_iters is None:
             raise ValueError("the length of the run is not given: set --train-iters or --train-samples")
         return self.train_iters
@@ -74,7 +80,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require_one_of(self, "optimizer", ("adam",))
         require_within(self, 0.0, 1.0, "adam_beta1", "adam_beta2")
-        require_at_least(self, 0.0, "adam_eps", "weight_decay", "clip_grad")
+        require_at_least(self, 0.0, "weight_decay", "clip_grad")
+        if not 0.0 < self.adam_eps < 1.0:
+            raise ValueError(f"--adam-eps must be in (0, 1) (got {self.adam_eps}): at 0 a weight without gradient becomes NaN")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +197,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_interval")
+        require_not_empty(self, "save", "load")
         if self.save_interval is not None and self.save is None:
             raise ValueError(f"--save-interval {self.save_interval} needs --save DIR")
         for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng"):
@@ -212,3 +221,4 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "log_interval")
+        require_not_empty(self, "metrics_jsonl", "tensorboard_dir")

@@ -46,7 +46,11 @@ def parse_data_path(words: Sequence[str]) -> DataPath:
     weights = [number for number in numbers[::2] if number is not None]
     if not all(0.0 < weight < math.inf for weight in weights):
         raise InputError(f"--data-path {shown}: every weight must be above 0 (leave the prefix out instead)")
-    return DataPath(tuple(words[1::2]), normalized(weights))
+    shares = normalized(weights)
+    if not all(share > 0.0 for share in shares):
+        raise InputError(f"--data-path {shown}: the weights are too large or too far apart, a share comes out as 0: give such as "
+                         "0.3 first 0.7 second")
+    return DataPath(tuple(words[1::2]), shares)
 
 
 def samples_to_request(num_samples: int, weight: float) -> int:

@@ -26,7 +26,8 @@ class Datasets:
 def build_datasets(data: DataConfig, *, vocab_size: int, seed: int, num_samples: tuple[int, int, int]) -> Datasets:
     """Datasets of at least `num_samples` samples each. InputError: no source of data, or faults in its files."""
     if data.mock_data:
-        mocks = [MockDataset(count, data.seq_length, vocab_size, seed + place) for place, count in enumerate(num_samples)]
+        seeds = [(seed + place) % 2**32 for place in range(len(num_samples))]  # numpy's seeds have 32 bits
+        mocks = [MockDataset(count, data.seq_length, vocab_size, own) for own, count in zip(seeds, num_samples, strict=True)]
         return Datasets(mocks[0], mocks[1] if num_samples[1] else None, mocks[2] if num_samples[2] else None)
     if not data.data_path:
         raise InputError("there is nothing to train on: give --data-path PREFIX or --mock-data")

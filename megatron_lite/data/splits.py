@@ -26,17 +26,18 @@ def parse_split(split: str) -> tuple[float, float, float]:
         weights = [float(word) for word in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or not all(0.0 <= weight < math.inf for weight in weights) or sum(weights) <= 0.0:
-        raise InputError(f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, with commas between them: train, "
-                         "validation, test, such as '969, 30, 1'")
+    if not 1 <= len(weights) <= 3 or not all(weight >= 0.0 for weight in weights) or not 0.0 < sum(weights) < math.inf:
+        raise InputError(f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, of a finite sum, with commas between them: "
+                         "train, validation, test, such as '969, 30, 1'")
     train, valid, test = (*normalized(weights), 0.0, 0.0)[:3]
     return train, valid, test
 
 
 def normalized(weights: Sequence[float]) -> tuple[float, ...]:
-    """The weights divided by their sum (in numpy: Python's own sum rounds otherwise from 3.12 on)."""
+    """The weights divided by their sum (in numpy: Python's own sum rounds otherwise from 3.12 on). All 0 if that overflows."""
     values = np.array(weights, dtype=np.float64)
-    return tuple((values / values.sum()).tolist())
+    with np.errstate(over="ignore"):
+        return tuple((values / values.sum()).tolist())
 
 
 def split_documents(split: str, num_documents: int) -> Splits:

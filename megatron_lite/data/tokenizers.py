@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+LARGEST_ID = 2**31 - 1  # token ids are stored in 32 bits
 
 
 class Tokenizer(Protocol):
@@ -52,19 +53,30 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
     """The config with its `vocab_size` filled in. InputError where the given one cannot hold every id of the tokenizer."""
+    size = build_tokenizer(config).vocab_size
     if config.tokenizer_type == "NullTokenizer":
         return config
-    size = build_tokenizer(config).vocab_size
     if config.vocab_size is not None and config.vocab_size < size:
         raise InputError(f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "
                          f"{config.tokenizer_type}: leave --vocab-size out, or give at least {size}")
     return replace(config, vocab_size=config.vocab_size or size)
 
 
+def check_encodes(text: str) -> None:
+    """InputError for half of a surrogate pair, as JSON can spell one and as a byte that is not UTF-8 arrives from a shell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"character {error.start + 1} of the text is {text[error.start]!a}, which is no Unicode character: "
+                         "correct the text, it must be UTF-8") from None
+
+
 class NullTokenizer:
     """The text holds the ids. Those below `vocab_size` may be used; the end of a document is one more id, `vocab_size`."""
 
     def __init__(self, vocab_size: int) -> None:
+        if vocab_size > LARGEST_ID:
+            raise InputError(f"--vocab-size {vocab_size} is more ids than a dataset can hold: give at most {LARGEST_ID}")
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
 
@@ -87,6 +99,8 @@ class _LibraryTokenizer:
     """A tokenizer of the `tokenizers` library. Subclasses say where it comes from and which token ends a document."""
 
     def __init__(self, source: str, tokenizer: tokenizers.Tokenizer, end_of_document: Sequence[str]) -> None:
+        if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
+            raise InputError(f"{source}: a vocabulary without tokens")
         tokenizer.no_truncation()  # a tokenizer.json may ask for either: both would change documents silently
         tokenizer.no_padding()
         self._source, self._tokenizer, self._end_of_document = source, tokenizer, end_of_document
@@ -105,7 +119,10 @@ class _LibraryTokenizer:
                          "one as eos_token in a tokenizer_config.json beside it")
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of the text, with what the tokenizer's own post-processor adds (some begin a text with a special token)."""
+        """The ids of the text, with what the tokenizer's own post-processor adds (some begin a text with a special token).
+
+        InputError for text that UTF-8 cannot encode."""
+        check_encodes(text)
         return list(self._tokenizer.encode(text).ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -163,6 +180,11 @@ def _eos_token(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8") as file:
             token = json.load(file).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path}: not a JSON object ({error})") from error
-    return token.get("content") if isinstance(token, dict) else token
+        name = token.get("content") if isinstance(token, dict) else token
+        if isinstance(name, str):
+            check_encodes(name)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path}: not a JSON object of UTF-8 text ({error})") from error
+    if name is not None and not isinstance(name, str):
+        raise InputError(f"{path}: eos_token must be a string, or an object with a string under content (found {token!r})")
+    return name

@@ -87,11 +87,9 @@ class Optimizer:
             self._adamw.state[master]["step"].fill_(float(num_updates))
 
     @torch.no_grad()
-    def reset_masters(self) -> None:
-        """Copies the model's weights into the masters, after the model was loaded."""
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                self._masters[name].copy_(parameter)
+    def set_master(self, name: str, values: Tensor) -> None:
+        """Overwrites a parameter's master weights, which for a float32 model are the parameter itself."""
+        self._masters[name].copy_(values)
 
     @torch.no_grad()
     def _copy_masters_to_model(self) -> None:

@@ -36,7 +36,7 @@ class LrSchedule:
         warmup: float = config.lr_warmup_samples or config.lr_warmup_iters * batch_size
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay
-        if warmup and warmup >= decay:
+        if warmup and warmup >= decay > 0:
             raise ValueError(f"the warm-up ({warmup:g} samples) must be shorter than the decay ({decay} samples): lower "
                              "--lr-warmup-iters or raise --lr-decay-iters")
         wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batch_size

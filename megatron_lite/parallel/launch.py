@@ -33,7 +33,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     Slurm counts only inside an `srun` step: a batch script's own variables describe the job, not a task of it.
     """
     env = os.environ if environ is None else environ
-    if "RANK" in env and "WORLD_SIZE" in env:
+    if ("RANK" in env) != ("WORLD_SIZE" in env):
+        raise InputError("of RANK and WORLD_SIZE only one is set: start with torchrun or srun, or unset it for one process")
+    if "RANK" in env:
         launch = _from_torchrun(env)
     elif "SLURM_PROCID" in env and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP:
         launch = _from_slurm(env)
@@ -41,6 +43,8 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         return Launch(launcher="single")
     if not 0 <= launch.rank < launch.world_size:
         raise InputError(f"rank {launch.rank} is not in [0, {launch.world_size}), the world size that {launch.launcher} gives")
+    if not 0 <= launch.master_port < 2**16:
+        raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
     return launch
 
 
@@ -51,8 +55,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Launch:
         rank=_integer(env, "RANK"),
         world_size=world_size,
         local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
-        master_addr=_text(env, "MASTER_ADDR"),
-        master_port=_integer(env, "MASTER_PORT"),
+        master_addr=_text(env, "MASTER_ADDR") if world_size > 1 else "127.0.0.1",
+        master_port=_integer(env, "MASTER_PORT") if world_size > 1 else 0,
         restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         agent_owns_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

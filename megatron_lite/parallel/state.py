@@ -9,20 +9,23 @@ A group of one rank is None, and no collective is issued for it. Nothing here is
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.rng import RngStreams
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,23 @@ class ParallelState:
             return yes
         votes = torch.tensor(float(yes), device=self.device)
         return all_reduce_(votes, self.world_group, dist.ReduceOp.MIN).item() == 1.0
+
+    def together(self, what: str, action: Callable[[], Result]) -> Result:
+        """`action()` of every rank, once all have done it. Where any fails, all raise: none is left waiting for another.
+
+        InputError where it failed ("WHAT: reason", unless it is one already), PeerError elsewhere. The action must issue no
+        collective.
+        """
+        failure: Exception | None = None
+        try:
+            result = action()
+        except (InputError, OSError) as error:
+            failure = error
+        if self.all_agree(failure is None):
+            return result
+        if failure is None:
+            raise PeerError(f"{what}: another rank failed, and says why")
+        raise failure if isinstance(failure, InputError) else InputError(f"{what}: {failure}") from failure
 
 
 @contextmanager
@@ -105,8 +125,12 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
 
 def _join(config: ParallelConfig, launch: Launch, device: torch.device) -> None:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=timeout,
-                          is_master=launch.rank == 0 and not launch.agent_owns_store, wait_for_workers=False)
+    try:
+        store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=timeout,
+                              is_master=launch.rank == 0 and not launch.agent_owns_store, wait_for_workers=False)
+    except RuntimeError as error:
+        raise InputError(f"cannot meet the other ranks at {launch.master_addr}:{launch.master_port} ({error}): set MASTER_ADDR "
+                         "to rank 0's host and MASTER_PORT to a free port of it") from error
     # A restarted run must not read the addresses that its dead predecessor left in a shared store.
     prefixed = dist.PrefixStore(f"attempt{launch.restart_count}", store)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=launch.rank,

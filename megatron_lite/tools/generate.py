@@ -30,7 +30,7 @@ from megatron_lite.parallel.collectives import broadcast_
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.command import exit_status, rank_0_speaks
 from megatron_lite.training.build import build_model
 
 TOKENIZER_FILES = {"NullTokenizer": (), "HuggingFaceTokenizer": ("tokenizer_model",),
@@ -57,7 +57,8 @@ class Sampling:
 
 def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The probability of each token after temperature, top-k and top-p: float64, sums to 1. logits: [V]."""
-    ordered, ids = torch.sort(logits.double() / sampling.temperature, descending=True, stable=True)
+    ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
+    ordered = (ordered - ordered[0]) / sampling.temperature  # from 0 down: no temperature makes it overflow upwards
     if sampling.top_k:
         ordered[sampling.top_k :] = -torch.inf
     kept = ordered.softmax(0)
@@ -257,7 +258,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    args, sampling = parse(argv)
+    with rank_0_speaks():
+        args, sampling = parse(argv)
     return exit_status(lambda: run(args, sampling))
 
 

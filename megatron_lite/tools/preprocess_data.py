@@ -74,6 +74,8 @@ def preprocess(args: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})")
     if args.workers % args.partitions:
         raise InputError(f"--workers {args.workers} is not divisible by --partitions {args.partitions}")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        raise InputError(f"--json-keys {' '.join(args.json_keys)}: a key is given twice, but each names one pair of files")
     if not os.path.isfile(args.input):
         raise InputError(f"--input {args.input}: no such file (one JSON object per line)")
     tokenizer = build_tokenizer(config)
@@ -92,6 +94,9 @@ def preprocess(args: argparse.Namespace) -> None:
             progress.advance(len(encoded.documents), encoded.num_bytes)
         if not progress.documents:
             raise InputError(f"--input {args.input}: no documents in it")
+        for key, writer in zip(prefixes, writers, strict=True):
+            if not writer.num_tokens:
+                raise InputError(f"--input {args.input}: no tokens in it, every text under {key!r} is empty")
     for prefix, writer in zip(prefixes.values(), writers, strict=True):
         print(f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of {writer.dtype.name}", flush=True)
 

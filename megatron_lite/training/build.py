@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from megatron_lite.checkpointing.save_load import loaded_progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.build import build_datasets
@@ -46,16 +47,19 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     if training.deterministic_mode:
         use_deterministic_algorithms()
     try:
-        num_iterations = training.num_iterations(parallel.dp_size)
+        start = loaded_progress(config.checkpoint)
         num_microbatches = training.num_microbatches(parallel.dp_size)
         batch_size = training.batch_size(parallel.dp_size)
-        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or num_iterations * batch_size,
+        # Counted from where the run stands, in case it goes on with another batch size.
+        num_iterations = training.num_iterations(batch_size, done=start.iteration, consumed=start.consumed_samples)
+        train_samples = start.consumed_samples + max(0, num_iterations - start.iteration) * batch_size
+        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or train_samples,
                                     batch_size=batch_size)
     except ValueError as error:
         raise InputError(str(error)) from error
     evaluation_samples = training.eval_iters * batch_size
     datasets = build_datasets(config.data, vocab_size=config.tokenizer.true_vocab_size, seed=training.seed,
-                              num_samples=(num_iterations * batch_size, evaluation_samples, evaluation_samples))
+                              num_samples=(train_samples, evaluation_samples, evaluation_samples))
     model = build_model(config, parallel)
     optimizer = Optimizer(model, config.optimizer, parallel)
     return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import LoggingConfig
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
@@ -63,6 +64,10 @@ class RunLog:
         if config.metrics_jsonl:
             self._metrics = self._stack.enter_context(MetricsFile(config.metrics_jsonl, after_iteration=start.iteration))
         if config.tensorboard_dir:
+            try:
+                os.makedirs(config.tensorboard_dir, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"--tensorboard-dir {config.tensorboard_dir}: cannot be written ({error.strerror})") from error
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = self._stack.enter_context(SummaryWriter(config.tensorboard_dir, purge_step=start.iteration + 1))

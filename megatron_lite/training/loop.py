@@ -61,9 +61,9 @@ class Trainer:
 
     def run(self) -> Progress:
         """Trains from where `--load` stands to the end, or to the exit interval. TrainingError where the loss is not finite."""
-        check_save_directory(self.config.checkpoint)
-        notices = self._load()
-        with self._open_log() as log:
+        check_save_directory(self.config.checkpoint, self.parallel)
+        notices = self.parallel.together("--load", self._load)
+        with self.parallel.together("the log", self._open_log) as log:
             for notice in notices:
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
@@ -148,6 +148,9 @@ class Trainer:
         result = evaluate(self.model, dataset, num_iterations=num_iterations, parallel=self.parallel,
                           num_microbatches=self.num_microbatches, micro_batch_size=self.config.training.micro_batch_size)
         log.evaluation(name, self.progress.iteration, result)
+        if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
+            raise TrainingError(f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower --lr; "
+                                "--no-check-for-nan-in-loss-and-grad goes on nevertheless")
 
     def _load(self) -> list[str]:
         if self.config.checkpoint.load is None:
@@ -162,6 +165,9 @@ class Trainer:
         directory, iteration = self.config.checkpoint.save, self.progress.iteration
         if directory is None or iteration in (0, self._saved_at):
             return
+        if not math.isfinite(self.optimizer.params_norm().item()):
+            raise TrainingError(f"iteration {iteration}: a weight is not finite, so no checkpoint is written. Lower --lr, and "
+                                f"continue from an earlier checkpoint")
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
         save_checkpoint(directory, self.config, self.parallel, self.model, self.optimizer, self.progress)
         log.line(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")

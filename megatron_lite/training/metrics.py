@@ -38,16 +38,17 @@ class MetricsFile:
     """Appends records to a file, one JSON object a line, each flushed.
 
     Opened at iteration n, it keeps the rows up to n and drops later ones, which the run is about to write again: a resumed run
-    leaves the same rows as an uninterrupted one. Where rows are dropped, the file as it was stays beside it as FILE.previous.
+    leaves the same rows as an uninterrupted one. Where rows are dropped, the file as it was stays beside it as FILE.previous
+    (then FILE.previous2, and so on).
     """
 
     def __init__(self, path: str, *, after_iteration: int) -> None:
         target = Path(path)
-        kept = _rows_up_to(target, after_iteration)
         try:
+            kept = _rows_up_to(target, after_iteration)
             target.parent.mkdir(parents=True, exist_ok=True)
             if kept is not None:
-                os.replace(target, f"{path}.previous")
+                os.replace(target, _unused_name(path))
                 target.write_text("".join(kept))
             self._file: IO[str] = target.open("a")
         except OSError as error:
@@ -67,11 +68,17 @@ class MetricsFile:
         self._file.close()
 
 
+def _unused_name(path: str) -> str:
+    """FILE.previous, or the first of FILE.previous2, FILE.previous3 .. that does not exist."""
+    names = (f"{path}.previous{number or ''}" for number in (0, *range(2, 10**6)))
+    return next(name for name in names if not os.path.exists(name))
+
+
 def _rows_up_to(path: Path, iteration: int) -> list[str] | None:
     """The rows to keep, or None where the file may stay as it is. A last line cut short by a kill is dropped."""
     if not path.is_file():
         return None
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
     numbered = [(line, _iteration_of(line)) for line in lines]
     kept = [line for line, number in numbered if number is not None and number <= iteration]
     return None if kept == lines else kept

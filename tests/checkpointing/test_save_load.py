@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_lite.checkpointing import files, save_load
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training.step import TrainingError
 from tests.support.models import whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run, with_checkpoint
@@ -155,6 +156,46 @@ def test_a_bf16_checkpoint_continues_in_float32_from_its_master_weights(tmp_path
         assert torch.equal(parameter, rounded.optimizer.states[name]["master"]), name
 
 
+def test_a_float32_checkpoint_gives_bf16_masters_that_were_never_rounded(tmp_path: Path) -> None:
+    exact = run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(save=str(tmp_path))))
+    trainer = run_to_end(tiny_run(training=dict(train_iters=3, bf16=True), checkpoint=dict(load=str(tmp_path))))
+    for name, parameter in exact.model.named_parameters():
+        assert torch.equal(trainer.optimizer.states[name]["master"], parameter), name
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_shard_of_another_model_is_an_error(tmp_path: Path, kind: str) -> None:
+    for name, size in (("mine", 32), ("other", 16)):
+        run_to_end(tiny_run(model=dict(hidden_size=size), training=dict(train_iters=1),
+                            checkpoint=dict(save=str(tmp_path / name))))
+    file = f"iter_0000001/{kind}_tp00of01.safetensors"
+    (tmp_path / "mine" / file).write_bytes((tmp_path / "other" / file).read_bytes())
+    with pytest.raises(InputError, match="iter_0000001"):
+        run_to_end(tiny_run(checkpoint=dict(load=str(tmp_path / "mine"))))
+
+
+def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="--save .* cannot be written"):
+        run_to_end(tiny_run(training=dict(train_iters=10**6), checkpoint=dict(save=str(tmp_path / "file"))))
+
+
+@pytest.mark.parametrize("length", [dict(train_iters=10), dict(train_iters=None, train_samples=40)])
+def test_a_run_goes_on_with_another_batch_size(tmp_path: Path, length: dict[str, int | None]) -> None:
+    """5 iterations of 8 samples, then 4 a time: to 10 iterations, or to 40 samples; data and schedule reach as far."""
+    long = {key: value and value * 2 for key, value in length.items()}
+    run_to_end(tiny_run(training=dict(**long, global_batch_size=8, exit_interval=2), checkpoint=dict(save=str(tmp_path / "a"))))
+    trainer = run_to_end(tiny_run(training=dict(**long, global_batch_size=4), checkpoint=dict(load=str(tmp_path / "a"))))
+    iterations = 20 if "train_samples" not in length else 2 + (80 - 16) // 4
+    assert (trainer.progress.iteration, trainer.progress.consumed_samples) == (iterations, 16 + (iterations - 2) * 4)
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="a weight is not finite, so no checkpoint is written"):
+        run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path)), learning_rate=1e38))
+    assert not (tmp_path / files.LATEST).exists()
+
+
 def test_settings_that_changed_since_the_checkpoint_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=dict(save=str(tmp_path))))
     capsys.readouterr()
@@ -165,7 +206,8 @@ def test_settings_that_changed_since_the_checkpoint_are_named(tmp_path: Path, ca
     assert "nothing to train: iteration 2 is the end of the run or past it (1)" in printed
 
 
-@pytest.mark.parametrize("edit", [{"tp_size": "x"}, {"tp_size": None}, {"progress": {"iteration": 1, "spare": 2}},
+@pytest.mark.parametrize("edit", [{"tp_size": "x"}, {"tp_size": None}, {"tp_size": 0}, {"progress": {"iteration": "x"}},
+                                  {"progress": {"iteration": 1, "spare": 2}},
                                   {"parameters": []}, {"format": 99}])
 def test_metadata_with_other_contents_is_named(tmp_path: Path, edit: dict[str, object]) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
@@ -194,7 +236,7 @@ def _save_with_one_failing_rank(rank: int, world_size: int, folder: Path) -> str
 
 def test_all_ranks_learn_that_one_could_not_write(tmp_path: Path) -> None:
     messages = run_ranks(_save_with_one_failing_rank, 2, tmp_path)
-    assert "another rank failed" in messages[0] and "disk full" in messages[1]
+    assert "another rank failed, and says why" in messages[0] and "disk full" in messages[1]
     assert not (tmp_path / files.LATEST).exists()
 
 

@@ -42,7 +42,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     style = draw(st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"]))
     wsd = {f"lr_wsd_decay_{unit}": draw(positive)} if style == "WSD" else {}
     warmup = draw(st.sampled_from([{}, {f"lr_warmup_{unit}": 5}, {"lr_warmup_fraction": draw(rates)}]))
-    load, save = draw(maybe(st.text())), draw(maybe(st.text()))
+    load, save = draw(maybe(st.text(min_size=1))), draw(maybe(st.text(min_size=1)))
     grouped = draw(st.booleans())
     return RunConfig(
         model=ModelConfig(num_layers=draw(positive), hidden_size=64 * heads, num_attention_heads=heads,
@@ -60,11 +60,11 @@ def runs(draw: st.DrawFn) -> RunConfig:
             TokenizerConfig(vocab_size=99), TokenizerConfig(vocab_file="v", merge_file="m"),
             TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="é\n\"")])),
         parallel=ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=draw(st.booleans())),
-        optimizer=OptimizerConfig(adam_beta1=draw(rates), adam_eps=draw(any_size), weight_decay=draw(any_size)),
+        optimizer=OptimizerConfig(adam_beta1=draw(rates), adam_eps=draw(st.floats(1e-12, 0.5)), weight_decay=draw(any_size)),
         lr_schedule=LrScheduleConfig(lr=lr, min_lr=lr / 2, lr_decay_style=style, **warmup, **wsd),
         checkpoint=CheckpointConfig(load=load, finetune=load is not None and draw(st.booleans()), save=save,
                                     save_interval=None if save is None else draw(maybe(positive))),
-        logging=LoggingConfig(log_interval=draw(positive), metrics_jsonl=draw(maybe(st.text()))),
+        logging=LoggingConfig(log_interval=draw(positive), metrics_jsonl=draw(maybe(st.text(min_size=1)))),
     )
 
 

@@ -94,14 +94,14 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
      {"train_iters": 2}),
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
-    (TrainingConfig, {"seed": -1}, "--seed must be at least 0", {"seed": 0}),
+    (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),
     (TrainingConfig, {"eval_interval": 0}, "--eval-interval must be at least 1", {"eval_interval": 1}),
     (TrainingConfig, {"exit_interval": 0}, "--exit-interval must be at least 1", {"exit_interval": 1}),
 
     (OptimizerConfig, {"optimizer": "sgd"}, "--optimizer must be one of adam (got 'sgd')", {"optimizer": "adam"}),
     (OptimizerConfig, {"adam_beta1": 1.0}, "--adam-beta1 must be in [0.0, 1.0)", {"adam_beta1": 0.0}),
     (OptimizerConfig, {"adam_beta2": math.nan}, "--adam-beta2 must be in [0.0, 1.0) (got nan)", {"adam_beta2": 0.999}),
-    (OptimizerConfig, {"adam_eps": -1e-8}, "--adam-eps must be at least 0.0", {"adam_eps": 0.0}),
+    (OptimizerConfig, {"adam_eps": -1e-8}, "--adam-eps must be in (0, 1)", {"adam_eps": 1e-8}),
     (OptimizerConfig, {"weight_decay": -0.1}, "--weight-decay must be at least 0.0", {"weight_decay": 0.0}),
     (OptimizerConfig, {"clip_grad": -1.0}, "--clip-grad must be at least 0.0", {"clip_grad": 0.0}),
 
@@ -238,7 +238,7 @@ def test_the_world_is_divided_into_tensor_and_data_parallel_ranks() -> None:
 
 def test_microbatches_and_iterations_follow_from_the_batch() -> None:
     training = build(TrainingConfig, global_batch_size=12, train_samples=50)
-    assert (training.batch_size(3), training.num_microbatches(3), training.num_iterations(3)) == (12, 2, 4)
+    assert (training.batch_size(3), training.num_microbatches(3), training.num_iterations(12)) == (12, 2, 4)
     with pytest.raises(ValueError, match="12 is not divisible by --micro-batch-size 2 x data-parallel size 4 = 8"):
         training.num_microbatches(4)
 
@@ -246,7 +246,7 @@ def test_microbatches_and_iterations_follow_from_the_batch() -> None:
 def test_the_batch_is_one_microbatch_per_rank_by_default() -> None:
     assert build(TrainingConfig).batch_size(3) == 6 and build(TrainingConfig).num_microbatches(3) == 1
     with pytest.raises(ValueError, match="set --train-iters or --train-samples"):
-        build(TrainingConfig).num_iterations(3)
+        build(TrainingConfig).num_iterations(12)
 
 
 @pytest.mark.parametrize(("values", "tp_size", "padded"), [

@@ -77,6 +77,13 @@ def test_a_bad_data_path_shows_itself(words: tuple[str, ...]) -> None:
         parse_data_path(words)
 
 
+@pytest.mark.parametrize("words", [("1e308", "a", "1e308", "b"), ("1e-308", "a", "1e308", "b")])
+def test_weights_whose_shares_a_float_cannot_hold_are_refused(words: tuple[str, ...]) -> None:
+    """inf as their sum, and a share that rounds to 0."""
+    with pytest.raises(InputError, match="--data-path " + " ".join(words) + ": the weights are too large or too far apart"):
+        parse_data_path(words)
+
+
 def test_weights_decide_how_much_of_each_prefix_is_read(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
     train = build("3", first, "1", second, num_samples=(400, 0, 0)).train
@@ -131,6 +138,13 @@ def test_mock_splits_differ_and_have_the_length_asked_for() -> None:
     assert datasets.valid is not None and datasets.test is None
     assert (len(datasets.train), len(datasets.valid)) == (7, 3)
     assert not np.array_equal(datasets.train[0], datasets.valid[0])
+
+
+def test_mock_splits_differ_at_the_largest_seed() -> None:
+    """2**32 - 1 is the largest that --seed takes and that numpy takes."""
+    datasets = build_datasets(DataConfig(seq_length=9, mock_data=True), vocab_size=64, seed=2**32 - 1, num_samples=(1, 1, 1))
+    assert datasets.valid is not None and datasets.test is not None
+    assert len({tuple(split[0].tolist()) for split in (datasets.train, datasets.valid, datasets.test)}) == 3
 
 
 def test_data_cache_path_keeps_the_folder_of_the_data_clean(tmp_path: Path) -> None:

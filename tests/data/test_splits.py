@@ -32,7 +32,8 @@ def test_shares_add_up_to_one() -> None:
     assert parse_split("2, 6") == (0.25, 0.75, 0.0)
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "0,0,0", "1,-1,0", "nan", "inf,1", "1,,2", "969/30/1", "1;2"])
+@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "0,0,0", "1,-1,0", "nan", "inf,1", "1,,2", "969/30/1", "1;2",
+                                   "1e308,1e308"])
 def test_a_bad_split_names_itself_and_the_rule(split: str) -> None:
     with pytest.raises(InputError, match=r"--split '.*' must be 1 to 3 numbers >= 0, not all 0, .* such as '969, 30, 1'"):
         parse_split(split)

@@ -64,6 +64,21 @@ def test_null_tokenizer_refuses_what_is_not_an_id(text: str, message: str) -> No
         NullTokenizer(50).tokenize(text)
 
 
+def test_null_tokenizer_takes_no_more_ids_than_32_bits_hold() -> None:
+    assert NullTokenizer(2**31 - 1).eod == 2**31 - 1
+    for vocab_size in (2**31, 10**30):
+        with pytest.raises(InputError, match=f"--vocab-size {vocab_size} is more ids than a dataset can hold"):
+            resolve_vocabulary(TokenizerConfig(vocab_size=vocab_size))
+
+
+@pytest.mark.parametrize("text", ["ab\ud800", "ab\udcff c"])
+def test_text_that_cannot_be_encoded_is_refused(tmp_path: Path, text: str) -> None:
+    """\\udcff is what Python makes of the byte 0xff on a command line."""
+    tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path)))
+    with pytest.raises(InputError, match=r"character 3 of the text is '\\ud\w+', which is no Unicode character"):
+        tokenizer.tokenize(text)
+
+
 def test_null_tokenizer_runs_without_the_tokenizers_library() -> None:
     program = """if True:
         import sys
@@ -120,6 +135,30 @@ def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path: Path, eos_t
     assert HuggingFaceTokenizer(str(tmp_path)).eod == 5
 
 
+@pytest.mark.parametrize("eos_token", [5, ["</s>"], {"content": 5}, True])
+def test_an_eos_token_that_is_no_string_is_refused(tmp_path: Path, eos_token: object) -> None:
+    write_hugging_face(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: eos_token must be a string"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, r'{"eos_token": "\ud800"}', "[]", "{"],
+                         ids=["nesting", "surrogate", "list", "broken"])
+def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    write_hugging_face(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: "):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("eos_token", [None, {}, {"content": None}])
+def test_a_tokenizer_config_may_leave_the_eos_token_open(tmp_path: Path, eos_token: object) -> None:
+    write_hugging_face(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    assert HuggingFaceTokenizer(str(tmp_path)).eod == 6
+
+
 def test_a_tokenizer_without_an_end_of_document_says_so_when_asked(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path, special=None)))
     assert tokenizer.tokenize("ab") == [3]
@@ -144,6 +183,17 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(InputError, match=r"vocab\.json: no such file"):
         GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+
+
+def test_a_vocabulary_without_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(InputError, match=r"vocab\.json: a vocabulary without tokens"):
+        GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match=r"tokenizer\.json: a vocabulary without tokens"):
+        HuggingFaceTokenizer(str(tmp_path))
 
 
 def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Path) -> None:

@@ -325,12 +325,12 @@ def test_an_optimizer_that_loads_anothers_states_goes_on_as_the_other(dtype):
         assert all(torch.equal(state, loaded.states[name][key]) for key, state in original.states[name].items())
 
 
-def test_reset_masters_takes_over_the_models_weights():
+def test_a_master_is_set_without_rounding():
+    third = torch.full((3, 5), 1 / 3)
     with tp_state(1) as parallel:
         model = Plain(torch.bfloat16)
         optimizer = Optimizer(model, OptimizerConfig(), parallel)
-        with torch.no_grad():
-            model.linear_weight.fill_(3.0)
-        optimizer.reset_masters()
+        optimizer.set_master("linear_weight", third)
         optimizer.step(0.0)
-    assert (optimizer.states["linear_weight"]["master"] == 3.0).all() and (model.linear_weight == 3.0).all()
+    assert torch.equal(optimizer.states["linear_weight"]["master"], third)
+    assert torch.equal(model.linear_weight, third.bfloat16())

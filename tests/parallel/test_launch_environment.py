@@ -73,6 +73,7 @@ def test_no_launcher_is_a_single_process(environ):
 
 
 @pytest.mark.parametrize("changes, message", [
+    (dict(MASTER_PORT="65536"), r"MASTER_PORT must be in \[0, 65536\) \(got 65536\)"),
     (dict(RANK="4"), r"rank 4 is not in \[0, 4\)"),
     (dict(RANK="-1"), r"rank -1 is not in"),
     (dict(RANK="two"), "RANK must be an integer.*'two'"),
@@ -117,3 +118,13 @@ def test_the_first_host_of_a_node_list(nodelist, host):
 def test_an_unreadable_node_list_asks_for_the_address(nodelist):
     with pytest.raises(InputError, match="set MASTER_ADDR"):
         first_host(nodelist)
+
+
+@pytest.mark.parametrize("alone", ["RANK", "WORLD_SIZE"])
+def test_half_a_torchrun_environment_is_no_run_of_one_process(alone):
+    with pytest.raises(InputError, match="of RANK and WORLD_SIZE only one is set"):
+        read_launch({alone: "1"})
+
+
+def test_a_world_of_one_needs_no_meeting_point():
+    assert read_launch(dict(RANK="0", WORLD_SIZE="1")).world_size == 1

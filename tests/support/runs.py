@@ -27,7 +27,7 @@ TIMINGS = ("iteration_ms", "tokens_per_second")
 
 def tiny_run(*, tp_size: int = 1, sequence_parallel: bool = False, model: dict[str, Any] | None = None,
              training: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
-             metrics: Path | None = None) -> RunConfig:
+             metrics: Path | None = None, learning_rate: float | None = None) -> RunConfig:
     """A run of 20 iterations of 4 samples with dropout, a vocabulary of 98 + 1 ids padded to a multiple of 64 x TP."""
     return RunConfig(
         model=ModelConfig(**{**dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16),
@@ -38,10 +38,18 @@ def tiny_run(*, tp_size: int = 1, sequence_parallel: bool = False, model: dict[s
                                 distributed_backend="gloo"),
         data=DataConfig(seq_length=16, mock_data=True),
         tokenizer=TokenizerConfig(vocab_size=98, make_vocab_size_divisible_by=64),
-        lr_schedule=LrScheduleConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_iters=3, lr_decay_iters=20),
+        lr_schedule=_schedule(learning_rate, by_samples="train_samples" in (training or {})),
         checkpoint=CheckpointConfig(**(checkpoint or {})),
         logging=LoggingConfig(log_interval=5, metrics_jsonl=None if metrics is None else str(metrics)),
     )
+
+
+def _schedule(constant: float | None, *, by_samples: bool) -> LrScheduleConfig:
+    if constant is not None:
+        return LrScheduleConfig(lr=constant, lr_decay_style="constant")
+    if by_samples:
+        return LrScheduleConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_samples=12)
+    return LrScheduleConfig(lr=1e-2, lr_decay_style="cosine", lr_warmup_iters=3, lr_decay_iters=20)
 
 
 def run_to_end(config: RunConfig) -> Trainer:

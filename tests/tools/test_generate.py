@@ -86,6 +86,14 @@ def test_probabilities_are_those_of_a_naive_nucleus(temperature: float, top_k: i
     assert token_probabilities(LOGITS, sampling).tolist() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-300])
+def test_the_coldest_temperature_shares_all_among_the_likeliest(temperature: float) -> None:
+    """1e-310 as a divisor makes every logit infinite unless the largest is taken off first."""
+    sampling = Sampling(temperature=temperature, top_p=1.0)
+    assert token_probabilities(LOGITS, sampling).tolist() == [0.0, 0.5, 0.0, 0.0, 0.5, 0.0, 0.0]
+    assert next_token(LOGITS, sampling, torch.Generator().manual_seed(5)) in (1, 4)
+
+
 def test_draws_come_as_often_as_their_probability() -> None:
     """Within five standard deviations of a binomial count, and never a token outside the nucleus."""
     sampling, generator, draws = Sampling(top_p=0.8), torch.Generator().manual_seed(5), 4000
@@ -268,6 +276,28 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> 
                           cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == run_main("--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", PROMPT).stdout
+
+
+@pytest.mark.slow
+def test_a_fault_that_all_ranks_meet_is_said_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
+                "megatron_lite.tools.generate", "--load", str(tmp_path), "--prompt", "1"]
+    for flags, message in (((), "error: --load"), (("--top-k", "-1"), "error: --top-k must be at least 0")):
+        done = subprocess.run([*torchrun, *flags], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120,
+                              check=False)
+        assert done.returncode != 0
+        assert done.stderr.count(message) == done.stderr.count(" error: ") + done.stderr.startswith("error: ") == 1
+
+
+def test_a_character_that_the_terminal_lacks_is_replaced(checkpoint: str) -> None:
+    """The prompt is printed as it came: NullTokenizer reads its wide digit as 5."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with redirect_stdout(terminal):
+        status = main(["--load", checkpoint, "--prompt", "\uff15 17", "--greedy", "--max-new-tokens", "2",
+                       "--distributed-backend", "gloo"])
+    assert status == 0
+    terminal.seek(0)
+    assert terminal.read().startswith("? 17")
 
 
 # --- bad input ---

@@ -80,10 +80,13 @@ BAD_LINES = {
     '{"text": 7}': "in.jsonl:3: expected a string under 'text', found int",
     '{"text": "1 x"}': "in.jsonl:3: --tokenizer-type NullTokenizer takes token ids",
     '{"text": "50"}': "in.jsonl:3: token id 50 is not in [0, 50)",
+    '{"text": "99999999999999999999"}': "in.jsonl:3: token id 99999999999999999999 is not in [0, 50)",
+    '{"text": "a \\ud800 b"}': r"in.jsonl:3: character 3 of the text is '\ud800', which is no Unicode character",
+    "[" * 100_000: "in.jsonl:3: not a line of JSON (",
 }
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@pytest.mark.parametrize("line", BAD_LINES, ids=[line[:20] for line in BAD_LINES])
 def test_a_bad_line_is_named_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "1"}\n\n' + line + '\n{"text": "2"}\n')
@@ -111,6 +114,9 @@ def test_a_failed_run_keeps_the_data_of_the_last_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("flags", "message"), [
     (("--input", "none"), "--input none: no such file"),
+    (("--json-keys", "text", "title", "text"), "--json-keys text title text: a key is given twice"),
+    (("--vocab-size", "2147483648"), "--vocab-size 2147483648 is more ids than a dataset can hold: give at most 2147483647"),
+    (("--vocab-size", "9" * 30), f"--vocab-size {'9' * 30} is more ids"),
     (("--workers", "0"), "--workers must be at least 1 (got 0)"),
     (("--workers", "3", "--partitions", "2"), "--workers 3 is not divisible by --partitions 2"),
     (("--tokenizer-type", "HuggingFaceTokenizer"), "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
@@ -132,6 +138,16 @@ def test_flags_are_not_abbreviated(tmp_path: Path) -> None:
 def test_an_input_without_documents_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert preprocess(tmp_path, source=write_jsonl(tmp_path / "in.jsonl", [])) == 2
     assert "no documents in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--append-eod",), ("--json-keys", "title", "text")])
+def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                                 flags: tuple[str, ...]) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "", "title": "1"}\n{"text": " ", "title": "2"}\n')
+    assert preprocess(tmp_path, *flags, source=str(source)) == 2
+    assert "in.jsonl: no tokens in it, every text under 'text' is empty\n" in capsys.readouterr().err
+    assert files(tmp_path) == set()
 
 
 def test_progress_lines_come_every_log_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -164,6 +180,15 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     read = sequences(tmp_path / "out_text_document")
     assert [tokenizer.detokenize(ids) for ids in read] == [text + "<|endoftext|>" for text in texts]
     assert all(ids.count(0) == 1 for ids in read)
+
+
+@pytest.mark.parametrize("line", [r'{"text": "a \ud800 b"}', "[" * 100_000], ids=["surrogate", "nesting"])
+def test_train_tokenizer_names_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' + line + "\n")
+    assert train_tokenizer.main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "tokenizer")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "in.jsonl:2: " in error and error.count("\n") == 1
+    assert files(tmp_path) == set()
 
 
 @pytest.mark.parametrize(("flags", "message"), [(("--vocab-size", "256"), "--vocab-size must be at least 257"),

@@ -206,3 +206,23 @@ def test_a_split_without_documents_is_said(tmp_path: Path, capsys: pytest.Captur
     config = tiny_run(training=dict(train_iters=2))
     run_to_end(replace(config, data=replace(config.data, mock_data=False, data_path=(str(tmp_path / "data"),), split="90,10,0")))
     assert "no test loss: --split '90,10,0' leaves no documents for it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["metrics_jsonl", "tensorboard_dir"])
+def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) -> None:
+    from dataclasses import replace
+
+    (tmp_path / "file").write_text("")
+    config = tiny_run()
+    with pytest.raises(InputError, match=kind.replace("_", "-")):
+        run_to_end(replace(config, logging=replace(config.logging, **{kind: str(tmp_path / "file" / "below")})))
+
+
+def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    for number in range(3):
+        path.write_bytes(b"\xff%d\n" % number)
+        run_to_end(tiny_run(training=dict(train_iters=1), metrics=path))
+    assert [row["iteration"] for row in rows(path)] == [1]
+    kept = [(tmp_path / f"m.previous{suffix}").read_bytes() for suffix in ("", "2", "3")]
+    assert kept == [b"\xff0\n", b"\xff1\n", b"\xff2\n"]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.tools import generate
+from megatron_lite.tools.command import RANK_0_SPEAKS_FIRST_S, exit_status
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that were waited, without waiting."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+def become_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def fail() -> None:
+    raise InputError("the file is empty")
+
+
+@pytest.mark.parametrize(("rank", "expected", "waited"), [
+    (0, "error: the file is empty\n", []), (1, "[rank 1] error: the file is empty\n", [RANK_0_SPEAKS_FIRST_S])])
+def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(monkeypatch: pytest.MonkeyPatch, waits: list[float], rank: int,
+                                                                capsys: pytest.CaptureFixture[str], expected: str,
+                                                                waited: list[float]) -> None:
+    become_rank(monkeypatch, rank)
+    assert exit_status(fail) == 2
+    assert capsys.readouterr().err == expected
+    assert waits == waited
+
+
+@pytest.mark.parametrize(("rank", "reports", "waited"), [(0, 1, []), (1, 0, [RANK_0_SPEAKS_FIRST_S])])
+def test_rank_0_alone_reports_a_bad_command_line(monkeypatch: pytest.MonkeyPatch, waits: list[float], rank: int,
+                                                 capsys: pytest.CaptureFixture[str], reports: int, waited: list[float]) -> None:
+    become_rank(monkeypatch, rank)
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--load", "x", "--prompt", "1", "--top-k", "-1"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("error: --top-k must be at least 0") == reports
+    assert waits == waited
+
+
+def test_a_tool_of_one_process_does_not_mind_a_broken_launch(monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert exit_status(lambda: None) == 0
+    assert exit_status(fail) == 2
+    assert capsys.readouterr().err == "error: the file is empty\n"
