@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import (
     CheckpointConfig,
     DataConfig,
@@ -32,6 +33,7 @@ class RunConfig:
     tokenizer: TokenizerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -49,6 +51,8 @@ class RunConfig:
         if self.data.seq_length > model.max_position_embeddings:
             raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                              f"{model.max_position_embeddings}")
+        if self.recompute.distribute_saved_activations:
+            self._check_distributed_activations()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
         if by_samples and (schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters):
@@ -69,6 +73,18 @@ class RunConfig:
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
+
+    def _check_distributed_activations(self) -> None:
+        tp_size, flag = self.parallel.tensor_model_parallel_size, "--distribute-saved-activations"
+        if tp_size == 1:
+            raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
+        if self.parallel.sequence_parallel:
+            raise ValueError(f"{flag} has nothing to split under --sequence-parallel, where each rank's input is already 1/t: "
+                             "leave one of them out")
+        elements = self.data.seq_length * self.training.micro_batch_size * self.model.hidden_size
+        if elements % tp_size:
+            raise ValueError(f"{flag} splits the {elements} elements of --seq-length x --micro-batch-size x --hidden-size over "
+                             f"--tensor-model-parallel-size {tp_size} ranks, which does not divide them")
 
     def to_json(self) -> str:
         """The run as indented JSON, one object per topic. `from_json` gives an equal value back."""

@@ -16,6 +16,7 @@ from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
+from megatron_lite.recompute.regions import CORE_ATTENTION, Regions
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -38,13 +39,13 @@ class SelfAttention(nn.Module):
         self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
         self.core_attention = CoreAttention(config, context.rng)
 
-    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
         query, key, value = self._split_heads(self.linear_qkv(hidden_states))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
-        return self.linear_proj(self.core_attention(query, key, value))
+        return self.linear_proj(regions.run(CORE_ATTENTION, self.core_attention, query, key, value))
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         s, b, _ = qkv.shape

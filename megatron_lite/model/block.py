@@ -8,18 +8,21 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.runner import run_layers
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 
 
 class TransformerBlock(nn.Module):
-    """[s/t under sequence parallelism else s, b, h] -> the same shape."""
+    """[s/t under sequence parallelism else s, b, h] -> the same shape. `plan` says what backward rebuilds."""
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: TensorParallelContext, plan: RecomputePlan) -> None:
         super().__init__()
+        self.context, self.plan = context, plan
         self.layers = nn.ModuleList(TransformerLayer(config, context) for _ in range(config.num_layers))
         self.final_layernorm = Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
 
     def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, rotary)
+        hidden_states = run_layers(self.plan, list(self.layers), hidden_states, rotary, rng=self.context.rng,
+                                   tp_group=self.context.group)
         return self.final_layernorm(hidden_states)

@@ -9,6 +9,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, enter_column_parallel
@@ -19,16 +20,17 @@ class GPTModel(nn.Module):
     """Parameters: embedding.*, decoder.layers.N.*, decoder.final_layernorm.*, and output_layer.weight where untied.
 
     Parameters start uninitialised: see tensor_parallel/initialize.py. vocab_size is the true V; the rows up to
-    padded_vocab_size are zero, take no part in the loss and stay zero.
+    padded_vocab_size are zero, take no part in the loss and stay zero. plan: what backward rebuilds; nothing without it.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int,
+                 plan: RecomputePlan | None = None) -> None:
         super().__init__()
         self.config = config
         self.context = context
         self.vocab_size = vocab_size
         self.embedding = LanguageModelEmbedding(config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
-        self.decoder = TransformerBlock(config, context)
+        self.decoder = TransformerBlock(config, context, plan or keep_everything(config.num_layers))
         self.output_layer = ColumnParallelLinear(
             config.hidden_size, vocab_size, bias=False, init_std=config.init_method_std, context=context,
             padded_output_size=padded_vocab_size) if config.untie_embeddings_and_output_weights else None

@@ -10,6 +10,7 @@ from megatron_lite.model.dropout import dropout
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.recompute.regions import MLP_REGION, Regions
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 
 
@@ -26,9 +27,10 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = Norm(config.hidden_size, config, context, partial_grad=partial_grad)
         self.mlp = MLP(config, context)
 
-    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
-        hidden_states = hidden_states + self._dropout(self.self_attention(self.input_layernorm(hidden_states), rotary))
-        return hidden_states + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden_states)))
+    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
+        attention = self.self_attention(self.input_layernorm(hidden_states), rotary, regions)
+        hidden_states = hidden_states + self._dropout(attention)
+        return hidden_states + self._dropout(regions.run(MLP_REGION, self.mlp, self.pre_mlp_layernorm(hidden_states)))
 
     def _dropout(self, branch: Tensor) -> Tensor:
         return dropout(branch, self.hidden_dropout if self.training else 0.0, self.context.rng, self.context.residual_stream)

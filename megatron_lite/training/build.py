@@ -14,6 +14,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.training.loop import Trainer
@@ -24,7 +25,8 @@ def build_model(config: RunConfig, parallel: ParallelState) -> GPTModel:
     context = TensorParallelContext.of(parallel, sequence_parallel=config.parallel.sequence_parallel,
                                        params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32)
     model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
-                     padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size))
+                     padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
+                     plan=plan_stage(config.recompute, config.model.num_layers))
     initialize_parameters_(model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     return model
 

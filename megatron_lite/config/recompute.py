@@ -1,0 +1,66 @@
+"""Activation recomputation: Megatron's flags, as values. What they mean layer by layer is in recompute/schedule.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.checks import require_at_least
+
+GRANULARITIES = ("full", "selective")
+METHODS = ("uniform", "block")
+MODULES = ("core_attn", "mlp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """What is rebuilt in backward instead of kept. Without `recompute_granularity`, nothing.
+
+    recompute_activations: another way to say `--recompute-granularity selective`.
+    recompute_num_layers: uniform: layers of a unit; block: units per pipeline stage. 1 where it is omitted.
+    recompute_modules: regions of selective; core_attn where it is omitted.
+    """
+
+    recompute_activations: bool = False
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    distribute_saved_activations: bool = False
+    recompute_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        if self.recompute_activations:
+            if self.recompute_granularity == "full":
+                raise ValueError("--recompute-activations means --recompute-granularity selective, but full is given too: leave "
+                                 "one of them out")
+            object.__setattr__(self, "recompute_granularity", "selective")
+        if self.recompute_granularity is None:
+            self._refuse_without("needs --recompute-granularity", "recompute_method", "recompute_num_layers",
+                                 "distribute_saved_activations", "recompute_modules")
+        elif self.recompute_granularity == "selective":
+            self._refuse_without("belongs to --recompute-granularity full (got selective)", "recompute_method",
+                                 "recompute_num_layers", "distribute_saved_activations")
+            object.__setattr__(self, "recompute_modules", self.recompute_modules or ("core_attn",))
+        else:
+            self._refuse_without("belongs to --recompute-granularity selective (got full)", "recompute_modules")
+            if self.recompute_method is None:
+                raise ValueError(f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})")
+            object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
+
+    def _check_choices(self) -> None:
+        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(self.recompute_modules)))
+        require_at_least(self, 1, "recompute_num_layers")
+        for flag, value, allowed in (("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
+                                     ("--recompute-method", self.recompute_method, METHODS)):
+            if value is not None and value not in allowed:
+                raise ValueError(f"{flag} must be one of {', '.join(allowed)} (got {value!r})")
+        unknown = [module for module in self.recompute_modules if module not in MODULES]
+        if unknown:
+            raise ValueError(f"--recompute-modules must be among {', '.join(MODULES)} (got {' '.join(unknown)})")
+
+    def _refuse_without(self, rule: str, *fields: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            if value:
+                shown = " ".join(value) if isinstance(value, tuple) else "" if value is True else str(value)
+                raise ValueError(f"--{field.replace('_', '-')}{' ' + shown if shown else ''} {rule}")
