@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from megatron_lite.config import checks, flags
 from megatron_lite.config.model import ATTENTION_BACKENDS, NORMALIZATIONS, POSITION_EMBEDDING_TYPES, ModelConfig
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
+from megatron_lite.config.recompute import GRANULARITIES, METHODS, MODULES, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
     LR_DECAY_STYLES,
@@ -67,6 +68,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if config.model.attention_softmax_in_fp32 and config.model.attention_backend != "unfused":
         notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
                        "--attention-backend unfused never takes it")
+    notices += config.recompute_warnings()
     return ParsedArguments(config, dump_config, tuple(notices))
 
 
@@ -135,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it")
     _add_model_arguments(parser)
     _add_parallel_arguments(parser)
+    _add_recompute_arguments(parser)
     _add_training_arguments(parser)
     _add_optimizer_arguments(parser)
     _add_lr_schedule_arguments(parser)
@@ -185,6 +188,18 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
                 values=DISTRIBUTED_BACKENDS)
     group.value("--distributed-timeout-minutes", int, "time after which a collective gives up")
+
+
+def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "activation recomputation", RecomputeConfig)
+    group.switch("--recompute-activations", "the same as --recompute-granularity selective")
+    group.value("--recompute-granularity", str, "rebuild whole layers in backward, or --recompute-modules of each layer",
+                values=GRANULARITIES)
+    group.value("--recompute-method", str, "full: units of --recompute-num-layers layers, or the first of them in a stage",
+                values=METHODS)
+    group.value("--recompute-num-layers", int, "uniform: layers of a unit; block: layers of each stage (1 if omitted)")
+    group.switch("--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank")
+    group.value("--recompute-modules", str, "regions of selective (core_attn if omitted)", values=MODULES, nargs="+")
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,7 +311,8 @@ def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, value = word.partition("=")
         if name in flags.RENAMED:
             notices.append(f"{name} is an old spelling, read as {flags.RENAMED[name]}")
-            name = flags.RENAMED[name]
+            *added, name = flags.RENAMED[name].split()
+            renamed += added
         renamed.append(name + equals + value)
     return renamed, notices
 

@@ -95,6 +95,11 @@ RENAMED = {
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--layernorm-epsilon": "--norm-epsilon",
+    "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform",
+    "--activations-checkpoint-method": "--recompute-granularity full --recompute-method",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--distribute-checkpointed-activations": "--distribute-saved-activations",
 }
 
 

@@ -10,14 +10,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      """decoder-num-layers decoder-seq-length encoder-num-layers encoder-seq-length"""),
     ("read a run from a file with --config-json FILE (as --dump-config prints it); flags override it",
      """yaml-cfg"""),
-    ("activations are neither recomputed nor offloaded in this version; to use less memory lower --micro-batch-size "
-     "or raise --tensor-model-parallel-size with --sequence-parallel",
-     """activation-offload-fraction activations-checkpoint-method activations-checkpoint-num-layers checkpoint-activations
-     checkpoint-num-layers cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
-     delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks distribute-checkpointed-activations
-     distribute-saved-activations fine-grained-activation-offloading fine-grained-offloading-max-inflight-offloads
-     gtp-remat-opt-in-modules min-offloaded-tensor-size offload-modules recompute-activations recompute-granularity
-     recompute-method recompute-modules recompute-num-layers"""),
+    ("activations are not offloaded in this version; to use less memory see --recompute-granularity",
+     """activation-offload-fraction cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
+     delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading fine-grained-offloading-max-inflight-offloads
+     gtp-remat-opt-in-modules min-offloaded-tensor-size offload-modules"""),
     ("layers are not split over a pipeline; split them with --tensor-model-parallel-size",
      """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split decoder-first-pipeline-num-layers
      decoder-last-pipeline-num-layers defer-embedding-wgrad-compute microbatch-group-size-per-virtual-pipeline-stage

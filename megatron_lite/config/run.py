@@ -74,6 +74,18 @@ class RunConfig:
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
 
+    def recompute_warnings(self) -> list[str]:
+        """One line for each recompute setting that is legal and does nothing, or less than it says."""
+        recompute, warnings = self.recompute, []
+        if "core_attn" in recompute.recompute_modules and self.model.attention_backend != "unfused":
+            warnings.append("--recompute-modules core_attn saves next to nothing under --attention-backend "
+                            f"{self.model.attention_backend}: flash attention rebuilds its scores in backward by itself")
+        count = recompute.recompute_num_layers
+        if recompute.recompute_method == "block" and count is not None and count > self.model.num_layers:
+            warnings.append(f"--recompute-num-layers {count} is more than the {self.model.num_layers} layers of a stage: all of "
+                            "them are recomputed")
+        return warnings
+
     def _check_distributed_activations(self) -> None:
         tp_size, flag = self.parallel.tensor_model_parallel_size, "--distribute-saved-activations"
         if tp_size == 1:
