@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
@@ -10,9 +9,10 @@ from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, enter_column_parallel
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 
 
@@ -56,7 +56,8 @@ class GPTModel(nn.Module):
         hidden_states = self.decoder(self.embedding(tokens), rotary)
         if self.output_layer is not None:
             return self.output_layer(hidden_states)
-        return F.linear(enter_column_parallel(hidden_states, self.context), self.embedding.word_embeddings.weight)
+        return column_parallel_linear(hidden_states, self.embedding.word_embeddings.weight, None, tp_group=self.context.group,
+                                      sequence_parallel=self.context.sequence_parallel)
 
     def _rotary_tables(self, seq_length: int) -> RotaryTables:
         """Built once per sequence length: they are constants of the model, not state."""

@@ -6,6 +6,8 @@ Inputs need not be contiguous. Sums of bf16 run in bf16 and depend on the ring o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,24 +32,53 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.Red
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
+class Started(NamedTuple):
+    """A collective under way. Its operand, kept here, must not be touched before `wait`."""
+
+    result: Tensor
+    work: dist.Work | None
+    operand: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, ready for this device's next kernels."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def start_all_reduce_(tensor: Tensor, group: ProcessGroup | None) -> Started:
+    """Begins the sum of contiguous `tensor` over the group, in place."""
+    return Started(tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
+
+
+def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
+    """Begins `all_gather_first_dim`."""
+    if group is None:
+        return Started(tensor, None)
+    operand = tensor.contiguous()
+    gathered = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
+    return Started(gathered, _all_gather(gathered, operand, group=group, async_op=True), operand)
+
+
+def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
+    """Begins `reduce_scatter_first_dim`."""
+    if group is None:
+        return Started(tensor, None)
+    if tensor.shape[0] % group.size():
+        raise ValueError(f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group size {group.size()}")
+    operand = tensor.contiguous()
+    scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
+    return Started(scattered, _reduce_scatter(scattered, operand, group=group, async_op=True), operand)
+
+
 def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """[n, ...] on each rank -> [n * size, ...], in rank order. Each rank receives (size - 1) shards."""
-    if group is None:
-        return tensor
-    gathered = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
-    _all_gather(gathered, tensor.contiguous(), group=group)
-    return gathered
+    return start_all_gather_first_dim(tensor, group).wait()
 
 
 def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """[n * size, ...] on each rank -> this rank's [n, ...] slice of the sum over ranks. ValueError where n is not whole."""
-    if group is None:
-        return tensor
-    if tensor.shape[0] % group.size():
-        raise ValueError(f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group size {group.size()}")
-    scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    _reduce_scatter(scattered, tensor.contiguous(), group=group)
-    return scattered
+    return start_reduce_scatter_first_dim(tensor, group).wait()
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
+from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.mappings import (
-    copy_to_tensor_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -35,8 +34,8 @@ class ColumnParallelLinear(nn.Module):
 
     Weight [output_size/t, input_size], bias [output_size/t]; in `tp_blocks` blocks each split over the ranks.
     padded_output_size: rows to split, where they are more than output_size (a padded vocabulary; without bias).
-    Forward: an all-gather of the input under sequence parallelism, else nothing. Backward: its reduce-scatter or an
-    all-reduce of the input's gradient. Keeps the (gathered) input.
+    Forward: an all-gather of the input under sequence parallelism, else nothing. Backward: the gather again and a
+    reduce-scatter, or an all-reduce, of the input's gradient. Keeps the input as it came: [s/t] or [s].
     """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: TensorParallelContext,
@@ -49,14 +48,8 @@ class ColumnParallelLinear(nn.Module):
                                   context) if bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.linear(enter_column_parallel(hidden_states, self.context), self.weight, self.bias)
-
-
-def enter_column_parallel(hidden_states: Tensor, context: TensorParallelContext) -> Tensor:
-    """The whole sequence on every rank, ready for a matmul with a column shard: gathered, or f."""
-    if context.sequence_parallel:
-        return gather_from_sequence_parallel_region(hidden_states, context.group)
-    return copy_to_tensor_parallel_region(hidden_states, context.group)
+        return column_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
+                                      sequence_parallel=self.context.sequence_parallel)
 
 
 class RowParallelLinear(nn.Module):

@@ -1,0 +1,68 @@
+"""The matmul behind an f or a sequence gather, with its backward written out, so that less is kept and collectives overlap.
+
+    sequence parallel     forward   gather x [s/t] -> [s], y = x A^T                 keeps only this rank's [s/t] of x
+                          backward  gather x again  ||  dx = dy A,   then  reduce-scatter dx  ||  dA = dy^T x
+    else                  backward  dx = dy A,                       then  all-reduce dx      ||  dA = dy^T x
+
+(2205.05198 sec. 4.2.2: the gathered input is not stored. `||`: the collective runs beside the matmul.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lite.parallel.collectives import (
+    all_gather_first_dim,
+    start_all_gather_first_dim,
+    start_all_reduce_,
+    start_reduce_scatter_first_dim,
+)
+
+
+def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
+                           sequence_parallel: bool) -> Tensor:
+    """[s/t under sequence parallelism else s, b, n] -> [s, b, m/t]; weight [m/t, n], bias [m/t].
+
+    Keeps hidden_states and the weight. Collectives as in the module's table; none where the group is None.
+    """
+    if tp_group is None:
+        return F.linear(hidden_states, weight, bias)
+    kind = hidden_states.device.type
+    if torch.is_autocast_enabled(kind):  # what F.linear would do; the casts stay in the graph
+        dtype = torch.get_autocast_dtype(kind)
+        hidden_states, weight, bias = (x if x is None else x.to(dtype) for x in (hidden_states, weight, bias))
+    return _ColumnParallelLinear.apply(hidden_states, weight, bias, tp_group, sequence_parallel)
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup,
+                sequence_parallel: bool) -> Tensor:
+        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel
+        ctx.save_for_backward(hidden_states, weight)
+        whole = all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gather = None
+        if needs_weight and ctx.sequence_parallel:
+            gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)
+        reduction = None
+        if needs_input:
+            grad_whole = grad_output.matmul(weight)
+            start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
+            reduction = start(grad_whole, ctx.tp_group)
+        grad_weight = None
+        if needs_weight:
+            whole = hidden_states if gather is None else gather.wait()
+            grad_weight = grad_output.flatten(0, -2).t().matmul(whole.flatten(0, -2))
+        grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
+        return None if reduction is None else reduction.wait(), grad_weight, grad_bias, None, None
