@@ -44,6 +44,12 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--sequence-parallel", ON, False),
     ("--distributed-backend", str, "nccl", "gloo"),
     ("--distributed-timeout-minutes", int, 10, "3"),
+    ("--recompute-activations", ON, False),
+    ("--recompute-granularity", str, None, "selective"),
+    ("--recompute-method", str, None, "block"),
+    ("--recompute-num-layers", int, None, "3"),
+    ("--distribute-saved-activations", ON, False),
+    ("--recompute-modules", str, None, "mlp"),
     ("--micro-batch-size", int, None, "3"),
     ("--global-batch-size", int, None, "8"),
     ("--train-iters", int, None, "7"),
@@ -112,6 +118,7 @@ OTHER_DEFAULTS = {
     "--split": "969, 30, 1",            # Megatron's, filled in after parsing there
     "--distributed-backend": "auto",    # nccl on CUDA, gloo elsewhere
     "--data-path": (),
+    "--recompute-modules": (),          # None there, and core_attn all the same
     "--no-load-optim": False,           # None there, and false all the same
     "--no-load-rng": False,
 }
@@ -139,6 +146,16 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "--lr-wsd-decay-iters": ("--lr-decay-style WSD", {"lr_decay_style": "WSD"}),
     "--lr-wsd-decay-samples": (f"--lr-decay-style WSD {SAMPLES}",
                                {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8}),
+    "--recompute-activations": ("", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
+    "--recompute-granularity": ("", {"recompute_modules": ("core_attn",)}),
+    "--recompute-method": ("--recompute-granularity full", {"recompute_granularity": "full", "recompute_num_layers": 1}),
+    "--recompute-num-layers": ("--recompute-granularity full --recompute-method block",
+                               {"recompute_granularity": "full", "recompute_method": "block"}),
+    "--distribute-saved-activations": (
+        "--recompute-granularity full --recompute-method uniform --tensor-model-parallel-size 2",
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+         "tensor_model_parallel_size": 2}),
+    "--recompute-modules": ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
     "--tokenizer-type": ("--vocab-file v --merge-file m", {"vocab_file": "v", "merge_file": "m"}),
     "--tokenizer-model": ("--tokenizer-type HuggingFaceTokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
     "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
@@ -187,7 +204,7 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert type(action).__name__ == {ON: "_StoreTrueAction", OFF: "_StoreFalseAction"}[kind]
     else:
         assert action.type is kind
-    assert action.nargs == {"--data-path": "*"}.get(flag, 0 if kind in (ON, OFF) else None)
+    assert action.nargs == {"--data-path": "*", "--recompute-modules": "+"}.get(flag, 0 if kind in (ON, OFF) else None)
     if field.default is dataclasses.MISSING:
         assert flag in BASE and default is None, "Megatron's None is an error there as well"
     else:
@@ -200,8 +217,7 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
     flag, kind = row[:2]
     field = actions()[flag].dest
     value: Any = {ON: True, OFF: False}[kind] if kind in (ON, OFF) else kind(row[3])
-    if flag == "--data-path":
-        value = ("a", "b")
+    value = {"--data-path": ("a", "b"), "--recompute-modules": ("mlp",)}.get(flag, value)
     together, changes = TOGETHER.get(flag, ("", {}))
     before = parsed_fields(CONTEXT.get(flag, ""))
     after = parsed_fields(CONTEXT.get(flag, ""), together, flag, *row[3:])

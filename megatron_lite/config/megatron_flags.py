@@ -12,8 +12,8 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      """yaml-cfg"""),
     ("activations are not offloaded in this version; to use less memory see --recompute-granularity",
      """activation-offload-fraction cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
-     delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading fine-grained-offloading-max-inflight-offloads
-     gtp-remat-opt-in-modules min-offloaded-tensor-size offload-modules"""),
+     delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading
+     fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules min-offloaded-tensor-size offload-modules"""),
     ("layers are not split over a pipeline; split them with --tensor-model-parallel-size",
      """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split decoder-first-pipeline-num-layers
      decoder-last-pipeline-num-layers defer-embedding-wgrad-compute microbatch-group-size-per-virtual-pipeline-stage

@@ -79,8 +79,12 @@ class _Checkpoint(torch.autograd.Function):
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             if place == 0 and ctx.call.split_group is not None:
                 tensor = all_gather_first_dim(tensor, ctx.call.split_group).view(ctx.shape)
-            values[place] = tensor.detach().requires_grad_(ctx.inputs_require_grad[place])
+            values[place] = tensor.detach()
+        received: dict[int, Tensor] = {}
         with ctx.randomness.replayed(), _autocast(ctx.autocast), torch.enable_grad(), recomputing():
+            for place in ctx.places:
+                if ctx.inputs_require_grad[place]:
+                    values[place] = _Receive.apply(values[place].requires_grad_(), place, received)
             outputs = ctx.call(values)
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [(output, grad) for output, grad in zip(flat, grads, strict=True)
@@ -88,7 +92,22 @@ class _Checkpoint(torch.autograd.Function):
         if not pairs:
             raise RuntimeError("a recomputed function has no output that requires grad: it needs no recomputation")
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        return None, None, *(value.grad if isinstance(value, Tensor) else None for value in values)
+        return None, None, *(received.get(place) for place in range(len(values)))
+
+
+class _Receive(torch.autograd.Function):
+    """Hands a gradient over as backward made it. A leaf's `.grad` would have the leaf's strides instead, and what sums over it
+    next (a norm's weight gradient) would add in another order: other bits than without recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, place: int, received: dict[int, Tensor]) -> Tensor:
+        ctx.place, ctx.received = place, received
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
+        ctx.received[ctx.place] = grad_output
+        return None, None, None
 
 
 def split_for_rank(tensor: Tensor, group: ProcessGroup) -> Tensor:

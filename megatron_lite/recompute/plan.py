@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+Store = Literal["device", "split"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -23,7 +25,7 @@ class Segment:
     num_layers: int = 1
     unit: bool = False
     regions: frozenset[str] = frozenset()
-    store: Literal["device", "split"] = "device"
+    store: Store = "device"
 
     def __post_init__(self) -> None:
         assert self.num_layers >= 1 and not (self.unit and self.regions), self

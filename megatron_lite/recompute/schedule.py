@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.plan import RecomputePlan, Segment, keep_everything
+from megatron_lite.recompute.plan import RecomputePlan, Segment, Store, keep_everything
 
 
 def plan_stage(config: RecomputeConfig, num_layers: int) -> RecomputePlan:
@@ -20,7 +20,7 @@ def plan_stage(config: RecomputeConfig, num_layers: int) -> RecomputePlan:
         return RecomputePlan(tuple(Segment(first_layer=layer, regions=regions) for layer in range(num_layers)))
     count = config.recompute_num_layers
     assert count is not None
-    store = "split" if config.distribute_saved_activations else "device"
+    store: Store = "split" if config.distribute_saved_activations else "device"
     if config.recompute_method == "block":
         return RecomputePlan(tuple(Segment(first_layer=layer, unit=layer < count, store=store if layer < count else "device")
                                    for layer in range(num_layers)))

@@ -35,7 +35,8 @@ def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor |
     kind = hidden_states.device.type
     if torch.is_autocast_enabled(kind):  # what F.linear would do; the casts stay in the graph
         dtype = torch.get_autocast_dtype(kind)
-        hidden_states, weight, bias = (x if x is None else x.to(dtype) for x in (hidden_states, weight, bias))
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     return _ColumnParallelLinear.apply(hidden_states, weight, bias, tp_group, sequence_parallel)
 
 

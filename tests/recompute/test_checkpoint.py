@@ -1,0 +1,170 @@
+"""The checkpoint Function alone: what it keeps, what it restores, what may go in and out."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.phase import is_recomputing
+from tests.support.models import tp_state
+from tests.support.ranks import run_ranks
+
+WEIGHT = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def rng() -> RngStreams:
+    return RngStreams(torch.device("cpu"), seed=3)
+
+
+def noisy(rng: RngStreams, hidden: Tensor, weight: Tensor) -> Tensor:
+    """A function whose backward needs the numbers that its forward drew, on both streams."""
+    with rng.fork(TENSOR_PARALLEL):
+        inner = torch.rand_like(hidden)
+    return torch.tanh(hidden @ weight * inner) * torch.rand_like(hidden)
+
+
+def grads(rng: RngStreams, run, *, times: int = 1) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """[output, d hidden, d weight] of `run(hidden, weight)`, from the same streams each time."""
+    start = rng.snapshot()
+    hidden, weight = torch.ones(4, 6, requires_grad=True), WEIGHT.clone().requires_grad_()
+    output = run(hidden, weight)
+    for time in range(times):
+        output.sum().backward(retain_graph=time + 1 < times)
+    rng.restore(start)
+    return [output.detach(), hidden.grad, weight.grad]
+
+
+def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    assert all(torch.equal(mine, other) for mine, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_every_backward_sees_the_numbers_of_the_forward(rng: RngStreams, times: int) -> None:
+    expected = grads(rng, lambda h, w: noisy(rng, h, w), times=times)
+    assert_equal(grads(rng, lambda h, w: checkpoint(noisy, rng, h, w, rng=rng), times=times), expected)
+
+
+@pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
+def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng: RngStreams, current: str) -> None:
+    def run(recompute: bool):  # type: ignore[no-untyped-def]
+        def forward(hidden: Tensor, weight: Tensor) -> Tensor:
+            with rng.fork(current):
+                return checkpoint(noisy, rng, hidden, weight, rng=rng) if recompute else noisy(rng, hidden, weight)
+        return forward
+
+    assert_equal(grads(rng, run(True)), grads(rng, run(False)))
+
+
+def test_backward_leaves_the_streams_as_it_found_them(rng: RngStreams) -> None:
+    hidden = torch.ones(4, 6, requires_grad=True)
+    output = checkpoint(noisy, rng, hidden, WEIGHT, rng=rng)
+    before = rng.snapshot()
+    output.sum().backward()
+    after = rng.snapshot()
+    assert after.current == before.current
+    assert all(torch.equal(after.states[name], before.states[name]) for name in before.states)
+
+
+def test_nested_units_equal_none(rng: RngStreams) -> None:
+    def nested(hidden: Tensor, weight: Tensor) -> Tensor:
+        return checkpoint(lambda h, w: noisy(rng, checkpoint(noisy, rng, h, w, rng=rng), w), hidden, weight, rng=rng)
+
+    assert_equal(grads(rng, nested), grads(rng, lambda h, w: noisy(rng, noisy(rng, h, w), w)))
+
+
+def test_other_arguments_pass_as_they_are(rng: RngStreams) -> None:
+    def function(hidden: Tensor, scale: float, nothing: None, pair: tuple[int, int], *, offset: Tensor, name: str) -> Tensor:
+        assert nothing is None and pair == (1, 2) and name == "x"
+        return hidden * scale + offset
+
+    hidden, offset = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    checkpoint(function, hidden, 2.0, None, (1, 2), offset=offset, name="x", rng=rng).sum().backward()
+    assert torch.equal(hidden.grad, torch.full((3,), 2.0)) and torch.equal(offset.grad, torch.ones(3))
+
+
+def test_outputs_may_be_many_and_some_without_gradient(rng: RngStreams) -> None:
+    hidden = torch.tensor([3.0, 1.0, 2.0], requires_grad=True)
+    values, indices, nothing = checkpoint(lambda h: (*h.square().sort(), None), hidden, rng=rng)
+    assert nothing is None and not indices.requires_grad and indices.tolist() == [1, 2, 0]
+    values[2].backward()
+    assert hidden.grad.tolist() == [6.0, 0.0, 0.0]
+
+
+def test_a_function_without_any_gradient_says_so(rng: RngStreams) -> None:
+    output = checkpoint(lambda h: h.detach() * 2, torch.ones(3, requires_grad=True), rng=rng)
+    with pytest.raises(RuntimeError, match="no output that requires grad"):
+        output.sum().backward()
+
+
+def test_parameters_inside_get_their_gradients_though_no_input_needs_one(rng: RngStreams) -> None:
+    linear = nn.Linear(6, 2)
+    checkpoint(linear, torch.ones(4, 6), rng=rng).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.full((2, 6), 4.0))
+
+
+def test_a_parameter_may_be_returned(rng: RngStreams) -> None:
+    """Its node must not become the parameter's own history: backward would never end."""
+    linear = nn.Linear(6, 2)
+    output, bias = checkpoint(lambda h: (linear(h), linear.bias), torch.ones(4, 6), rng=rng)
+    (output.sum() + bias.sum()).backward()
+    assert linear.bias.is_leaf and torch.equal(linear.bias.grad, torch.full((2,), 5.0))
+
+
+def test_without_gradients_the_function_just_runs(rng: RngStreams) -> None:
+    with torch.no_grad():
+        output = checkpoint(noisy, rng, torch.ones(4, 6), WEIGHT, rng=rng)
+    assert output.grad_fn is None
+
+
+def test_a_replay_knows_that_it_is_one_and_ends_by_an_exception_too(rng: RngStreams) -> None:
+    seen = []
+
+    def function(hidden: Tensor) -> Tensor:
+        seen.append(is_recomputing())
+        if is_recomputing():
+            raise ArithmeticError("in the replay")
+        return hidden * 2
+
+    output = checkpoint(function, torch.ones(3, requires_grad=True), rng=rng)
+    before = rng.snapshot()
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+    assert seen == [False, True] and not is_recomputing()
+    assert all(torch.equal(rng.snapshot().states[name], before.states[name]) for name in before.states)
+
+
+def test_a_replay_sees_the_autocast_of_its_forward(rng: RngStreams) -> None:
+    dtypes = []
+
+    def function(hidden: Tensor) -> Tensor:
+        dtypes.append((hidden @ WEIGHT).dtype)
+        return hidden @ WEIGHT
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = checkpoint(function, torch.ones(4, 6, requires_grad=True), rng=rng)
+    output.sum().backward()
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+
+
+def _split_input(rank: int, world_size: int) -> tuple[bool, bool, bool, int]:
+    with tp_state(world_size) as parallel:
+        leaf = torch.arange(24.0).view(4, 6).requires_grad_()
+        hidden = leaf * 1.0
+        whole, kept = weakref.ref(hidden), hidden.detach().clone()
+        output = checkpoint(lambda h: (h * h).sum(), hidden, rng=parallel.rng, split_group=parallel.tp_group)
+        untouched = torch.equal(hidden, kept) and hidden.shape == (4, 6)
+        saved = sum(tensor.numel() for tensor in output.grad_fn.saved_tensors)
+        del hidden
+        gone = whole() is None
+        output.backward()
+        return untouched, gone, torch.equal(leaf.grad, 2 * kept), saved
+
+
+def test_a_split_input_is_kept_as_a_share_and_the_whole_tensor_is_gone_until_backward() -> None:
+    assert run_ranks(_split_input, 2) == [(True, True, True, 12)] * 2
