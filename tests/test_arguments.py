@@ -269,3 +269,19 @@ def test_the_arguments_table_has_megatrons_form() -> None:
 def test_parsing_imports_no_torch() -> None:
     program = f"import sys, arguments; arguments.parse_args({RUN.split()!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("words", "warning"), [
+    ("--recompute-activations --attention-dropout 0", "--recompute-modules core_attn saves next to nothing"),
+    ("--recompute-activations --attention-backend flash", "--recompute-modules core_attn saves next to nothing"),
+    ("--recompute-activations --attention-backend unfused", None),
+    ("--recompute-activations --attention-backend auto --attention-dropout 0.1", None),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "is more than the 2 layers"),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),
+    ("--checkpoint-activations --checkpoint-num-layers 2", "is an old spelling, read as --recompute-num-layers"),
+])
+def test_recompute_settings_that_do_little_are_one_notice(words: str, warning: str | None) -> None:
+    base = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+            "--micro-batch-size 1 --vocab-size 9 ")
+    notices = parse_args((base + words).split()).notices
+    assert sum("recompute" in notice and (warning or "") in notice for notice in notices) == (warning is not None)

@@ -77,7 +77,10 @@ class RunConfig:
     def recompute_warnings(self) -> list[str]:
         """One line for each recompute setting that is legal and does nothing, or less than it says."""
         recompute, warnings = self.recompute, []
-        if "core_attn" in recompute.recompute_modules and self.model.attention_backend != "unfused":
+        # With dropout on a CPU, auto builds the scores, and the region is worth rebuilding.
+        fused = self.model.attention_backend == "flash" or (self.model.attention_backend == "auto"
+                                                            and self.model.attention_dropout == 0.0)
+        if "core_attn" in recompute.recompute_modules and fused:
             warnings.append("--recompute-modules core_attn saves next to nothing under --attention-backend "
                             f"{self.model.attention_backend}: flash attention rebuilds its scores in backward by itself")
         count = recompute.recompute_num_layers

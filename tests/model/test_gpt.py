@@ -120,8 +120,9 @@ def test_padding_rows_never_get_a_gradient():
 
 
 COLLECTIVES = {  # of one layer: forward, and the same number backward
-    False: {"allreduce_": 2},
-    True: {"_allgather_base_": 2, "_reduce_scatter_base_": 2},
+    # (forward, backward); backward gathers the inputs of the two column layers again
+    False: ({"allreduce_": 2}, {"allreduce_": 2}),
+    True: ({"_allgather_base_": 2, "_reduce_scatter_base_": 2}, {"_allgather_base_": 4, "_reduce_scatter_base_": 2}),
 }
 
 
@@ -144,10 +145,11 @@ def test_a_layer_sends_the_hidden_states_twice_each_way_and_the_loss_never_the_l
 
     hidden, per_token = (SEQ_LENGTH, BATCH, H), SEQ_LENGTH * BATCH
     for (fewer_forward, fewer_backward), (forward, backward) in run_ranks(work, 2):
-        for fewer, more in ((fewer_forward, forward), (fewer_backward, backward)):
+        pairs = ((fewer_forward, forward), (fewer_backward, backward))
+        for (fewer, more), expected in zip(pairs, COLLECTIVES[sequence_parallel], strict=True):
             names = [one.name for one in more]
             for one in fewer:
                 names.remove(one.name)
-            assert {name: names.count(name) for name in names} == COLLECTIVES[sequence_parallel]
+            assert {name: names.count(name) for name in names} == expected
         assert {one.shape for one in forward} == {hidden, (per_token,), (2, per_token)}
         assert {one.shape for one in backward} == {hidden}

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron_lite.model import attention, embedding, gpt, mlp, norm
 from megatron_lite.optim import grad_buffer, norms
-from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.collectives import Started, all_reduce
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
-from megatron_lite.tensor_parallel import cross_entropy, layers, mappings
+from megatron_lite.tensor_parallel import column_linear, cross_entropy, layers, mappings
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward
 from tests.support.equality import differences, gradients, train, unsharded_gradients
@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 
 
 def f_without_all_reduce() -> None:
-    mappings._Copy.backward = staticmethod(lambda ctx, grad: (grad, None))
+    column_linear.start_all_reduce_ = lambda tensor, group: Started(tensor, None)
 
 
 def g_with_all_reduce_in_backward() -> None:
@@ -49,10 +49,7 @@ def row_bias_before_the_sum() -> None:
 
 
 def sequence_gather_with_a_slice_backward() -> None:
-    def backward(ctx, grad):
-        return grad.chunk(ctx.tp_group.size())[ctx.tp_group.rank()].contiguous(), None
-
-    mappings._GatherSequence.backward = staticmethod(backward)
+    column_linear.start_reduce_scatter_first_dim = lambda tensor, group: Started(tensor.chunk(group.size())[group.rank()], None)
 
 
 def sequence_reduce_scatter_with_a_slice_backward() -> None:
