@@ -208,8 +208,10 @@ def test_the_written_out_backward_equals_autograd_over_the_mappings(sequence_par
                 x = draw(*shape, seed=seed).requires_grad_()
                 weight = draw(OUTPUT // 2, INPUT, seed=rank + 5).requires_grad_()
                 bias = draw(OUTPUT // 2, seed=9).requires_grad_()
-                y = column_parallel_linear(x, weight, bias, tp_group=context.group, sequence_parallel=sequence_parallel) if fused \
-                    else F.linear(enter(x, context.group), weight, bias)
+                if fused:
+                    y = column_parallel_linear(x, weight, bias, tp_group=context.group, sequence_parallel=sequence_parallel)
+                else:
+                    y = F.linear(enter(x, context.group), weight, bias)
                 y.backward(draw(*y.shape, seed=rank + 7))
                 outcomes.append((y.detach(), x.grad, weight.grad, bias.grad))
             return all(torch.equal(mine, other) for mine, other in zip(*outcomes, strict=True))
