@@ -43,7 +43,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        self.buffer.zero_()
+        self.buffer.forget()
 
     def step(self, learning_rate: float) -> OptimizerStep:
         """Reduces and clips the gradients and updates the weights, unless the global norm is not finite."""

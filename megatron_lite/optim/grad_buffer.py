@@ -2,8 +2,9 @@
 
     [ gradients that TP ranks must add | all others ]       one all-reduce over TP for the first part,
                                                             one over DP for the whole
-A float32 parameter's `.grad` is a view of the buffer. So is a bf16 parameter's (`grad_dtype`): each micro-batch's gradient is
-rounded to bf16 once and summed in float32.
+A parameter's `.grad` becomes a view of the buffer when its first gradient of a step arrives, which is copied in: nothing needs
+to be zeroed and added to. Later micro-batches add to the view. A bf16 parameter's is float32 too (`grad_dtype`): each
+micro-batch's gradient is rounded to bf16 once and summed in float32.
 """
 
 from __future__ import annotations
@@ -35,18 +36,25 @@ class GradBuffer:
         dtype = torch.promote_types(torch.float32, ordered[0][1].dtype)
         self._flat = torch.zeros(total, dtype=dtype, device=parallel.device)
         self._partial = self._flat[:num_partial]
+        self._parameters = dict(parameters)
         self.grads: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             view = self._flat[starts[name] : starts[name] + parameter.numel()].view_as(parameter)
             self.grads[name] = view
             _accumulate_into(parameter, view)
 
-    def zero_(self) -> None:
-        """Forgets all gradients."""
-        self._flat.zero_()
+    def forget(self) -> None:
+        """Begins a step: what the buffer holds counts no more."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            if not _autograd_sums_into(parameter, self.grads[name]):
+                self.grads[name].zero_()
 
     def reduce_(self) -> None:
         """Completes the gradients once backward has run: sums over TP where ranks hold parts, then sums over DP."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None and _autograd_sums_into(parameter, self.grads[name]):  # had no part in this step
+                parameter.grad = self.grads[name].zero_()
         if self._partial.numel():
             all_reduce_(self._partial, self._parallel.tp_group)
         all_reduce_(self._flat, self._parallel.dp_group)
@@ -56,13 +64,13 @@ class GradBuffer:
         self._flat.mul_(factor)
 
 
+def _autograd_sums_into(parameter: nn.Parameter, view: Tensor) -> bool:
+    """Whether the parameter's own `.grad` may be the view: not for a bf16 parameter in a torch before grad_dtype."""
+    return parameter.dtype == view.dtype or hasattr(parameter, "grad_dtype")
+
+
 def _accumulate_into(parameter: nn.Parameter, view: Tensor) -> None:
-    if parameter.dtype == view.dtype:
-        parameter.grad = view
-    elif hasattr(parameter, "grad_dtype"):
-        parameter.grad_dtype = torch.float32
-        parameter.grad = view
-    else:  # torch before grad_dtype
+    if not _autograd_sums_into(parameter, view):
 
         def add_and_drop(owner: Tensor) -> None:
             assert owner.grad is not None
@@ -70,3 +78,14 @@ def _accumulate_into(parameter: nn.Parameter, view: Tensor) -> None:
             owner.grad = None
 
         parameter.register_post_accumulate_grad_hook(add_and_drop)
+        return
+
+    def adopt_first(owner: Tensor) -> None:
+        assert owner.grad is not None
+        if owner.grad.data_ptr() != view.data_ptr():
+            view.copy_(owner.grad)
+            owner.grad = view
+
+    if parameter.dtype != view.dtype:
+        parameter.grad_dtype = view.dtype
+    parameter.register_post_accumulate_grad_hook(adopt_first)
