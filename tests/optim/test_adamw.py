@@ -334,3 +334,16 @@ def test_a_master_is_set_without_rounding():
         optimizer.step(0.0)
     assert torch.equal(optimizer.states["linear_weight"]["master"], third)
     assert torch.equal(model.linear_weight, third.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_has_no_part_in_a_step_has_no_gradient_left_from_the_one_before(dtype):
+    with tp_state(1) as parallel:
+        model = Plain(dtype)
+        optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel)
+        for parts in ((model.linear_weight, model.norm_weight), (model.norm_weight,)):
+            optimizer.zero_grad()
+            sum(part.float().sum() for part in parts).backward()
+            optimizer.step(0.0)
+    grads = optimizer.buffer.grads
+    assert not grads["linear_weight"].any() and torch.equal(grads["norm_weight"], torch.ones(5))
