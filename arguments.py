@@ -200,6 +200,9 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--recompute-num-layers", int, "uniform: layers of a unit; block: layers of each stage (1 if omitted)")
     group.switch("--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank")
     group.value("--recompute-modules", str, "regions of selective (core_attn if omitted)", values=MODULES, nargs="+")
+    group.off_switch("--no-recompute-tail-skip", "recompute_tail_skip", "replays also do their last matmul, whose result "
+                     "nothing reads")
+    group.switch("--recompute-verify", "compare replays with their forward, and predicted with measured bytes; slow")
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -278,6 +281,7 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "logging", LoggingConfig)
     group.value("--log-interval", int, "iterations between two lines")
+    group.value("--peak-tflops-per-gpu", float, "peak rate for MFU and HFU; derived from the GPU's name and the dtype")
     group.value("--metrics-jsonl", str, "file for one JSON object per iteration, with full precision")
     group.value("--tensorboard-dir", str, "directory for TensorBoard")
     group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")

@@ -8,7 +8,7 @@ from megatron_lite.config.checks import require_at_least
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
-MODULES = ("core_attn", "mlp")
+MODULES = ("core_attn", "layernorm", "mlp", "activation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class RecomputeConfig:
     recompute_activations: another way to say `--recompute-granularity selective`.
     recompute_num_layers: uniform: layers of a unit; block: units per pipeline stage. 1 where it is omitted.
     recompute_modules: regions of selective; core_attn where it is omitted.
+    recompute_tail_skip: a replay leaves out the last matmul of what it rebuilds, with its collective: nothing reads the result.
+    recompute_verify: compare every rebuilt tensor with that of the forward, and predicted with measured bytes.
     """
 
     recompute_activations: bool = False
@@ -26,6 +28,8 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     distribute_saved_activations: bool = False
     recompute_modules: tuple[str, ...] = ()
+    recompute_tail_skip: bool = True
+    recompute_verify: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()

@@ -6,6 +6,7 @@ linear_qkv's output rows are Megatron's, group by group: [q .. q k v][q .. q k v
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,8 @@ from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
-from megatron_lite.recompute.regions import CORE_ATTENTION, Regions
+from megatron_lite.recompute.plan import CORE_ATTENTION
+from megatron_lite.recompute.regions import Regions
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -48,11 +50,18 @@ class SelfAttention(nn.Module):
         return self.linear_proj(regions.run(CORE_ATTENTION, self.core_attention, query, key, value))
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, a/t, d] and twice [s, b, g/t, d]: views of qkv where all three are kept as they are.
+
+        Where another copy of the query will be kept (rotated, or regrouped here), a view would hold the whole of qkv too.
+        """
         s, b, _ = qkv.shape
         q, d = self.queries_per_group, self.config.head_dim
         grouped = qkv.view(s, b, self.groups, q + 2, d)
-        query = grouped[..., :q, :].reshape(s, b, self.groups * q, d)
-        return query, grouped[..., q, :], grouped[..., q + 1, :]
+        query, key, value = grouped[..., :q, :].reshape(s, b, self.groups * q, d), grouped[..., q, :], grouped[..., q + 1, :]
+        copied = self.config.position_embedding_type == "rope" and not self.config.qk_layernorm
+        if q > 1:
+            return query, key if copied else key.contiguous(), value.contiguous()
+        return query, key, value.contiguous() if copied else value
 
 
 class CoreAttention(nn.Module):
@@ -73,10 +82,12 @@ class CoreAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         self.rng = rng
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, unread: bool = False) -> Tensor:
+        """unread: nobody will read the values of the output; unfused attention then leaves out its last matmul."""
         dropout_p = self.dropout if self.training else 0.0
-        unfused = self.backend == "unfused" or (self.backend == "auto" and dropout_p > 0.0 and query.device.type == "cpu")
-        return (self._unfused if unfused else self._flash)(query, key, value, dropout_p)
+        if self.backend == "unfused" or (self.backend == "auto" and dropout_p > 0.0 and query.device.type == "cpu"):
+            return self._unfused(query, key, value, dropout_p, unread)
+        return self._flash(query, key, value, dropout_p)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
@@ -85,7 +96,7 @@ class CoreAttention(nn.Module):
                                                      enable_gqa=query.shape[1] != key.shape[1])
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, unread: bool) -> Tensor:
         s, b, heads, _ = query.shape
         if heads > key.shape[2]:
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
@@ -94,6 +105,26 @@ class CoreAttention(nn.Module):
         scores = torch.baddbmm(future, query, key.transpose(1, 2), alpha=self.scale)  # [b a/t, s, s]
         dtype = torch.float32 if self.softmax_in_fp32 and scores.dtype != torch.float64 else scores.dtype
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
-        attended = torch.bmm(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value)
+        attended = weighted_sum(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, unread=unread)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
+
+def weighted_sum(weights: Tensor, value: Tensor, *, unread: bool = False) -> Tensor:
+    """[n, s, s] x [n, s, d] -> [n, s, d]. Keeps both. unread: without the matmul; the values are anything."""
+    return _WeightedSum.apply(weights, value, unread)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """torch.bmm, whose forward can be left out."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, value: Tensor, unread: bool) -> Tensor:
+        ctx.save_for_backward(weights, value)
+        if unread:
+            return value.new_empty(()).expand(value.shape)
+        return torch.bmm(weights, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, value = ctx.saved_tensors
+        return torch.bmm(grad_output, value.transpose(1, 2)), torch.bmm(weights.transpose(1, 2), grad_output), None

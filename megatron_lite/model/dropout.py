@@ -6,6 +6,7 @@ at a time there: half of the time of a dropout. So the CPU has its own drawing, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,18 @@ def dropout(tensor: Tensor, probability: float, rng: RngStreams, stream: str) ->
         if tensor.device.type == "cpu":
             return _CpuDropout.apply(tensor, probability)
         return torch.native_dropout(tensor, probability, True)[0]
+
+
+def add_dropped_out(residual: Tensor, branch: Tensor, probability: float, rng: RngStreams, stream: str, *,
+                    unread: bool = False) -> Tensor:
+    """residual + dropout(branch). Keeps a bool mask, nothing at p = 0.
+
+    unread: nobody will read the values, which are then anything: only the mask is drawn, the same one as otherwise.
+    """
+    if probability == 0.0 and not unread:
+        return residual + branch
+    with rng.fork(stream) if probability else nullcontext():
+        return _AddDroppedOut.apply(residual, branch, probability, unread)
 
 
 class KeepMask(NamedTuple):
@@ -54,3 +67,30 @@ class _CpuDropout(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
         return torch.ops.aten.native_dropout_backward(grad_output, mask, ctx.scale), None
+
+
+class _AddDroppedOut(torch.autograd.Function):
+    """Keeps the mask alone. The residual's gradient is the output's."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, branch: Tensor, probability: float, unread: bool) -> Tensor:
+        ctx.branch_dtype, ctx.scale, mask = branch.dtype, 1.0, None
+        if branch.device.type != "cpu" and probability:
+            # Unread, `branch` may be laid out otherwise, and the kernel would give its numbers to other elements.
+            dropped = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device) if unread else branch
+            branch, mask = torch.native_dropout(dropped, probability, True)
+            ctx.scale = 1.0 / (1.0 - probability)
+        elif probability:
+            mask, ctx.scale = draw_keep_mask(branch.shape, probability)
+            branch = branch if unread else torch.ops.aten.native_dropout_backward(branch, mask, ctx.scale)
+        ctx.save_for_backward(*(() if mask is None else (mask,)))
+        if unread:
+            return residual.view_as(residual)
+        return branch.add_(residual) if branch.dtype == residual.dtype else residual + branch
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_branch = grad_output.to(ctx.branch_dtype)
+        if ctx.saved_tensors:
+            grad_branch = torch.ops.aten.native_dropout_backward(grad_branch, ctx.saved_tensors[0], ctx.scale)
+        return grad_output, grad_branch, None, None

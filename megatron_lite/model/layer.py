@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention import SelfAttention
-from megatron_lite.model.dropout import dropout
+from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
-from megatron_lite.recompute.regions import MLP_REGION, Regions
+from megatron_lite.recompute.plan import LAYERNORM, MLP_REGION
+from megatron_lite.recompute.regions import Regions
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 
 
@@ -28,9 +29,12 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, context)
 
     def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
-        attention = self.self_attention(self.input_layernorm(hidden_states), rotary, regions)
-        hidden_states = hidden_states + self._dropout(attention)
-        return hidden_states + self._dropout(regions.run(MLP_REGION, self.mlp, self.pre_mlp_layernorm(hidden_states)))
+        normed = regions.lend(LAYERNORM, self.input_layernorm, hidden_states)
+        hidden_states = self._add(hidden_states, self.self_attention(normed, rotary, regions))
+        normed = regions.lend(LAYERNORM, self.pre_mlp_layernorm, hidden_states)
+        unread = regions.output_unread
+        return self._add(hidden_states, regions.run(MLP_REGION, self.mlp, normed, regions, unread=unread), unread=unread)
 
-    def _dropout(self, branch: Tensor) -> Tensor:
-        return dropout(branch, self.hidden_dropout if self.training else 0.0, self.context.rng, self.context.residual_stream)
+    def _add(self, residual: Tensor, branch: Tensor, *, unread: bool = False) -> Tensor:
+        return add_dropped_out(residual, branch, self.hidden_dropout if self.training else 0.0, self.context.rng,
+                               self.context.residual_stream, unread=unread)

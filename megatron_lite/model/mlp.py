@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.activations import squared_relu, swiglu
+from megatron_lite.recompute.plan import ACTIVATION
+from megatron_lite.recompute.regions import Regions
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -26,13 +29,14 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, bias=config.add_bias_linear,
                                             init_std=config.output_init_std, context=context)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.linear_fc2(self._activate(self.linear_fc1(hidden_states)))
+    def forward(self, hidden_states: Tensor, regions: Regions, unread: bool = False) -> Tensor:
+        """unread: nobody will read the values of the output."""
+        activated = regions.lend(ACTIVATION, self._activate, self.linear_fc1(hidden_states))
+        return self.linear_fc2(activated, unread)
 
     def _activate(self, intermediate: Tensor) -> Tensor:
         if self.activation == "swiglu":
-            gate, up = intermediate.chunk(2, dim=-1)
-            return F.silu(gate) * up
+            return swiglu(intermediate)
         if self.activation == "squared_relu":
-            return F.relu(intermediate).square()
+            return squared_relu(intermediate)
         return F.gelu(intermediate, approximate=self.gelu_approximation)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Store = Literal["device", "split"]
+CORE_ATTENTION, LAYERNORM, MLP_REGION, ACTIVATION = "core_attn", "layernorm", "mlp", "activation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +35,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The segments of one stage, in order, which cover each of its layers once."""
+    """The segments of one stage, in order, which cover each of its layers once.
+
+    skip_tail: a replay does not compute what only its own output needs: the last matmul, its collective, the addition after it.
+    verify: a replay is compared with its forward, bit by bit; then nothing is skipped.
+    """
 
     segments: tuple[Segment, ...]
+    skip_tail: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         position = 0
         for segment in self.segments:
             assert segment.first_layer == position, self
             position += segment.num_layers
+        assert not (self.skip_tail and self.verify), self
 
     @property
     def num_layers(self) -> int:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,12 +32,24 @@ def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor |
     """
     if tp_group is None:
         return F.linear(hidden_states, weight, bias)
+    return _ColumnParallelLinear.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel)
+
+
+class Operands(NamedTuple):
+    """Of a linear layer."""
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
+    """The operands in autocast's dtype, if it is on: what F.linear would do. The casts stay in the graph."""
     kind = hidden_states.device.type
-    if torch.is_autocast_enabled(kind):  # what F.linear would do; the casts stay in the graph
-        dtype = torch.get_autocast_dtype(kind)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return _ColumnParallelLinear.apply(hidden_states, weight, bias, tp_group, sequence_parallel)
+    if not torch.is_autocast_enabled(kind):
+        return Operands(hidden_states, weight, bias)
+    dtype = torch.get_autocast_dtype(kind)
+    return Operands(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class _ColumnParallelLinear(torch.autograd.Function):

@@ -21,6 +21,7 @@ from megatron_lite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
 
 
 def new_parameter(spec: ParameterSpec, context: TensorParallelContext) -> nn.Parameter:
@@ -68,11 +69,10 @@ class RowParallelLinear(nn.Module):
         self.bias = new_parameter(ParameterSpec(global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel),
                                   context) if bias else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.context.group is None:
-            return F.linear(hidden_states, self.weight, self.bias)
-        output = leave_row_parallel(F.linear(hidden_states, self.weight), self.context)
-        return output if self.bias is None else output + self.bias
+    def forward(self, hidden_states: Tensor, unread: bool = False) -> Tensor:
+        """unread: only the graph is needed; neither matmul nor collective is done, and the values are anything."""
+        return row_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
+                                   sequence_parallel=self.context.sequence_parallel, unread=unread)
 
 
 def leave_row_parallel(partial: Tensor, context: TensorParallelContext) -> Tensor:

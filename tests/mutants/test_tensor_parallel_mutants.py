@@ -6,7 +6,6 @@ The fault is made inside the forked ranks, so it cannot leak. A mutant that surv
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from megatron_lite.model import attention, embedding, gpt, mlp, norm
 from megatron_lite.optim import grad_buffer, norms
 from megatron_lite.parallel.collectives import Started, all_reduce
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
-from megatron_lite.tensor_parallel import column_linear, cross_entropy, layers, mappings
+from megatron_lite.tensor_parallel import column_linear, cross_entropy, layers, row_linear
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward
 from tests.support.equality import differences, gradients, train, unsharded_gradients
@@ -29,23 +28,17 @@ def f_without_all_reduce() -> None:
 
 
 def g_with_all_reduce_in_backward() -> None:
-    mappings._Reduce.forward = staticmethod(_remember_group(mappings._Reduce.forward))
-    mappings._Reduce.backward = staticmethod(lambda ctx, grad: (all_reduce(grad, ctx.group), None))
-
-
-def _remember_group(forward: Callable) -> Callable:
-    def remembering(ctx, tensor, group):
-        ctx.group = group
-        return forward(ctx, tensor, group)
-
-    return remembering
+    backward = row_linear._RowParallelLinear.backward
+    row_linear._RowParallelLinear.backward = staticmethod(lambda ctx, grad: backward(ctx, all_reduce(grad, ctx.tp_group)))
 
 
 def row_bias_before_the_sum() -> None:
-    def forward(self, hidden_states):
-        return layers.leave_row_parallel(torch.nn.functional.linear(hidden_states, self.weight, self.bias), self.context)
+    """Every rank adds it."""
 
-    layers.RowParallelLinear.forward = forward
+    def linear(hidden_states, weight, bias, *, tp_group, **facts):
+        return row_linear.row_parallel_linear(hidden_states, weight, None, tp_group=tp_group, **facts) + tp_group.size() * bias
+
+    layers.row_parallel_linear = linear
 
 
 def sequence_gather_with_a_slice_backward() -> None:
@@ -55,12 +48,12 @@ def sequence_gather_with_a_slice_backward() -> None:
 def sequence_reduce_scatter_with_a_slice_backward() -> None:
     """The gradient of other ranks' tokens is left out."""
 
-    def backward(ctx, grad):
-        whole = grad.new_zeros(grad.shape[0] * ctx.tp_group.size(), *grad.shape[1:])
-        whole.chunk(ctx.tp_group.size())[ctx.tp_group.rank()].copy_(grad)
-        return whole, None
+    def gather(shard, group):
+        whole = shard.new_zeros(shard.shape[0] * group.size(), *shard.shape[1:])
+        whole.chunk(group.size())[group.rank()].copy_(shard)
+        return whole
 
-    mappings._ReduceScatterSequence.backward = staticmethod(backward)
+    row_linear.all_gather_first_dim = gather
 
 
 def positions_from_zero_on_every_rank() -> None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.recompute.verify import RecomputeMismatch
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
+MODULE_SETS = [("layernorm",), ("mlp",), ("activation",), ("core_attn", "mlp"), ("layernorm", "activation"),
+               ("core_attn", "layernorm", "activation"), ("core_attn", "layernorm", "mlp")]
 NUM_LAYERS = 5  # not divisible by the units of 2 and 3
 MODELS = {
     "gpt, unfused, dropout": tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1),
     "llama, SDPA, residual dropout": tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, swiglu=True, qk_layernorm=True,
                                                  position_embedding_type="rope", normalization="RMSNorm"),
     "gpt, SDPA, no dropout": tiny_config(num_layers=NUM_LAYERS),
+    "gqa, squared relu, unfused": tiny_config(num_layers=NUM_LAYERS, group_query_attention=True, num_query_groups=2,
+                                              squared_relu=True, attention_backend="unfused", add_bias_linear=False),
 }
+AUTOCAST = "autocast"
 
 
 def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
     """Every policy of Megatron's flags that is legal in the layout."""
     named = {"core_attn": RecomputeConfig(recompute_activations=True)}
-    for modules in (("mlp",), ("core_attn", "mlp")):
+    for modules in MODULE_SETS:
         named["+".join(modules)] = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
     for method, counts in (("uniform", (1, 2, 3)), ("block", (1, 3, NUM_LAYERS + 4))):
         for count in counts:
@@ -30,6 +39,9 @@ def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
                 named[f"{method} {count}{' split' if split else ''}"] = RecomputeConfig(
                     recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
                     distribute_saved_activations=split)
+    for name in ("uniform 2", "core_attn+layernorm+mlp"):
+        named[f"{name}, whole tail"] = replace(named[name], recompute_tail_skip=False)
+        named[f"{name}, verified"] = replace(named[name], recompute_verify=True)
     return named
 
 
@@ -39,33 +51,42 @@ def changed(expected: Outcome, outcome: Outcome) -> list[str]:
     return names if torch.equal(expected.loss, outcome.loss) else ["loss", *names]
 
 
-def faults(rank: int, world_size: int, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, list[str]]:
-    """{model and policy: what it changed}, empty if nothing did. Four ranks run one model, since their collectives are slow."""
+def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> dict[str, list[str]]:
+    """{model and policy: what it changed}, empty if nothing did. More ranks run fewer models: they are slow."""
     found = {}
-    for model_name, config in list(MODELS.items())[: 1 if world_size == 4 else None]:
-        outcomes = {}
-        named = policies(can_split=world_size > 1 and not sequence_parallel)
-        for name, recompute in {"none": RecomputeConfig(), **named}.items():
-            with tp_state(world_size) as parallel:
-                model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype,
+    dtype = torch.float32 if precision == AUTOCAST else precision
+    number_of_models = 1 if world_size == 4 or (world_size == 2 and precision != torch.float32) else len(MODELS)
+    with tp_state(world_size) as parallel:
+        for model_name, config in list(MODELS.items())[:number_of_models]:
+            outcomes = {}
+            named = policies(can_split=world_size > 1 and not sequence_parallel)
+            for name, recompute in {"none": RecomputeConfig(), **named}.items():
+                fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=rank))
+                model = build_tiny_model(config, fresh, sequence_parallel=sequence_parallel, dtype=dtype,
                                          plan=plan_stage(recompute, NUM_LAYERS))
-                outcomes[name] = loss_and_grads(model, parallel)
-            if differences := changed(outcomes["none"], outcomes[name]):
-                found[f"{model_name}: {name}"] = differences
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == AUTOCAST):
+                    try:
+                        outcomes[name] = loss_and_grads(model, fresh)
+                    except RecomputeMismatch as mismatch:
+                        found[f"{model_name}: {name}"] = [str(mismatch)]
+                        continue
+                if differences := changed(outcomes["none"], outcomes[name]):
+                    found[f"{model_name}: {name}"] = differences
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "dtype"), [
-    (1, False, torch.float32), (1, False, torch.bfloat16), (2, False, torch.float32), (2, True, torch.bfloat16),
-    (4, False, torch.bfloat16)])
-def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, dtype: torch.dtype) -> None:
-    assert run_ranks(faults, tp_size, sequence_parallel, dtype) == [{}] * tp_size
+@pytest.mark.parametrize(("tp_size", "sequence_parallel", "precision"), [
+    (1, False, torch.float32), (1, False, torch.bfloat16), (1, False, AUTOCAST), (2, False, torch.float32),
+    (2, True, torch.float32), (2, False, torch.bfloat16), (2, True, torch.bfloat16), (2, False, AUTOCAST), (2, True, AUTOCAST),
+    (4, False, torch.bfloat16), (4, True, torch.float32)])
+def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> None:
+    assert run_ranks(faults, tp_size, sequence_parallel, precision, detail=False) == [{}] * tp_size
 
 
 def _stale_randomness(rank: int, world_size: int) -> dict[str, list[str]]:
     from megatron_lite.recompute import checkpoint
 
-    checkpoint._Randomness._restore = lambda self: None  # type: ignore[method-assign]
+    checkpoint.Randomness._restore = lambda self: None  # type: ignore[method-assign]
     return faults(rank, world_size, False, torch.float32)
 
 
@@ -73,15 +94,15 @@ def _unit_of_unchained_layers(rank: int, world_size: int) -> dict[str, list[str]
     from megatron_lite.recompute import runner
 
     chain = runner._chain
-    runner._chain = lambda layers, regions: chain(layers[-1:], regions)
+    runner._chain = lambda plan, segment, layers, rng, **facts: chain(plan, segment, layers[-1:], rng, **facts)
     return faults(rank, world_size, False, torch.float32)
 
 
 def _halves_in_the_wrong_order(rank: int, world_size: int) -> dict[str, list[str]]:
     from megatron_lite.recompute import checkpoint
 
-    gather = checkpoint.all_gather_first_dim
-    checkpoint.all_gather_first_dim = lambda shard, group: gather(shard, group).roll(shard.shape[0])
+    whole_input = checkpoint._whole_input
+    checkpoint._whole_input = lambda ctx, shard: whole_input(ctx, shard).roll(1, 0)
     return faults(rank, world_size, False, torch.float32)
 
 

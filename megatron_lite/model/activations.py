@@ -1,0 +1,49 @@
+"""Activations of the MLP that keep their input alone. Composed of torch's operations they would keep a tensor of f more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202). gate_up: [.., 2n], gate before up -> [.., n]. Keeps gate_up."""
+    return _SwiGLU.apply(gate_up)
+
+
+def squared_relu(intermediate: Tensor) -> Tensor:
+    """relu(x)^2 (arXiv 2109.08668), element by element. Keeps x."""
+    return _SquaredReLU.apply(intermediate)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        torch.mul(grad_output, F.silu(gate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad_output * up, gate))
+        return grad
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, intermediate: Tensor) -> Tensor:
+        ctx.save_for_backward(intermediate)
+        return F.relu(intermediate).square_()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        (intermediate,) = ctx.saved_tensors
+        return F.relu(intermediate).mul_(2.0).mul_(grad_output)

@@ -1,0 +1,56 @@
+"""The matmul before a g or a reduce-scatter, the sum over the ranks and the bias: one Function, whose forward can be left out.
+
+    forward   partial = x A^T,  all-reduce or reduce-scatter partial,  + b        keeps x
+    backward  gather dy under sequence parallelism,  dx = dy A,  dA = dy^T x,  db = sum of this rank's dy
+
+Backward never reads the output. So a replay whose output nobody reads needs neither the matmul nor the collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_, reduce_scatter_first_dim
+from megatron_lite.tensor_parallel.column_linear import autocast_operands
+
+
+def row_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
+                        sequence_parallel: bool, unread: bool = False) -> Tensor:
+    """[s, b, n/t] -> [s/t under sequence parallelism else s, b, m]; weight [m, n/t], bias [m] added once.
+
+    Keeps hidden_states and the weight. unread: only the graph is made; the values are anything.
+    """
+    return _RowParallelLinear.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, unread)
+
+
+class _RowParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
+                sequence_parallel: bool, unread: bool) -> Tensor:
+        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel and tp_group is not None
+        ctx.save_for_backward(hidden_states, weight)
+        if unread:
+            s, *others = hidden_states.shape[:-1]
+            rows = s // tp_group.size() if ctx.sequence_parallel and tp_group is not None else s
+            return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
+        if tp_group is None:
+            return F.linear(hidden_states, weight, bias)
+        partial = F.linear(hidden_states, weight)
+        output = reduce_scatter_first_dim(partial, tp_group) if sequence_parallel else all_reduce_(partial, tp_group)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_states, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
+        if ctx.sequence_parallel:
+            grad_output = all_gather_first_dim(grad_output, ctx.tp_group)
+        grad_input = grad_output.matmul(weight) if needs_input else None
+        grad_weight = grad_output.flatten(0, -2).t().matmul(hidden_states.flatten(0, -2)) if needs_weight else None
+        return grad_input, grad_weight, grad_bias, None, None, None
