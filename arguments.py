@@ -281,9 +281,11 @@ def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "logging", LoggingConfig)
     group.value("--log-interval", int, "iterations between two lines")
-    group.value("--peak-tflops-per-gpu", float, "peak rate for MFU and HFU; derived from the GPU's name and the dtype")
+    group.value("--peak-tflops-per-gpu", float, "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype")
     group.value("--metrics-jsonl", str, "file for one JSON object per iteration, with full precision")
     group.value("--tensorboard-dir", str, "directory for TensorBoard")
+    group.value("--memory-timeline", str, "file for the memory of one micro-batch, operator by operator, as JSON; "
+                "python -m megatron_lite.tools.plot_memory draws it")
     group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
     group.switch("--log-params-norm", "norm of all weights")
     group.switch("--log-num-zeros-in-grad", "number of gradient elements that are zero")

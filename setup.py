@@ -13,7 +13,8 @@ setup(
     py_modules=["arguments", "pretrain_gpt"],
     install_requires=["torch>=2.6", "numpy", "safetensors", "tokenizers", "rich", "tensorboard"],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "ruff", "mypy"],
+        "plot": ["matplotlib"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "ruff", "mypy", "matplotlib"],
         # Only an oracle of the tests (they skip what needs it where it is absent). CI installs it without its dependencies:
         # `pip install -c constraints.txt --no-deps megatron-core einops packaging`.
         "parity": ["megatron-core==0.16.1", "einops", "packaging"],

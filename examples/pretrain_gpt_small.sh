@@ -7,16 +7,8 @@ set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
 TP=${TP:-2}
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-$root/runs/gpt_small}
-PATH="${VENV:-$root/.venv}/bin:$PATH"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
-DISTRIBUTED_ARGS=(
-    --standalone
-    --local-addr 127.0.0.1  # the machine's own name need not resolve
-    --nproc_per_node "$NPROC_PER_NODE"
-)
 
 GPT_MODEL_ARGS=(
     --num-layers 4
@@ -64,18 +56,10 @@ EVAL_AND_LOGGING_ARGS=(
     --tensorboard-dir "$CHECKPOINT_PATH/tensorboard"
 )
 
-COMMAND=(
-    torchrun "${DISTRIBUTED_ARGS[@]}" "$root/pretrain_gpt.py"
-    "${GPT_MODEL_ARGS[@]}"
-    "${TRAINING_ARGS[@]}"
-    "${MODEL_PARALLEL_ARGS[@]}"
-    "${DATA_ARGS[@]}"
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+launch \
+    "${GPT_MODEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${MODEL_PARALLEL_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
     "$@"
-)
-if [[ ${DRY_RUN:-} ]]; then
-    printf '%q ' "${COMMAND[@]}"
-    echo
-    exit 0
-fi
-exec "${COMMAND[@]}"

@@ -9,15 +9,34 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arguments import parse_args
+from megatron_lite.config.recompute import RecomputeConfig
+from tests.support.runs import rows
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = [*sorted((ROOT / "examples").glob("*.sh")), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
-LAUNCHERS = [path for path in SCRIPTS if path.parent.name == "examples" and path.name != "environment.sh"]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.sh"))
+SCRIPTS = [*EXAMPLES, ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
+SOURCED = ("environment.sh", "launch.sh", "workload.sh")
+LAUNCHERS = [path for path in EXAMPLES if path.name not in SOURCED]
+NOTHING = RecomputeConfig()
+POLICIES = {
+    "none": NOTHING,
+    "full_uniform": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "full_uniform_units": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "full_block": RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+    "full_distributed": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
+                                        distribute_saved_activations=True),
+    "selective_core_attn": RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
+    "selective_pointwise": RecomputeConfig(recompute_granularity="selective",
+                                           recompute_modules=("core_attn", "layernorm", "activation")),
+    "selective_mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+}
 ARRAYS = ("GPT_MODEL_ARGS", "TRAINING_ARGS", "MODEL_PARALLEL_ARGS", "DATA_ARGS", "EVAL_AND_LOGGING_ARGS")
 
 
@@ -34,6 +53,10 @@ def command_of(path: Path, *arguments: str, **environment: str) -> list[str]:
     return shlex.split(completed.stdout)
 
 
+def policy_script(name: str) -> Path:
+    return ROOT / "examples" / "recompute" / f"{name}.sh"
+
+
 def training_flags(command: list[str]) -> list[str]:
     script = next(index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     assert Path(command[script]) == ROOT / "pretrain_gpt.py"
@@ -44,7 +67,9 @@ def training_flags(command: list[str]) -> list[str]:
 def test_a_script_is_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--severity=warning", "--external-sources", "--exclude=SC1091", str(path)], check=True)
+        # SC2054 takes the commas of --split for separators.
+        subprocess.run(["shellcheck", "--shell=bash", "--severity=warning", "--external-sources", "--exclude=SC1091,SC2054",
+                        str(path)], check=True)
 
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
@@ -65,15 +90,46 @@ def test_an_example_starts_as_many_processes_as_its_tensor_parallel_size_needs(p
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
 def test_an_example_passes_every_array_in_megatrons_names(path: Path) -> None:
-    source = path.read_text()
-    for name in ARRAYS:
-        assert f"{name}=(\n" in source and f'"${{{name}[@]}}"' in source, name
+    source, workload = path.read_text(), path.with_name("workload.sh")
+    defined = source + (workload.read_text() if workload.exists() else "")
+    for name in (*ARRAYS, "RECOMPUTE_ARGS") if POLICIES.get(path.stem, NOTHING) != NOTHING else ARRAYS:
+        assert f"{name}=(\n" in defined and f'"${{{name}[@]}}"' in source, name
 
 
-@pytest.mark.parametrize("name", ["pretrain_gpt_small.sh", "pretrain_llama_small.sh"])
-def test_flags_after_an_example_win(name: str) -> None:
-    config = parse_args(training_flags(command_of(ROOT / "examples" / name, "--train-iters", "7"))).config
+@pytest.mark.parametrize("path", [path for path in LAUNCHERS if path.name != "quickstart.sh"], ids=lambda path: path.name)
+def test_flags_after_an_example_win(path: Path) -> None:
+    config = parse_args(training_flags(command_of(path, "--train-iters", "7"))).config
     assert config.training.train_iters == 7
+
+
+def test_every_recompute_example_is_a_policy_listed_here() -> None:
+    assert {path.stem for path in LAUNCHERS if path.parent.name == "recompute"} == set(POLICIES)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_else(name: str) -> None:
+    policy, none = (parse_args(training_flags(command_of(policy_script(stem)))).config for stem in (name, "none"))
+    assert policy.recompute == POLICIES[name]
+    # Under sequence parallelism a layer's input is split already.
+    parallel = replace(none.parallel, sequence_parallel=not policy.recompute.distribute_saved_activations)
+    assert policy == replace(none, recompute=policy.recompute, parallel=parallel)
+
+
+@pytest.mark.parametrize("name", ["full_uniform_units", "full_block"])
+def test_variables_set_the_sizes_of_a_recompute_example(name: str) -> None:
+    sizes = dict(NUM_LAYERS="12", HIDDEN_SIZE="96", NUM_ATTENTION_HEADS="6", SEQ_LENGTH="80", RECOMPUTE_NUM_LAYERS="5")
+    config = parse_args(training_flags(command_of(policy_script(name), **sizes))).config
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (12, 96, 6)
+    assert (config.data.seq_length, config.model.max_position_embeddings, config.recompute.recompute_num_layers) == (80, 80, 5)
+
+
+@pytest.mark.slow
+def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    completed = run_script(policy_script("selective_pointwise"), "--train-iters", "2", "--metrics-jsonl", str(metrics),
+                           "--distributed-backend", "gloo", VENV=sys.prefix)
+    assert completed.returncode == 0, completed.stderr
+    assert [row["iteration"] for row in rows(metrics)] == [1, 2]
 
 
 def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path: Path) -> None:

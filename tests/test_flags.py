@@ -109,6 +109,10 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
 OURS: tuple[tuple[Any, ...], ...] = (
     ("--allow-fresh-start", ON, False),
     ("--metrics-jsonl", str, None, "m.jsonl"),
+    ("--peak-tflops-per-gpu", float, None, "312.5"),
+    ("--memory-timeline", str, None, "timeline.json"),
+    ("--no-recompute-tail-skip", OFF, True),
+    ("--recompute-verify", ON, False),
 )
 OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
 WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--config-json"}
@@ -237,6 +241,7 @@ def test_a_flag_belongs_to_one_class_only() -> None:
 def test_every_flag_of_megatron_is_known() -> None:
     not_of_megatron = {
         "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl",
+        "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip", "--recompute-verify", "--explain-recompute",
         # retired there
         "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
         "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",

@@ -96,6 +96,10 @@ class ModelConfig:
         """g, number of key/value heads: a without `--group-query-attention`."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
+    def builds_scores(self, device: str) -> bool:
+        """Whether core attention in training is unfused on a "cpu" or "cuda" device (see model/attention.py)."""
+        return self.attention_backend == "unfused" or (device == "cpu" and self.attention_dropout > 0.0)
+
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""

@@ -77,12 +77,18 @@ class RunConfig:
     def recompute_warnings(self) -> list[str]:
         """One line for each recompute setting that is legal and does nothing, or less than it says."""
         recompute, warnings = self.recompute, []
-        # With dropout on a CPU, auto builds the scores, and the region is worth rebuilding.
-        fused = self.model.attention_backend == "flash" or (self.model.attention_backend == "auto"
-                                                            and self.model.attention_dropout == 0.0)
-        if "core_attn" in recompute.recompute_modules and fused:
+        modules = recompute.recompute_modules
+        # The device is not known yet: with dropout a CPU has no flash kernel, and under auto the region may be worth it.
+        if "core_attn" in modules and (self.model.attention_backend == "flash" or not self.model.builds_scores("cpu")):
             warnings.append("--recompute-modules core_attn saves next to nothing under --attention-backend "
                             f"{self.model.attention_backend}: flash attention rebuilds its scores in backward by itself")
+        if "activation" in modules and "mlp" in modules:
+            warnings.append("--recompute-modules activation adds nothing to mlp, which it is a part of")
+        has_tail = recompute.recompute_granularity == "full" or "core_attn" in modules or "mlp" in modules
+        if not recompute.recompute_tail_skip and not has_tail:
+            warnings.append("--no-recompute-tail-skip has no effect: nothing is recomputed that ends in a matmul")
+        if recompute.recompute_verify and has_tail and recompute.recompute_tail_skip:
+            warnings.append("--recompute-verify turns the tail skip off: it compares the whole of every replay")
         count = recompute.recompute_num_layers
         if recompute.recompute_method == "block" and count is not None and count > self.model.num_layers:
             warnings.append(f"--recompute-num-layers {count} is more than the {self.model.num_layers} layers of a stage: all of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import require_at_least, require_not_empty, require_one_of, require_within, resolve
@@ -207,11 +208,17 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is written while training."""
+    """What is written while training.
+
+    peak_tflops_per_gpu: of which MFU and HFU are shares; None: looked up by the GPU's name. memory_timeline: file for the memory
+    of one micro-batch, operator by operator (tools/plot_memory.py draws it).
+    """
 
     log_interval: int = 100
+    peak_tflops_per_gpu: float | None = None
     metrics_jsonl: str | None = None
     tensorboard_dir: str | None = None
+    memory_timeline: str | None = None
     log_throughput: bool = False
     log_params_norm: bool = False
     log_num_zeros_in_grad: bool = False
@@ -221,4 +228,6 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "log_interval")
-        require_not_empty(self, "metrics_jsonl", "tensorboard_dir")
+        require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline")
+        if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
+            raise ValueError(f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})")

@@ -1,1 +1,1 @@
-"""Floor 3: arithmetic of bytes and FLOPs. No torch."""
+"""Floor 3: bytes and FLOPs: in closed form (no torch), measured, and as pictures."""

@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
         query, key, value = grouped[..., :q, :].reshape(s, b, self.groups * q, d), grouped[..., q, :], grouped[..., q + 1, :]
         copied = self.config.position_embedding_type == "rope" and not self.config.qk_layernorm
         if q > 1:
-            return query, key if copied else key.contiguous(), value.contiguous()
+            return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value
 
 
@@ -70,8 +70,8 @@ class CoreAttention(nn.Module):
     "flash" is torch's scaled_dot_product_attention, with whichever kernel torch picks for the device: flash kernels keep their
     inputs, their output and one float32 per row. "unfused" builds the scores and keeps, for each of a/t * s^2 * b of them, the
     softmax in the scores' dtype and, with dropout, its mask (1 byte) and the dropped softmax; under --attention-softmax-in-fp32
-    the float32 softmax besides a bf16 one; with query groups, key and value repeated for every head. "auto" is flash, except
-    with dropout on a CPU, where torch itself would build the scores.
+    the float32 softmax besides a bf16 one; with query groups, key and value repeated for every head. "auto" is flash. With
+    dropout on a CPU both are unfused: torch has no flash kernel for it, and would build the scores itself.
     """
 
     def __init__(self, config: ModelConfig, rng: RngStreams) -> None:
@@ -85,7 +85,7 @@ class CoreAttention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, unread: bool = False) -> Tensor:
         """unread: nobody will read the values of the output; unfused attention then leaves out its last matmul."""
         dropout_p = self.dropout if self.training else 0.0
-        if self.backend == "unfused" or (self.backend == "auto" and dropout_p > 0.0 and query.device.type == "cpu"):
+        if self.backend == "unfused" or (dropout_p > 0.0 and query.device.type == "cpu"):
             return self._unfused(query, key, value, dropout_p, unread)
         return self._flash(query, key, value, dropout_p)
 

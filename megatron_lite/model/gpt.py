@@ -50,6 +50,10 @@ class GPTModel(nn.Module):
         logits = gather_from_tensor_parallel_region(self._logits(tokens), self.context.group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 
+    def constants(self) -> tuple[Tensor, ...]:
+        """Tensors besides the parameters that outlive a step."""
+        return self._rotary or ()
+
     def _logits(self, tokens: Tensor) -> Tensor:
         """[b, s] -> [s, b, padded V / t]."""
         rotary = self._rotary_tables(tokens.shape[1]) if self.config.position_embedding_type == "rope" else None

@@ -33,7 +33,8 @@ def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device) 
     samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
     if device.type == "cuda":
         samples = samples.pin_memory().to(device, non_blocking=True)
-    return MicroBatch(samples[:, :-1].contiguous(), samples[:, 1:].contiguous())
+    # Copies also of a single sample, whose slice is contiguous: backward keeps the tokens, and would keep the whole sample.
+    return MicroBatch(*(part.clone(memory_format=torch.contiguous_format) for part in (samples[:, :-1], samples[:, 1:])))
 
 
 def microbatches(dataset: SampleDataset, *, consumed_samples: int, micro_batch_size: int, num_microbatches: int,

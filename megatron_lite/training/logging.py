@@ -22,6 +22,7 @@ from rich.progress import Progress as ProgressBar
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import LoggingConfig
+from megatron_lite.memory.flops import peak_flops
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
 
@@ -30,13 +31,18 @@ if TYPE_CHECKING:
 
 
 class RunFacts(NamedTuple):
-    """What log lines need to know of the run. tokens, flops: of one iteration, over all ranks; model FLOPs."""
+    """What log lines need to know of the run. tokens, flops (model FLOPs), hardware_flops: of one iteration, over all ranks.
+
+    peak_flops: what one GPU can do in a second, if known.
+    """
 
     num_iterations: int
     batch_size: int
     tokens: int
     world_size: int
     flops: int
+    hardware_flops: int
+    peak_flops: float | None
     device: torch.device
 
 
@@ -144,10 +150,21 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
         f"tokens/s/GPU: {facts.tokens / (ms / 1000.0) / facts.world_size:.1f}",
+        *(f"{name}: {percent:.1f}%" for name, percent in _utilization(ms, facts).items()),
+        _activation_bytes(last),
         f"peak GiB: {peak_gib(facts.device):.2f}",
         f"ETA: {_eta(last, facts, ms)}",
     ]
     return " | ".join(field for field in fields if field is not None) + " |"
+
+
+def known_peak_flops(config: LoggingConfig, device: torch.device, *, bf16: bool) -> float | None:
+    """FLOP/s of one GPU: --peak-tflops-per-gpu, or found by the GPU's name. None where neither says it, as on a CPU."""
+    if config.peak_tflops_per_gpu is not None:
+        return config.peak_tflops_per_gpu * 1e12
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), bf16=bf16, tf32=torch.backends.cuda.matmul.allow_tf32)
 
 
 def peak_gib(device: torch.device) -> float:
@@ -156,6 +173,23 @@ def peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
+
+
+def _utilization(ms: float, facts: RunFacts) -> dict[str, float]:
+    """MFU and HFU in percent of the peak: model and hardware FLOPs (see memory/flops.py). Empty where the peak is unknown."""
+    if facts.peak_flops is None:
+        return {}
+    available = facts.peak_flops * facts.world_size * (ms / 1000.0)
+    return {"MFU": 100.0 * facts.flops / available, "HFU": 100.0 * facts.hardware_flops / available}
+
+
+def _activation_bytes(record: IterationRecord) -> str | None:
+    """Bytes kept for backward, predicted/measured."""
+    predicted, measured = record.activation_bytes_predicted, record.activation_bytes_measured
+    if predicted is None or measured is None:
+        return None
+    unit, size = ("GiB", 2**30) if max(predicted, measured) >= 0.1 * 2**30 else ("MiB", 2**20)
+    return f"activation {unit}: {predicted / size:.3f}/{measured / size:.3f}"
 
 
 def _teraflops(ms: float, facts: RunFacts) -> float:
@@ -180,6 +214,7 @@ def _write_scalars(writer: SummaryWriter, record: IterationRecord, extras: LogEx
         "throughput": _teraflops(record.iteration_ms, facts) if config.log_throughput else None,
         "iteration-time": record.iteration_ms / 1000.0 if config.log_timers_to_tensorboard else None,
         "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
+        **_utilization(record.iteration_ms, facts),
     }
     for name, value in scalars.items():
         if value is not None:

@@ -18,15 +18,16 @@ from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.save_load import check_save_directory, load_checkpoint, save_checkpoint
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.build import Datasets
-from megatron_lite.memory.flops import step_flops
+from megatron_lite.memory.flops import hardware_flops, step_flops
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import SampleDataset, microbatches
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.logging import LogExtras, RunFacts, RunLog
+from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder, plain
 from megatron_lite.training.step import StepResult, TrainingError, train_step
 
 
@@ -55,9 +56,14 @@ class Trainer:
     num_microbatches: int
     batch_size: int
     progress: Progress = field(default_factory=Progress)
+    activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
     _clock: float = field(default=0.0, init=False)
     _saved_at: int = field(default=-1, init=False)
+    _timeline_is_due: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._timeline_is_due = self.config.logging.memory_timeline is not None
 
     def run(self) -> Progress:
         """Trains from where `--load` stands to the end, or to the exit interval. TrainingError where the loss is not finite."""
@@ -70,6 +76,8 @@ class Trainer:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
                          f"({self.num_iterations})")
             finished = self._train(log)
+            if self._timeline_is_due:
+                log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
             self._save(log)
             if finished:
                 self._evaluate("validation", self.datasets.valid, log)
@@ -81,7 +89,7 @@ class Trainer:
         training, checkpoint = self.config.training, self.config.checkpoint
         self._clock = time.perf_counter()
         while self.progress.iteration < self.num_iterations:
-            self._started.append(self._start_step())
+            self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
             saves, exits = _due(iteration, checkpoint.save_interval), _due(iteration, training.exit_interval)
@@ -103,13 +111,16 @@ class Trainer:
         """Steps whose figures are left on the device while the next one is started."""
         return 1 if self.parallel.device.type == "cuda" else 0
 
-    def _start_step(self) -> StartedStep:
+    def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
         learning_rate = self.schedule.at(before)
         batches = microbatches(self.datasets.train, consumed_samples=before, num_microbatches=self.num_microbatches,
                                micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel)
+        meter = None if self.activation_bytes else ActivationMeter(self.model, thorough=self.config.recompute.recompute_verify)
         result = train_step(self.model, self.optimizer, batches, num_microbatches=self.num_microbatches,
-                            learning_rate=learning_rate, parallel=self.parallel)
+                            learning_rate=learning_rate, parallel=self.parallel, observer=meter or self._timeline_recorder())
+        if meter is not None:
+            self._compare_bytes(meter, log)
         self.progress = replace(self.progress, iteration=self.progress.iteration + 1,
                                 consumed_samples=before + self.batch_size)
         logging, iteration = self.config.logging, self.progress.iteration
@@ -117,6 +128,22 @@ class Trainer:
         return StartedStep(iteration, self.progress.consumed_samples, learning_rate, result,
                            self.optimizer.params_norm() if logged and logging.log_params_norm else None,
                            self.optimizer.num_zeros_in_grad() if logged and logging.log_num_zeros_in_grad else None)
+
+    def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
+        """Takes the figures of the run's first micro-batch."""
+        self.activation_bytes = meter.result(self.config, self.parallel)
+        fault = self.activation_bytes.fault
+        if fault is not None and self.config.recompute.recompute_verify:
+            raise TrainingError(f"--recompute-verify: {fault}")
+        if fault is not None:
+            log.line(f"warning: {fault}")
+
+    def _timeline_recorder(self) -> Observer:
+        """Of the run's second iteration, whose memory is that of all later ones."""
+        if self._timeline_is_due:
+            self._timeline_is_due = False
+            return TimelineRecorder(self.model, self.config.logging.memory_timeline if self.parallel.rank == 0 else None)
+        return plain
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures (the one place that waits for the device), counts and logs them."""
@@ -130,6 +157,8 @@ class Trainer:
             iteration=step.iteration, consumed_samples=step.consumed_samples, lm_loss=loss, grad_norm=grad_norm,
             learning_rate=step.learning_rate, iteration_ms=seconds * 1000.0,
             tokens_per_second=self.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
+            activation_bytes_predicted=None if self.activation_bytes is None else self.activation_bytes.predicted,
+            activation_bytes_measured=None if self.activation_bytes is None else self.activation_bytes.measured,
         ), LogExtras(params_norm=None if step.params_norm is None else step.params_norm.item(),
                      num_zeros=None if step.num_zeros is None else int(step.num_zeros.item())))
         if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or skipped):
@@ -174,11 +203,16 @@ class Trainer:
         self._saved_at = iteration
 
     def _open_log(self) -> RunLog:
-        flops = step_flops(self.config.model, batch=self.batch_size, seq_length=self.config.data.seq_length,
-                           padded_vocab_size=self.config.tokenizer.padded_vocab_size(self.parallel.tp_size))
-        facts = RunFacts(num_iterations=self.num_iterations, batch_size=self.batch_size, device=self.parallel.device,
-                         tokens=self.batch_size * self.config.data.seq_length, world_size=self.parallel.world_size, flops=flops)
-        return RunLog(self.config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
+        config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
+        vocabulary = config.tokenizer.padded_vocab_size(self.parallel.tp_size)
+        facts = RunFacts(
+            num_iterations=self.num_iterations, batch_size=self.batch_size, device=device, tokens=self.batch_size * seq_length,
+            world_size=self.parallel.world_size,
+            flops=step_flops(config.model, batch=self.batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
+            hardware_flops=hardware_flops(config.model, self.model.decoder.plan, batch=self.batch_size, seq_length=seq_length,
+                                          padded_vocab_size=vocabulary, device=device.type),
+            peak_flops=known_peak_flops(config.logging, device, bf16=config.training.bf16))
+        return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

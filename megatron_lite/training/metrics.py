@@ -20,7 +20,8 @@ from megatron_lite.config.checks import InputError
 class IterationRecord:
     """lm_loss: mean over the global batch, nats per token. learning_rate: the one used. skipped, nan: 0 or 1.
 
-    tokens_per_second: over all ranks.
+    tokens_per_second: over all ranks. activation_bytes_*: kept for backward by one micro-batch, the most of any rank; measured
+    on the run's first micro-batch.
     """
 
     iteration: int
@@ -32,6 +33,8 @@ class IterationRecord:
     tokens_per_second: float
     skipped: int
     nan: int
+    activation_bytes_predicted: int | None = None
+    activation_bytes_measured: int | None = None
 
 
 class MetricsFile:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.memory.flops import forward_flops, step_flops
+from megatron_lite.memory.flops import LayerFlops, forward_flops, layer_flops, peak_flops, step_flops
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
@@ -72,5 +72,30 @@ def test_a_hand_computed_case():
     """One layer, h = 2, one head, f = 8, s = 3, b = 1, V = 5. Multiply-adds per token: qkv 12, scores and context 6 + 6,
     projection 4, MLP 16 + 16, logits 10: 70."""
     config = ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=1, max_position_embeddings=3)
+    assert layer_flops(config, batch=1, seq_length=3) == LayerFlops(*(2 * 3 * part for part in (12, 6, 6, 4, 16, 16)))
     assert forward_flops(config, batch=1, seq_length=3, padded_vocab_size=5) == 2 * 3 * 70
     assert step_flops(config, batch=2, seq_length=3, padded_vocab_size=5) == 3 * 2 * (2 * 3 * 70)
+
+
+@pytest.mark.parametrize(("device_name", "bf16", "float32", "tf32"), [
+    ("NVIDIA A100-SXM4-80GB", 312, 19.5, 156),
+    ("NVIDIA A100 80GB PCIe", 312, 19.5, 156),
+    ("NVIDIA H100 80GB HBM3", 989, 67, 494.5),
+    ("NVIDIA H100 PCIe", 756, 51, 378),
+    ("NVIDIA H100 NVL", 835, 60, 417.5),
+    ("NVIDIA H200", 989, 67, 494.5),
+    ("NVIDIA GH200 480GB", 989, 67, 494.5),
+    ("NVIDIA B200", 2250, 80, 1125),
+    ("NVIDIA GB200", 2500, 90, 1250),
+    ("NVIDIA L4", 121, 30.3, 60.5),
+    ("NVIDIA L40S", 362, 91.6, 181),
+])
+def test_the_peak_of_a_gpu_follows_from_its_name_and_dtype(device_name, bf16, float32, tf32):
+    assert peak_flops(device_name, bf16=True) == bf16 * 1e12
+    assert peak_flops(device_name, bf16=False) == float32 * 1e12
+    assert peak_flops(device_name, bf16=False, tf32=True) == tf32 * 1e12
+
+
+@pytest.mark.parametrize("device_name", ["NVIDIA H20", "NVIDIA L40", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "Tesla V100-SXM2", ""])
+def test_no_peak_is_guessed_from_a_similar_name(device_name):
+    assert peak_flops(device_name, bf16=True) is None

@@ -45,7 +45,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_run_rank, args=(fn, rank, world_size, args, timeout, detail, Path(folder), writer))
+                process = context.Process(target=_run_rank,
+                                          args=(fn, rank, world_size, args, timeout, detail, Path(folder), writer))
                 with warnings.catch_warnings():  # Python 3.12 warns of any other thread, even an idle one of pytest's
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()

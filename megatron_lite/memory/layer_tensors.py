@@ -1,0 +1,195 @@
+"""One transformer layer as data: which operation keeps which tensor for backward, and which tensors a region takes and returns.
+
+A tensor here is a storage: views of one are one, and it is kept once, however many operations keep it. The names and sizes follow
+model/layer.py, attention.py and mlp.py line by line. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.recompute.plan import ACTIVATION, CORE_ATTENTION, LAYERNORM, MLP_REGION
+
+CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What decides the sizes besides the model: one micro-batch on one rank.
+
+    element_bytes: of weights and activations: 4, or 2 under --bf16. device: "cpu" or "cuda".
+    """
+
+    micro_batch_size: int
+    seq_length: int
+    padded_vocab_size: int
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    element_bytes: int = 4
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, config: RunConfig, *, device: str) -> Sizes:
+        """Those of a run, whose vocabulary size must be known."""
+        tp_size = config.parallel.tensor_model_parallel_size
+        return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
+                   padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
+                   sequence_parallel=config.parallel.sequence_parallel, element_bytes=2 if config.training.bf16 else 4,
+                   device=device)
+
+    @property
+    def tokens(self) -> int:
+        """s b."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of a norm or residual on one rank: s b / t under sequence parallelism, else s b."""
+        return self.tokens // self.tp_size if self.sequence_parallel else self.tokens
+
+    @property
+    def accumulate_bytes(self) -> int:
+        """Of sums and statistics that are at least float32."""
+        return max(4, self.element_bytes)
+
+    @property
+    def rng_state_bytes(self) -> int:
+        """What one replayed unit or region keeps to repeat its draws: every stream, and on CUDA the CPU's generator."""
+        if self.device == "cpu":
+            return NUM_STREAMS * CPU_RNG_STATE
+        return NUM_STREAMS * CUDA_RNG_STATE + CPU_RNG_STATE
+
+
+class KeptTensor(NamedTuple):
+    """name: unique in its layer. in_paper: one of the terms of 2205.05198 sec. 4.1."""
+
+    name: str
+    num_bytes: int
+    in_paper: bool = False
+
+
+class Operation(NamedTuple):
+    """keeps: what stays for its backward. region: the smallest one around it, if any."""
+
+    name: str
+    keeps: tuple[KeptTensor, ...]
+    region: str | None = None
+
+
+class Region(NamedTuple):
+    """inputs: kept in place of what its operations keep. lent: outputs that others need not keep either."""
+
+    inputs: tuple[KeptTensor, ...]
+    lent: tuple[str, ...] = ()
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """The operations of one layer in order, and its regions."""
+
+    operations: tuple[Operation, ...]
+    regions: dict[str, Region]
+
+    @property
+    def input(self) -> KeptTensor:
+        """The layer's input: all that a unit keeps."""
+        return self.operations[0].keeps[0]
+
+
+def layer_tensors(model: ModelConfig, sizes: Sizes) -> LayerTensors:
+    """What every layer keeps where nothing is rebuilt. Shapes in the notation of config/model.py."""
+    element, local = sizes.element_bytes, sizes.local_tokens
+    hidden = local * model.hidden_size * element  # [s', b, h]
+    layer_input, mlp_input = KeptTensor("layer input", hidden, True), KeptTensor("mlp residual", hidden, True)
+    normed = KeptTensor("normed layer input", hidden, True)
+    normed_mlp = KeptTensor("normed mlp residual", hidden, True)
+    attention = _Attention(model, sizes)
+    width = sizes.tokens * model.ffn_size // sizes.tp_size * element
+    intermediate = KeptTensor("fc1 output", width * (2 if model.activation == "swiglu" else 1), True)
+    activated = KeptTensor("activation output", width, True)
+    operations = (
+        Operation("input_layernorm", (layer_input, *_statistics("input norm", model, sizes, local)), LAYERNORM),
+        Operation("linear_qkv", (normed,)),
+        *attention.preparation,
+        Operation("core_attention", attention.core, CORE_ATTENTION),
+        Operation("linear_proj", (attention.attended,)),
+        *_residual_dropout("attention dropout mask", model, sizes),
+        Operation("pre_mlp_layernorm", (mlp_input, *_statistics("mlp norm", model, sizes, local)), LAYERNORM),
+        Operation("linear_fc1", (normed_mlp,), MLP_REGION),
+        Operation("activation", (intermediate,), MLP_REGION),
+        Operation("linear_fc2", (activated,), MLP_REGION),
+        *_residual_dropout("mlp dropout mask", model, sizes),
+    )
+    return LayerTensors(operations, {
+        LAYERNORM: Region((layer_input, mlp_input), lent=(normed.name, normed_mlp.name)),
+        CORE_ATTENTION: Region(attention.heads, draws=True),
+        MLP_REGION: Region((normed_mlp,), draws=True),
+        ACTIVATION: Region((intermediate,), lent=(activated.name,)),
+    })
+
+
+class _Attention:
+    """heads: query, key and value as core attention gets them. core: what it keeps. preparation: what makes the heads."""
+
+    def __init__(self, model: ModelConfig, sizes: Sizes) -> None:
+        tokens, element = sizes.tokens, sizes.element_bytes
+        channels = model.num_attention_heads * model.head_dim // sizes.tp_size  # a/t d
+        kv_channels = model.query_groups * model.head_dim // sizes.tp_size
+        query, kv = tokens * channels * element, tokens * kv_channels * element
+        grouped = model.query_groups < model.num_attention_heads
+        rotary, normed = model.position_embedding_type == "rope", model.qk_layernorm
+        self.attended = KeptTensor("attention output", query, True)
+        whole = KeptTensor("query, key and value", query + 2 * kv, not normed)
+        value = KeptTensor("value", kv, True)
+        self.preparation: tuple[Operation, ...] = ()
+        if normed:
+            raw = (KeptTensor("query", query), KeptTensor("key", kv)) if grouped else (whole,)
+            rows = tokens * (channels + kv_channels) // model.head_dim
+            self.preparation += (Operation("qk_layernorm", (*raw, *_statistics("qk norm", model, sizes, rows))),)
+        if rotary:
+            tables = 2 * sizes.seq_length * model.rotary_dim * element
+            self.preparation += (Operation("rotary", (KeptTensor("rotary tables", tables),)),)
+        if rotary or normed or grouped:
+            prefix = "rotated " if rotary else "normed " if normed else ""
+            ready = (KeptTensor(f"{prefix}query", query, True), KeptTensor(f"{prefix}key", kv, True))
+            self.heads: tuple[KeptTensor, ...] = (*ready, whole if normed and not grouped else value)
+        else:
+            self.heads = (whole,)
+        self.core = self._kept(model, sizes, grouped)
+
+    def _kept(self, model: ModelConfig, sizes: Sizes, grouped: bool) -> tuple[KeptTensor, ...]:
+        scores = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.seq_length
+        if not model.builds_scores(sizes.device):
+            return (*self.heads, self.attended, KeptTensor("log-sum-exp", scores * sizes.accumulate_bytes))
+        heads = self.heads
+        if grouped:
+            repeated = self.attended.num_bytes
+            heads = (heads[0], KeptTensor("repeated key", repeated), KeptTensor("repeated value", repeated))
+        scores *= sizes.seq_length
+        element = sizes.element_bytes
+        softmax = max(4, element) if model.attention_softmax_in_fp32 else element
+        kept = [KeptTensor("softmax", scores * softmax, True)]
+        if model.attention_dropout > 0.0:
+            kept += [KeptTensor("softmax dropout mask", scores, True), KeptTensor("dropped softmax", scores * element, True)]
+        elif softmax != element:
+            kept += [KeptTensor("cast softmax", scores * element)]
+        return (*heads, *kept)
+
+
+def _statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> tuple[KeptTensor, ...]:
+    """Mean and reciprocal deviation of each row; RMSNorm has no mean. CPU kernels of LayerNorm keep them in the rows' dtype."""
+    if model.normalization == "RMSNorm":
+        return (KeptTensor(f"{name} statistics", rows * sizes.accumulate_bytes),)
+    element = sizes.element_bytes if sizes.device == "cpu" else sizes.accumulate_bytes
+    return (KeptTensor(f"{name} statistics", 2 * rows * element),)
+
+
+def _residual_dropout(name: str, model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
+    """One byte per element."""
+    if model.hidden_dropout == 0.0:
+        return ()
+    return (Operation("dropout", (KeptTensor(name, sizes.local_tokens * model.hidden_size, True),)),)

@@ -1,0 +1,155 @@
+"""Bytes kept for backward: the closed form against what torch's hooks see and against the storages that live. No tolerance."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory import activations
+from megatron_lite.memory.activations import activation_bytes, activation_terms, working_set_bytes
+from megatron_lite.memory.layer_tensors import Sizes
+from megatron_lite.memory.live_storages import LiveStorages
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.equality import VARIANTS, variant_config
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.ranks import run_ranks
+
+NUM_LAYERS = 3  # not divisible by the units of 2
+MODULES = ("core_attn", "layernorm", "mlp", "activation")
+
+
+class Figures(NamedTuple):
+    """saved: by torch's hooks. predicted: ours. unaccounted: alive after the forward, and neither saved nor the loss."""
+
+    saved: int
+    predicted: int
+    unaccounted: int | None
+
+
+def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
+    """None, every set of regions, and units of one and two layers."""
+    yield RecomputeConfig()
+    for count in range(1, len(MODULES) + 1):
+        for modules in itertools.combinations(MODULES, count):
+            yield RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+    for method, layers in (("uniform", 1), ("uniform", 2), ("block", 1), ("block", 2)):
+        for split in (False, True) if can_split else (False,):
+            yield RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers,
+                                  distribute_saved_activations=split)
+
+
+def figures(config: ModelConfig, recompute: RecomputeConfig, parallel: ParallelState, *, sequence_parallel: bool,
+            dtype: torch.dtype, live: LiveStorages | None = None) -> Figures:
+    plan = plan_stage(recompute, config.num_layers)
+    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan)
+    with kept_for_backward(exclude=model.parameters()) as meter, live or nullcontext():
+        loss = model.loss(*sample_tokens()).mean()
+    known = {tensor.untyped_storage()._cdata for tensor in (loss, *model.parameters(), *model.constants())}
+    unaccounted = None if live is None else live.bytes_beside(known | meter.storages().keys())
+    sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(parallel.tp_size),
+                  tp_size=parallel.tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
+    return Figures(meter.total_bytes(), activation_bytes(config, plan, sizes), unaccounted)
+
+
+def models() -> Iterator[ModelConfig]:
+    """Every variant x attention x dropout in attention, in the residual, in both or in neither."""
+    for name, backend, softmax_in_fp32 in itertools.product(VARIANTS, ("flash", "unfused"), (False, True)):
+        for hidden, attention in ((0.0, 0.0), (0.1, 0.1), (0.1, 0.0), (0.0, 0.1)):
+            yield variant_config(name, num_layers=NUM_LAYERS, attention_backend=backend, hidden_dropout=hidden,
+                                 attention_dropout=attention, attention_softmax_in_fp32=softmax_in_fp32)
+
+
+def differences(rank: int, world_size: int, sequence_parallel: bool, every: int) -> tuple[int, list[str]]:
+    """How many cases were measured, and those where prediction and measurement differ. Takes each `every`-th of all cases."""
+    wrong = []
+    can_split = world_size > 1 and not sequence_parallel
+    cases = list(itertools.product(models(), policies(can_split=can_split), (torch.float32, torch.bfloat16, torch.float64)))
+    with tp_state(world_size) as parallel:
+        for config, recompute, dtype in cases[::every]:
+            found = figures(config, recompute, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+            if found.saved != found.predicted:
+                wrong.append(f"{config} {recompute} {dtype}: {found}")
+    return len(cases[::every]), wrong
+
+
+@pytest.mark.parametrize(("tp_size", "sequence_parallel", "every"),
+                         [(1, False, 13), (2, False, 43), (2, True, 43), (4, True, 131)])
+def test_predicted_bytes_are_the_measured_ones(tp_size: int, sequence_parallel: bool, every: int) -> None:
+    for count, wrong in run_ranks(differences, tp_size, sequence_parallel, every, detail=False):
+        assert wrong == [] and count > 30
+
+
+def living(rank: int, world_size: int, sequence_parallel: bool) -> list[Figures]:
+    found = []
+    with tp_state(world_size) as parallel:
+        for name, recompute in itertools.product(("gpt2", "llama"), policies(can_split=world_size > 1 and not sequence_parallel)):
+            config = variant_config(name, num_layers=2, hidden_dropout=0.1, attention_dropout=0.1)
+            found.append(figures(config, recompute, parallel, sequence_parallel=sequence_parallel, dtype=torch.bfloat16,
+                                 live=LiveStorages()))
+    return found
+
+
+@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_what_is_saved_is_all_that_lives(tp_size: int, sequence_parallel: bool) -> None:
+    """Nothing hides from the hooks on a Function's context, in a cache or in a closure."""
+    for found in run_ranks(living, tp_size, sequence_parallel, detail=False):
+        assert len(found) > 30 and all(each.saved == each.predicted and each.unaccounted == 0 for each in found), found
+
+
+PAPER = dict(num_layers=2, hidden_size=64, num_attention_heads=8, max_position_embeddings=32, attention_backend="unfused")
+
+
+@pytest.mark.parametrize(("tp_size", "sequence_parallel", "modules", "per_layer"), [
+    (1, False, (), lambda s, b, h, a, t: s * b * h * 34 + 5 * a * s * s * b),
+    (4, False, (), lambda s, b, h, a, t: s * b * h * (10 + 24 // t) + 5 * a * s * s * b // t),
+    (4, True, (), lambda s, b, h, a, t: (s * b * h * 34 + 5 * a * s * s * b) // t),
+    (4, False, ("core_attn",), lambda s, b, h, a, t: s * b * h * (10 + 24 // t)),
+    (4, True, ("core_attn",), lambda s, b, h, a, t: s * b * h * 34 // t)])
+def test_the_papers_terms_add_up_to_the_papers_formula(tp_size, sequence_parallel, modules, per_layer) -> None:  # type: ignore[no-untyped-def]
+    """2205.05198, equations 1 to 4 and section 5: 2-byte activations, 1-byte masks, dropout everywhere, GELU of width 4h."""
+    model = ModelConfig(**PAPER)  # type: ignore[arg-type]
+    sizes = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=tp_size, sequence_parallel=sequence_parallel,
+                  element_bytes=2)
+    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules) if modules else RecomputeConfig()
+    terms = activation_terms(model, plan_stage(recompute, 2), sizes)
+    in_paper = sum(term.num_bytes for term in terms if term.layer == 1 and term.tensor.in_paper)
+    assert in_paper == per_layer(32, 3, 64, 8, tp_size)
+
+
+def test_full_recomputation_keeps_two_sbh_a_unit_and_a_share_where_it_is_split() -> None:
+    sizes = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=4, element_bytes=2)
+    for split in (False, True):
+        recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=split)
+        terms = activation_terms(ModelConfig(**PAPER), plan_stage(recompute, 2), sizes)  # type: ignore[arg-type]
+        assert [term.num_bytes for term in terms if term.layer == 1 and term.tensor.in_paper] == [
+            2 * 32 * 3 * 64 // (4 if split else 1)]
+
+
+def test_a_replayed_layer_holds_what_a_kept_one_does_besides_its_input() -> None:
+    model, sizes = ModelConfig(**PAPER), Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128)  # type: ignore[arg-type]
+    three, two = (activation_bytes(replace(model, num_layers=count), plan_stage(RecomputeConfig(), count), sizes)
+                  for count in (3, 2))
+    assert three - two == working_set_bytes(model, sizes) + 4 * 32 * 3 * 64
+
+
+@pytest.mark.parametrize("name", ["softmax dropout mask", "attention output", "RNG states of core_attn", "labels",
+                                  "input norm statistics", "logits"])
+def test_the_comparison_sees_a_missing_term(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    config = variant_config("gpt2", num_layers=2, attention_backend="unfused", attention_dropout=0.1)
+    recompute = RecomputeConfig(recompute_granularity="selective",
+                                recompute_modules=("core_attn",) if name.startswith("RNG") else ("mlp",))
+    terms = activations.activation_terms
+    monkeypatch.setattr(activations, "activation_terms", lambda *args: [t for t in terms(*args) if t.tensor.name != name])
+    with tp_state(1) as parallel:
+        found = figures(config, recompute, parallel, sequence_parallel=False, dtype=torch.float32)
+    assert found.saved > found.predicted

@@ -1,0 +1,309 @@
+"""The meter: what a forward keeps, to the byte, by torch's hooks; and the same figure from the storages that live."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.live_storages import LiveStorages
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.equality import VARIANTS, variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import run_ranks
+
+PLANS = {
+    "none": dict(),
+    "uniform 2": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "block 1": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    "regions": dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "activation")),
+    "mlp": dict(recompute_granularity="selective", recompute_modules=("mlp",)),
+}
+ROW = 4 * 7  # bytes of a float32 row of 7
+
+
+@pytest.fixture
+def gpt() -> Iterator[GPTModel]:
+    with tp_state(1) as parallel:
+        yield build_tiny_model(tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def parameter_grads(model: nn.Module) -> list[Tensor]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    assert all(grad is not None for grad in grads)
+    return grads  # type: ignore[return-value]
+
+
+def test_a_storage_counts_once_and_whole_however_often_and_in_whichever_views_it_is_saved() -> None:
+    x = leaf(5, 7)
+    with kept_for_backward() as meter:
+        y = x * x[:, :1] + x[0] * x.t()[:, :1].sum()
+    assert meter.total_bytes() == 5 * ROW + 4  # x in four views, and the 0-d sum
+    assert y.requires_grad
+
+
+def test_excluded_are_storages_so_views_and_transposes_of_parameters_too() -> None:
+    layer, x = nn.Linear(7, 5), leaf(3, 7)
+    with kept_for_backward(exclude=layer.parameters()) as meter:
+        y = (layer(x) @ layer.weight * layer.weight[0]).sum() * layer.weight.t()[0, 1]
+    expected = 3 * ROW + 3 * 5 * 4 + 3 * ROW + 4  # x, the layer's output, what the row scales, the sum
+    assert meter.total_bytes() == expected
+    assert y.requires_grad
+
+
+def test_what_was_saved_and_let_go_does_not_count() -> None:
+    x = leaf(5, 7)
+    with kept_for_backward() as meter:
+        dropped = (x + 1).square()
+        kept = (x[:2] + 1).square()
+        assert meter.total_bytes() == 5 * ROW + 2 * ROW
+        del dropped
+    assert meter.total_bytes() == 2 * ROW
+    del kept
+    assert meter.total_bytes() == 0
+
+
+def test_a_storage_counts_with_the_size_that_it_has_now() -> None:
+    x = leaf(5, 7)
+    with kept_for_backward() as meter:
+        inner = x + 1
+        outer = inner.square()
+    inner.untyped_storage().resize_(0)
+    assert meter.total_bytes() == 0
+    inner.untyped_storage().resize_(5 * ROW)
+    assert meter.total_bytes() == 5 * ROW
+    assert outer.requires_grad
+
+
+class Twice(torch.autograd.Function):
+    """2 x, from which the derivative is found in a strange way."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        doubled = 2 * x
+        ctx.save_for_backward(doubled, x)
+        return doubled
+
+    @staticmethod
+    def backward(ctx, grad_output):  # type: ignore[no-untyped-def]
+        return grad_output * ctx.saved_tensors[0] / ctx.saved_tensors[1]
+
+
+def test_what_custom_functions_save_counts_and_comes_back() -> None:
+    x = leaf(3, 7)
+    with kept_for_backward() as meter:
+        output = Twice.apply(x + 1)
+    assert meter.total_bytes() == 2 * 3 * ROW
+    output.sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 7), 2.0))
+
+
+@pytest.mark.parametrize("function", [Tensor.exp, Twice.apply], ids=["exp", "Twice"])
+def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function) -> None:  # type: ignore[no-untyped-def]
+    """A hook that held the very output that its graph saved would make a cycle."""
+    gc.disable()
+    try:
+        with kept_for_backward() as meter:
+            output = function(leaf(3, 7))
+        storage = weakref.ref(output.untyped_storage())
+        del output
+        assert storage() is None and meter.total_bytes() == 0
+    finally:
+        gc.enable()
+
+
+def test_backward_lets_everything_go_and_retain_graph_nothing(gpt: GPTModel) -> None:
+    tokens, labels = sample_tokens()
+    with kept_for_backward(exclude=gpt.parameters()) as meter:
+        loss = gpt.loss(tokens, labels).mean()
+    before = meter.total_bytes()
+    loss.backward(retain_graph=True)
+    assert before == meter.total_bytes() > 0
+    loss.backward()
+    assert meter.total_bytes() == 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_are_the_same_bits_with_and_without_the_meter(name: str, plan: str) -> None:
+    config = variant_config(name, hidden_dropout=0.1, attention_dropout=0.1)
+    tokens, labels = sample_tokens()
+    with tp_state(1) as parallel:
+        model = build_tiny_model(config, parallel, plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers))
+        start = parallel.rng.snapshot()
+        model.loss(tokens, labels).mean().backward()
+        plain = parameter_grads(model)
+        parallel.rng.restore(start)
+        with kept_for_backward(exclude=model.parameters(), model=model):
+            loss = model.loss(tokens, labels).mean()
+        loss.backward(retain_graph=True)
+        once = parameter_grads(model)
+        loss.backward()
+    again = parameter_grads(model)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, once, again, strict=True))
+
+
+def test_a_write_to_what_backward_needs_is_still_an_error() -> None:
+    x = leaf(3, 7)
+    with kept_for_backward():
+        inner = x + 1
+        outer = inner.square()
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match=r"\[3, 7\].*modified by an inplace operation"):
+        outer.sum().backward()
+
+
+def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
+    first, second = nn.Linear(7, 5), nn.Sequential(nn.Linear(5, 5, bias=False), nn.GELU())
+    model = nn.ModuleDict({"first": first, "second": second})
+    x = leaf(3, 7)
+    with kept_for_backward(exclude=model.parameters(), model=model) as meter:
+        hidden = first(x)
+        output = second(hidden)
+        total = (output * hidden).sum()
+    size = 4 * 3 * 5
+    assert meter.by_module() == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}  # hidden is second.0's already
+    assert total.requires_grad
+
+
+def test_modules_are_left_without_hooks_also_by_an_exception() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError("inside")
+
+    model = nn.Sequential(nn.Linear(7, 7), Fails())
+    with kept_for_backward(model=model) as meter:
+        with pytest.raises(KeyError):
+            model(leaf(3, 7))
+        after = leaf(3, 7).square()
+    assert meter.by_module() == {"": 3 * ROW}  # no module counts as running any more
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert after.requires_grad
+
+
+def test_hooks_put_on_top_may_call_the_meters() -> None:
+    x = leaf(3, 7)
+    with kept_for_backward() as meter:
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (pack(t), "seen"), lambda packed: unpack(packed[0])):
+            passed_on = (x + 1).square()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            hidden = (x + 2).square()
+    assert meter.total_bytes() == 3 * ROW
+    (passed_on + hidden).sum().backward()
+    assert torch.equal(x.grad, 2 * (x + 1) + 2 * (x + 2))
+
+
+def kept_and_alive(model: GPTModel) -> tuple[dict[int, int], dict[int, int], set[int], int]:
+    """At the end of a forward, bytes by storage: by hooks, by life; addresses of the inputs; address of the loss."""
+    tokens, labels = sample_tokens()
+    with torch.no_grad():
+        model(tokens)  # the rotary tables, which are constants of the model, exist from here on
+    with LiveStorages() as live, kept_for_backward(exclude=[*model.parameters(), *model.constants()]) as meter:
+        loss = model.loss(tokens, labels).mean()
+    kept = {address: storage.num_bytes for address, storage in meter.storages().items()}
+    address = loss.untyped_storage()._cdata
+    live.bytes_beside(kept.keys() | {address})  # waits for what a collective lets go of late
+    assert meter.total_bytes() == sum(kept.values()) and live.total_bytes() == sum(live.storages().values())
+    return kept, live.storages(), {tensor.untyped_storage()._cdata for tensor in (tokens, labels)}, address
+
+
+def assert_hooks_see_all_that_lives(model: GPTModel) -> None:
+    kept, alive, inputs, loss = kept_and_alive(model)
+    del alive[loss]
+    of_forward = {address: size for address, size in kept.items() if address not in inputs}
+    assert of_forward == {address: size for address, size in alive.items() if size}  # an empty tensor may live on
+    assert sum(of_forward.values()) > 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_hooks_see_all_that_lives_at_the_end_of_forward(name: str, dropout: float, plan: str) -> None:
+    config = variant_config(name, hidden_dropout=dropout, attention_dropout=dropout)
+    with tp_state(1) as parallel:
+        assert_hooks_see_all_that_lives(build_tiny_model(
+            config, parallel, dtype=torch.float32, plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_hooks_see_all_that_lives_on_each_tensor_parallel_rank(sequence_parallel: bool) -> None:
+    distribute = dict(PLANS["uniform 2"], distribute_saved_activations=not sequence_parallel)
+    config = tiny_config(hidden_dropout=0.1, attention_dropout=0.1)
+
+    def work(rank: int, world_size: int) -> None:
+        with tp_state(world_size) as parallel:
+            for flags in (PLANS["none"], PLANS["regions"], distribute):
+                assert_hooks_see_all_that_lives(build_tiny_model(
+                    config, parallel, sequence_parallel=sequence_parallel,
+                    plan=plan_stage(RecomputeConfig(**flags), config.num_layers)))
+
+    run_ranks(work, 2)
+
+
+def test_what_torchs_selective_checkpoint_caches_is_found_by_life_and_missed_by_hooks() -> None:
+    def policy(context, operator, *args, **kwargs):  # type: ignore[no-untyped-def]
+        matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
+
+    layer = nn.Sequential(nn.Linear(7, 11), nn.GELU(), nn.Linear(11, 7))
+    x = leaf(3, 7)
+    with LiveStorages() as live, kept_for_backward(exclude=layer.parameters()) as meter:
+        loss = checkpoint(layer, x, use_reentrant=False,
+                          context_fn=lambda: create_selective_checkpoint_contexts(policy)).square().sum()
+    cached = 3 * 11 * 4
+    # Hooks: the unit's input and its output, squared. Alive: the output, also in the cache, the other cached output, the loss.
+    assert meter.total_bytes() == x.nbytes + 3 * ROW
+    assert live.total_bytes() - loss.nbytes == 3 * ROW + cached
+
+
+def test_live_storages_are_those_created_inside_and_not_yet_freed() -> None:
+    before = torch.ones(5, 7)
+    with LiveStorages() as live:
+        before.t().add_(1)
+        assert live.total_bytes() == 0
+        made = before[:2] * 2
+        view = made[1:]
+        assert live.total_bytes() == 2 * ROW
+        del made
+        assert live.total_bytes() == 2 * ROW
+        del view
+        assert live.total_bytes() == 0
+        assert live.peak_bytes == 2 * ROW
+
+
+def test_the_peak_counts_what_lives_together_and_sizes_as_they_are() -> None:
+    with LiveStorages() as live:
+        first = torch.zeros(4, 7)
+        first.untyped_storage().resize_(0)
+        second = torch.zeros(3, 7)
+        assert (live.total_bytes(), live.peak_bytes) == (3 * ROW, 4 * ROW)
+        third = torch.zeros(2, 7)
+        assert (live.total_bytes(), live.peak_bytes) == (5 * ROW, 5 * ROW)
+        del second, third
+        torch.zeros(1, 7)
+    assert (live.total_bytes(), live.peak_bytes) == (0, 5 * ROW)
+    assert first.untyped_storage().nbytes() == 0
+
+
+def test_bytes_beside_the_known_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveStorages() as live:
+        known, late, stays = torch.zeros(2, 7), [torch.zeros(3, 7)], torch.zeros(1, 7)
+    monkeypatch.setattr(time, "sleep", lambda seconds: late.clear())
+    assert live.bytes_beside({known.untyped_storage()._cdata}) == ROW
+    assert live.bytes_beside({known.untyped_storage()._cdata, stays.untyped_storage()._cdata}) == 0

@@ -1,0 +1,111 @@
+"""Figures of the iteration line that are computed from the run's facts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.training import LoggingConfig
+from megatron_lite.training.logging import LogExtras, RunFacts, iteration_line, known_peak_flops
+from megatron_lite.training.metrics import IterationRecord
+from tests.support.runs import run_to_end, tiny_run
+
+FACTS = RunFacts(num_iterations=9, batch_size=4, tokens=64, world_size=2, flops=30_000_000, hardware_flops=41_000_000,
+                 peak_flops=1e9, device=torch.device("cpu"))
+
+
+def record(**changes: Any) -> IterationRecord:
+    values = dict(iteration=3, consumed_samples=12, lm_loss=1.5, grad_norm=0.5, learning_rate=0.01, iteration_ms=50.0,
+                  tokens_per_second=1280.0, skipped=0, nan=0)
+    return IterationRecord(**{**values, **changes})
+
+
+def own_fields(records: list[IterationRecord], facts: RunFacts = FACTS) -> list[str]:
+    """The fields after Megatron's last one, up to the peak memory."""
+    fields = iteration_line(records, facts, LogExtras(), throughput=False).split(" | ")
+    start = next(place for place, field in enumerate(fields) if field.startswith("number of nan iterations"))
+    stop = next(place for place, field in enumerate(fields) if field.startswith("peak GiB"))
+    return fields[start + 1 : stop]
+
+
+def test_utilization_is_flops_over_time_ranks_and_peak() -> None:
+    """30 and 41 MFLOP in 50 ms by 2 ranks of 1 GFLOP/s: 0.3 and 0.41."""
+    assert own_fields([record()]) == ["tokens/s/GPU: 640.0", "MFU: 30.0%", "HFU: 41.0%"]
+
+
+def test_utilization_is_that_of_the_mean_time_since_the_last_line() -> None:
+    assert own_fields([record(iteration_ms=50.0), record(iteration_ms=150.0)])[1:] == ["MFU: 15.0%", "HFU: 20.5%"]
+
+
+def test_without_a_known_peak_there_is_no_utilization() -> None:
+    assert own_fields([record()], FACTS._replace(peak_flops=None)) == ["tokens/s/GPU: 640.0"]
+
+
+@pytest.mark.parametrize(("predicted", "measured", "shown"), [
+    (3 * 2**29, 2**30, ["activation GiB: 1.500/1.000"]),
+    (2**20, 2**19, ["activation MiB: 1.000/0.500"]),
+    (math.ceil(0.1 * 2**30), 0, ["activation GiB: 0.100/0.000"]),
+    (math.ceil(0.1 * 2**30) - 1, 0, ["activation MiB: 102.400/0.000"]),
+    (None, None, []),
+    (2**20, None, []),
+])
+def test_bytes_kept_for_backward_are_shown_once_both_are_known(predicted: int | None, measured: int | None,
+                                                               shown: list[str]) -> None:
+    known = record(activation_bytes_predicted=predicted, activation_bytes_measured=measured)
+    assert own_fields([record(), known])[3:] == shown
+
+
+def test_the_given_peak_is_used() -> None:
+    config = LoggingConfig(peak_tflops_per_gpu=312.5)
+    assert known_peak_flops(config, torch.device("cpu"), bf16=True) == 312.5e12
+    assert known_peak_flops(config, torch.device("cuda"), bf16=False) == 312.5e12
+    assert known_peak_flops(LoggingConfig(), torch.device("cpu"), bf16=True) is None
+
+
+def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    gpu = torch.device("cuda", 0)
+    assert known_peak_flops(LoggingConfig(), gpu, bf16=True) == 312e12
+    assert known_peak_flops(LoggingConfig(), gpu, bf16=False) == 19.5e12
+    torch.backends.cuda.matmul.allow_tf32 = True  # as NVIDIA's container images do by an environment variable
+    try:
+        assert known_peak_flops(LoggingConfig(), gpu, bf16=False) == 156e12
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_a_peak_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="--peak-tflops-per-gpu must be above 0 and finite"):
+        LoggingConfig(peak_tflops_per_gpu=value)
+
+
+def test_a_run_logs_the_hardware_flops_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per layer of h 32, f 128, s 16, in multiply-adds per token: qkv 3072, scores and context 512 each, projection 1024, MLP
+    4096 each; 2 layers, logits 32 * 128: 30720, a step three times that. One unit of both layers runs all but one fc2 again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    peak_tflops = 1e-3
+    config = tiny_run(model=dict(attention_backend="unfused"), training=dict(train_iters=2, eval_iters=0))
+    run_to_end(replace(
+        config, logging=LoggingConfig(peak_tflops_per_gpu=peak_tflops, tensorboard_dir=str(tmp_path),
+                                      log_timers_to_tensorboard=True),
+        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for step, share in enumerate(events.Scalars("MFU")):
+        seconds = events.Scalars("iteration-time")[step].value
+        model_flops, replay = 2 * 64 * 3 * 30720, 2 * 64 * (2 * 13312 - 4096)
+        assert share.value == pytest.approx(100.0 * model_flops / seconds / (peak_tflops * 1e12), rel=1e-5)  # float32 events
+        hardware = events.Scalars("HFU")[step].value
+        assert hardware == pytest.approx(share.value * (model_flops + replay) / model_flops, rel=1e-5)
+
+
+def test_on_a_cpu_without_a_peak_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+    assert "FU:" not in capsys.readouterr().out

@@ -1,0 +1,117 @@
+"""What a run says of its own memory, and that no policy changes a digit of what it logs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.training import LoggingConfig
+from megatron_lite.memory.timeline import read_timeline
+from megatron_lite.model import mlp
+from megatron_lite.training.step import TrainingError
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_to_end, tiny_run
+
+FULL = dict(recompute_granularity="full")
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "uniform": dict(**FULL, recompute_method="uniform"),
+    "units of 2, split": dict(**FULL, recompute_method="uniform", recompute_num_layers=2, distribute_saved_activations=True),
+    "block": dict(**FULL, recompute_method="block", recompute_num_layers=2),
+    "block, whole tail": dict(**FULL, recompute_method="block", recompute_tail_skip=False),
+    "core_attn": dict(recompute_activations=True),
+    "pointwise": dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "activation")),
+    "mlp, verified": dict(recompute_granularity="selective", recompute_modules=("mlp", "layernorm"), recompute_verify=True),
+}
+
+
+def _train_each(rank: int, world_size: int, folder: Path) -> None:
+    for name, flags in POLICIES.items():
+        config = tiny_run(tp_size=world_size, metrics=folder / name, model=dict(num_layers=3),
+                          training=dict(train_iters=50, micro_batch_size=2, eval_iters=0))
+        run_to_end(replace(config, recompute=RecomputeConfig(**flags)))
+
+
+@pytest.mark.slow
+def test_fifty_iterations_with_dropout_log_the_same_text_under_every_policy(tmp_path: Path) -> None:
+    run_ranks(_train_each, 2, tmp_path, detail=False)
+    texts, kept = {}, {}
+    for name in POLICIES:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        texts[name] = [(json.dumps(row["lm_loss"]), json.dumps(row["grad_norm"])) for row in rows]
+        assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in rows), name
+        kept[name] = rows[0]["activation_bytes_measured"]
+    assert len(set(texts["none"])) == 50 and all(text == texts["none"] for text in texts.values())
+    assert kept["units of 2, split"] < kept["uniform"] < kept["block"] < kept["none"] > kept["pointwise"]
+
+
+def _keep_a_tensor(monkeypatch: pytest.MonkeyPatch, kept: list[torch.Tensor], *, by_the_graph: bool) -> None:
+    """The MLP's activation keeps 4 bytes per element of its output more than it did: for backward, or just so."""
+    activate = mlp.MLP._activate
+
+    def wasteful(self: mlp.MLP, intermediate: torch.Tensor) -> torch.Tensor:
+        output = activate(self, intermediate)
+        if by_the_graph:
+            return output * torch.ones_like(output)
+        kept.append(output.detach().clone())
+        return output
+
+    monkeypatch.setattr(mlp.MLP, "_activate", wasteful)
+
+
+MLP_BYTES = 2 * 16 * 1 * 4 * 32 * 4  # layers, s, b, f, float32
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verify: bool) -> None:
+    _keep_a_tensor(monkeypatch, [], by_the_graph=True)
+    config = replace(tiny_run(training=dict(train_iters=1)), recompute=RecomputeConfig(recompute_verify=verify))
+    message = f"were predicted (+{MLP_BYTES})"  # torch keeps the ones, not the output
+    if verify:
+        with pytest.raises(TrainingError) as raised:
+            run_to_end(config)
+        assert "--recompute-verify" in str(raised.value) and message in str(raised.value)
+    else:
+        run_to_end(config)
+        assert sum(message in line and line.startswith("warning") for line in capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    _keep_a_tensor(monkeypatch, [], by_the_graph=False)
+    config = replace(tiny_run(training=dict(train_iters=1)), recompute=RecomputeConfig(recompute_verify=True))
+    with pytest.raises(TrainingError, match=f"{MLP_BYTES} bytes live on"):
+        run_to_end(config)
+
+
+def _record(rank: int, world_size: int, folder: Path) -> None:
+    config = tiny_run(tp_size=world_size, metrics=folder / "metrics", training=dict(train_iters=3))
+    run_to_end(replace(config, recompute=RecomputeConfig(**POLICIES["uniform"]), logging=LoggingConfig(
+        memory_timeline=str(folder / "timeline.json"), metrics_jsonl=str(folder / "metrics"))))
+
+
+def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) -> None:
+    plain, recorded = tmp_path / "plain", tmp_path / "recorded"
+    plain.mkdir()
+    recorded.mkdir()
+    run_ranks(lambda rank, size: run_to_end(replace(
+        tiny_run(tp_size=size, metrics=plain / "metrics", training=dict(train_iters=3)),
+        recompute=RecomputeConfig(**POLICIES["uniform"]))) and None, 2)
+    run_ranks(_record, 2, recorded)
+    losses = [[json.loads(line)["lm_loss"] for line in (folder / "metrics").read_text().splitlines()]
+              for folder in (plain, recorded)]
+    assert losses[0] == losses[1]
+    timeline = read_timeline(str(recorded / "timeline.json"))
+    assert timeline.name == "0-1: unit of 1" and {event.phase for event in timeline.events} == {"forward", "replay", "backward"}
+
+
+def test_a_run_too_short_for_a_timeline_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_run(training=dict(train_iters=1))
+    run_to_end(replace(config, logging=LoggingConfig(memory_timeline=str(tmp_path / "t.json"))))
+    assert "no memory timeline" in capsys.readouterr().out and not (tmp_path / "t.json").exists()
