@@ -40,10 +40,14 @@ DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """config: the run. dump_config: print it and stop. notices: lines for the user, about flags that do less than they say."""
+    """config: the run. dump_config: print it and stop. explain_recompute: print what its recomputation does and stop.
+
+    notices: lines for the user, about flags that do less than they say.
+    """
 
     config: RunConfig
     dump_config: bool
+    explain_recompute: bool
     notices: tuple[str, ...]
 
 
@@ -55,8 +59,10 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if unread:
         parser.error(_unread_message(unread, supported_flags(parser)))
     given = vars(namespace)
-    dump_config = given.pop("dump_config", False)
+    dump_config, explain_recompute = given.pop("dump_config", False), given.pop("explain_recompute", False)
     config_json = given.pop("config_json", None)
+    if dump_config and explain_recompute:
+        parser.error("--dump-config and --explain-recompute each print something else and stop: leave one of them out")
     try:
         notices += _without_effect(given)
         notices += _translate_values(given)
@@ -69,7 +75,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
         notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
                        "--attention-backend unfused never takes it")
     notices += config.recompute_warnings()
-    return ParsedArguments(config, dump_config, tuple(notices))
+    return ParsedArguments(config, dump_config, explain_recompute, tuple(notices))
 
 
 def arguments_table(config: RunConfig) -> str:
@@ -134,6 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pretrain_gpt.py", description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--dump-config", action="store_true", help="print the run as JSON and stop")
+    parser.add_argument("--explain-recompute", action="store_true", help="print, layer by layer, what is kept for "
+                        "backward, rebuilt and sent, and what other recompute flags would do, and stop")
     parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it")
     _add_model_arguments(parser)
     _add_parallel_arguments(parser)
@@ -199,7 +207,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
                 values=METHODS)
     group.value("--recompute-num-layers", int, "uniform: layers of a unit; block: layers of each stage (1 if omitted)")
     group.switch("--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank")
-    group.value("--recompute-modules", str, "regions of selective (core_attn if omitted)", values=MODULES, nargs="+")
+    group.value("--recompute-modules", str, "regions of selective (core_attn if omitted); pointwise: layernorm activation "
+                "dropout", values=(*MODULES, "pointwise"), nargs="+")
     group.off_switch("--no-recompute-tail-skip", "recompute_tail_skip", "replays also do their last matmul, whose result "
                      "nothing reads")
     group.switch("--recompute-verify", "compare replays with their forward, and predicted with measured bytes; slow")

@@ -67,7 +67,7 @@ FAULTS = [
     ("--recompute-activations --recompute-method block", "--recompute-method block belongs to --recompute-granularity full"),
     ("--recompute-activations --recompute-num-layers 2", "--recompute-num-layers 2 belongs to --recompute-granularity full"),
     ("--recompute-activations --distribute-saved-activations", "belongs to --recompute-granularity full (got selective)"),
-    ("--recompute-activations --recompute-modules mlp norm", "--recompute-modules must be among core_attn, layernorm, mlp, activation (got norm)"),
+    ("--recompute-activations --recompute-modules mlp norm", "--recompute-modules must be among core_attn, layernorm, mlp, activation, dropout, pointwise (got norm)"),
     ("--recompute-granularity full --recompute-method block --recompute-modules mlp",
      "--recompute-modules mlp belongs to --recompute-granularity selective"),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",

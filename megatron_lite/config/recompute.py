@@ -8,7 +8,8 @@ from megatron_lite.config.checks import require_at_least
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
-MODULES = ("core_attn", "layernorm", "mlp", "activation")
+MODULES = ("core_attn", "layernorm", "mlp", "activation", "dropout")
+POINTWISE = ("layernorm", "activation", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class RecomputeConfig:
 
     recompute_activations: another way to say `--recompute-granularity selective`.
     recompute_num_layers: uniform: layers of a unit; block: units per pipeline stage. 1 where it is omitted.
-    recompute_modules: regions of selective; core_attn where it is omitted.
+    recompute_modules: regions of selective; core_attn where it is omitted. `pointwise` stands for layernorm, activation, dropout.
     recompute_tail_skip: a replay leaves out the last matmul of what it rebuilds, with its collective: nothing reads the result.
     recompute_verify: compare every rebuilt tensor with that of the forward, and predicted with measured bytes.
     """
@@ -52,7 +53,8 @@ class RecomputeConfig:
             object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
 
     def _check_choices(self) -> None:
-        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(self.recompute_modules)))
+        words = [word for module in self.recompute_modules for word in (POINTWISE if module == "pointwise" else (module,))]
+        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(words)))
         require_at_least(self, 1, "recompute_num_layers")
         for flag, value, allowed in (("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
                                      ("--recompute-method", self.recompute_method, METHODS)):
@@ -60,7 +62,7 @@ class RecomputeConfig:
                 raise ValueError(f"{flag} must be one of {', '.join(allowed)} (got {value!r})")
         unknown = [module for module in self.recompute_modules if module not in MODULES]
         if unknown:
-            raise ValueError(f"--recompute-modules must be among {', '.join(MODULES)} (got {' '.join(unknown)})")
+            raise ValueError(f"--recompute-modules must be among {', '.join(MODULES)}, pointwise (got {' '.join(unknown)})")
 
     def _refuse_without(self, rule: str, *fields: str) -> None:
         for field in fields:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.recompute.plan import ACTIVATION, CORE_ATTENTION, LAYERNORM, MLP_REGION
+from megatron_lite.recompute.plan import ACTIVATION, CORE_ATTENTION, DROPOUT, LAYERNORM, MLP_REGION
 
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 
@@ -111,24 +111,27 @@ def layer_tensors(model: ModelConfig, sizes: Sizes) -> LayerTensors:
     width = sizes.tokens * model.ffn_size // sizes.tp_size * element
     intermediate = KeptTensor("fc1 output", width * (2 if model.activation == "swiglu" else 1), True)
     activated = KeptTensor("activation output", width, True)
+    state = CPU_RNG_STATE if sizes.device == "cpu" else CUDA_RNG_STATE
     operations = (
         Operation("input_layernorm", (layer_input, *_statistics("input norm", model, sizes, local)), LAYERNORM),
         Operation("linear_qkv", (normed,)),
         *attention.preparation,
         Operation("core_attention", attention.core, CORE_ATTENTION),
         Operation("linear_proj", (attention.attended,)),
-        *_residual_dropout("attention dropout mask", model, sizes),
+        Operation("attention dropout", _masks(model, sizes, "attention dropout mask"), DROPOUT),
         Operation("pre_mlp_layernorm", (mlp_input, *_statistics("mlp norm", model, sizes, local)), LAYERNORM),
         Operation("linear_fc1", (normed_mlp,), MLP_REGION),
         Operation("activation", (intermediate,), MLP_REGION),
         Operation("linear_fc2", (activated,), MLP_REGION),
-        *_residual_dropout("mlp dropout mask", model, sizes),
+        Operation("mlp dropout", _masks(model, sizes, "mlp dropout mask"), DROPOUT),
     )
     return LayerTensors(operations, {
         LAYERNORM: Region((layer_input, mlp_input), lent=(normed.name, normed_mlp.name)),
         CORE_ATTENTION: Region(attention.heads, draws=True),
         MLP_REGION: Region((normed_mlp,), draws=True),
         ACTIVATION: Region((intermediate,), lent=(activated.name,)),
+        DROPOUT: Region(tuple(KeptTensor(f"RNG state of the {branch} dropout mask", state) for branch in ("attention", "mlp"))
+                        if model.hidden_dropout else ()),
     })
 
 
@@ -188,8 +191,6 @@ def _statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> tuple
     return (KeptTensor(f"{name} statistics", 2 * rows * element),)
 
 
-def _residual_dropout(name: str, model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
-    """One byte per element."""
-    if model.hidden_dropout == 0.0:
-        return ()
-    return (Operation("dropout", (KeptTensor(name, sizes.local_tokens * model.hidden_size, True),)),)
+def _masks(model: ModelConfig, sizes: Sizes, name: str) -> tuple[KeptTensor, ...]:
+    """Of a branch's dropout: one byte per element."""
+    return (KeptTensor(name, sizes.local_tokens * model.hidden_size, True),) if model.hidden_dropout else ()

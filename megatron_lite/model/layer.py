@@ -30,11 +30,12 @@ class TransformerLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
         normed = regions.lend(LAYERNORM, self.input_layernorm, hidden_states)
-        hidden_states = self._add(hidden_states, self.self_attention(normed, rotary, regions))
+        hidden_states = self._add(hidden_states, self.self_attention(normed, rotary, regions), regions)
         normed = regions.lend(LAYERNORM, self.pre_mlp_layernorm, hidden_states)
         unread = regions.output_unread
-        return self._add(hidden_states, regions.run(MLP_REGION, self.mlp, normed, regions, unread=unread), unread=unread)
+        branch = regions.run(MLP_REGION, self.mlp, normed, regions, unread=unread)
+        return self._add(hidden_states, branch, regions, unread=unread)
 
-    def _add(self, residual: Tensor, branch: Tensor, *, unread: bool = False) -> Tensor:
-        return add_dropped_out(residual, branch, self.hidden_dropout if self.training else 0.0, self.context.rng,
+    def _add(self, residual: Tensor, branch: Tensor, regions: Regions, *, unread: bool = False) -> Tensor:
+        return add_dropped_out(residual, branch, self.hidden_dropout if self.training else 0.0, regions,
                                self.context.residual_stream, unread=unread)

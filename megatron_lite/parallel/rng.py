@@ -30,7 +30,7 @@ def derive_seed(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class RngSnapshot:
-    """Copies of every stream's state, and the name of the stream that was current."""
+    """Every stream's state, and the name of the stream that was current. Nobody writes into a state."""
 
     current: str
     states: dict[str, Tensor]
@@ -57,16 +57,30 @@ class RngStreams:
         finally:
             self._switch(previous)
 
+    def state(self) -> Tensor:
+        """A copy of the current stream's state."""
+        return self._get()
+
+    @contextmanager
+    def drawn_from(self, state: Tensor) -> Iterator[None]:
+        """Draws inside repeat those after `state`; no stream notices."""
+        before = self._get()
+        self._set(state)
+        try:
+            yield
+        finally:
+            self._set(before)
+
     def snapshot(self) -> RngSnapshot:
-        """Copies of all streams as they are now."""
+        """All streams as they are now, and will stay in the snapshot."""
         self._states[self.current] = self._get()
-        return RngSnapshot(self.current, {name: state.clone() for name, state in self._states.items()})
+        return RngSnapshot(self.current, dict(self._states))
 
     def restore(self, snapshot: RngSnapshot) -> None:
         """Puts every stream and the current name back; the snapshot stays usable. ValueError if the names differ."""
         if set(snapshot.states) != set(self._states):
             raise ValueError(f"snapshot has the streams {sorted(snapshot.states)}, this rank has {sorted(self._states)}")
-        self._states = {name: state.clone() for name, state in snapshot.states.items()}
+        self._states = dict(snapshot.states)
         self.current = snapshot.current
         self._set(self._states[self.current])
 

@@ -84,7 +84,7 @@ class _Checkpoint(torch.autograd.Function):
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)
         ctx.streams = None if randomness is None else randomness.names
-        ctx.save_for_backward(*tensors.values(), *(() if randomness is None else randomness.states))
+        ctx.save_for_backward(*tensors.values(), *(() if randomness is None else randomness.copies()))
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         fixed = [value for value in flat if isinstance(value, Tensor) and not value.is_floating_point()]
         ctx.mark_non_differentiable(*fixed)
@@ -127,9 +127,11 @@ def _replay(ctx: Any) -> _Replay:
             restored.enter_context(torch.autocast(**state))
         restored.enter_context(torch.enable_grad())
         restored.enter_context(recomputing())
-        for place in ctx.places:
-            if ctx.inputs_require_grad[place]:
-                values[place] = _Receive.apply(values[place].requires_grad_(), place, received)
+        places = [place for place in ctx.places if ctx.inputs_require_grad[place]]
+        if places:
+            inputs = _Receive.apply(received, places, *(values[place].requires_grad_() for place in places))
+            for place, tensor in zip(places, inputs, strict=True):
+                values[place] = tensor
         return _Replay(call.run(call.replay, values), received)
 
 
@@ -144,18 +146,21 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
 
 
 class _Receive(torch.autograd.Function):
-    """Hands a gradient over as backward made it. A leaf's `.grad` would have the leaf's strides instead, and what sums over it
+    """Hands gradients over as backward made them. A leaf's `.grad` would have the leaf's strides instead, and what sums over it
     next (a norm's weight gradient) would add in another order: other bits than without recomputation."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, place: int, received: dict[int, Tensor]) -> Tensor:
-        ctx.place, ctx.received = place, received
-        return leaf.view_as(leaf)
+    def forward(ctx: Any, received: dict[int, Tensor], places: list[int], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.received, ctx.places = received, places
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, None]:
-        ctx.received[ctx.place] = grad_output
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        for place, grad in zip(ctx.places, grads, strict=True):
+            if grad is not None:
+                ctx.received[place] = grad
+        return (None, None, *(None for _ in grads))
 
 
 def split_for_rank(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -184,11 +189,15 @@ class Randomness:
 
     @classmethod
     def now(cls, streams: RngStreams) -> Randomness:
-        """Copies of the states as they are."""
+        """As it is."""
         snapshot = streams.snapshot()
         # On a CPU run the CPU generator is the current stream's, and so in the snapshot.
         cpu = () if streams.device.type == "cpu" else (torch.get_rng_state(),)
         return cls(streams, StreamNames(snapshot.current, tuple(snapshot.states)), (*snapshot.states.values(), *cpu))
+
+    def copies(self) -> list[Tensor]:
+        """The states in storages of their own, whether or not others keep the same."""
+        return [state.clone() for state in self.states]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Store = Literal["device", "split"]
-CORE_ATTENTION, LAYERNORM, MLP_REGION, ACTIVATION = "core_attn", "layernorm", "mlp", "activation"
+CORE_ATTENTION, LAYERNORM, MLP_REGION, ACTIVATION, DROPOUT = "core_attn", "layernorm", "mlp", "activation", "dropout"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,24 @@ from megatron_lite.recompute.verify import Record
 LENT_REGIONS = frozenset({LAYERNORM, ACTIVATION})
 
 
+@dataclass(frozen=True)
+class Redraw:
+    """Makes a tensor of random numbers a second time. draw: makes it from the numbers that the current stream gives next."""
+
+    rng: RngStreams
+    draw: Callable[[], Tensor]
+    record: Record | None
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """The tensor, of which a run that is being verified takes note."""
+        return tensor if self.record is None else self.record.watch(lambda: tensor)()
+
+    def again(self, state: Tensor) -> Tensor:
+        """The tensor that came of the numbers after `state`. No stream notices."""
+        with self.rng.drawn_from(state):
+            return self.made(self.draw())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Regions:
     """The regions of one layer that are rebuilt in backward. An argument of a layer's forward, so that a replay inside a unit, or
@@ -56,6 +74,12 @@ class Regions:
         if output.grad_fn is not None:
             self.lending.lend(output)
         return output
+
+    def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:
+        """For a tensor of random numbers: how to make it again in backward from the stream's state; None if it is to be kept."""
+        if name not in self.rebuilt:
+            return None
+        return Redraw(self.rng, draw, Record(f"layer {self.layer}, {name}", None) if self.verify else None)
 
     def noted(self, name: str, output: Any) -> Any:
         """`output`, which a unit that is being verified compares with the forward's."""

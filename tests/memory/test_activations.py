@@ -25,7 +25,7 @@ from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_voc
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3  # not divisible by the units of 2
-MODULES = ("core_attn", "layernorm", "mlp", "activation")
+MODULES = ("core_attn", "layernorm", "mlp", "activation", "dropout")
 
 
 class Figures(NamedTuple):

@@ -15,7 +15,7 @@ from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny
 from tests.support.ranks import run_ranks
 
 MODULE_SETS = [("layernorm",), ("mlp",), ("activation",), ("core_attn", "mlp"), ("layernorm", "activation"),
-               ("core_attn", "layernorm", "activation"), ("core_attn", "layernorm", "mlp")]
+               ("core_attn", "layernorm", "activation"), ("core_attn", "layernorm", "mlp"), ("pointwise",)]
 NUM_LAYERS = 5  # not divisible by the units of 2 and 3
 MODELS = {
     "gpt, unfused, dropout": tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1),
@@ -39,7 +39,7 @@ def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
                 named[f"{method} {count}{' split' if split else ''}"] = RecomputeConfig(
                     recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
                     distribute_saved_activations=split)
-    for name in ("uniform 2", "core_attn+layernorm+mlp"):
+    for name in ("uniform 2", "core_attn+layernorm+mlp", "pointwise"):
         named[f"{name}, whole tail"] = replace(named[name], recompute_tail_skip=False)
         named[f"{name}, verified"] = replace(named[name], recompute_verify=True)
     return named
