@@ -209,6 +209,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank")
     group.value("--recompute-modules", str, "regions of selective (core_attn if omitted); pointwise: layernorm activation "
                 "dropout", values=(*MODULES, "pointwise"), nargs="+")
+    group.value("--recompute-policy", str, "what each layer rebuilds and where it keeps the rest, such as "
+                "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above")
     group.off_switch("--no-recompute-tail-skip", "recompute_tail_skip", "replays also do their last matmul, whose result "
                      "nothing reads")
     group.switch("--recompute-verify", "compare replays with their forward, and predicted with measured bytes; slow")

@@ -111,6 +111,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--metrics-jsonl", str, None, "m.jsonl"),
     ("--peak-tflops-per-gpu", float, None, "312.5"),
     ("--memory-timeline", str, None, "timeline.json"),
+    ("--recompute-policy", str, None, "*:full"),
     ("--no-recompute-tail-skip", OFF, True),
     ("--recompute-verify", ON, False),
 )
@@ -241,7 +242,7 @@ def test_a_flag_belongs_to_one_class_only() -> None:
 def test_every_flag_of_megatron_is_known() -> None:
     not_of_megatron = {
         "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl",
-        "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip", "--recompute-verify", "--explain-recompute",
+        "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip", "--recompute-verify", "--explain-recompute", "--recompute-policy",
         # retired there
         "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
         "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import require_at_least
+from megatron_lite.config.policy import Policy, parse_policy
+from megatron_lite.config.recompute_modules import MODULES, POINTWISE
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
-MODULES = ("core_attn", "layernorm", "mlp", "activation", "dropout")
-POINTWISE = ("layernorm", "activation", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class RecomputeConfig:
     recompute_activations: another way to say `--recompute-granularity selective`.
     recompute_num_layers: uniform: layers of a unit; block: units per pipeline stage. 1 where it is omitted.
     recompute_modules: regions of selective; core_attn where it is omitted. `pointwise` stands for layernorm, activation, dropout.
+    recompute_policy: the same and more in the language of config/policy.py, instead of the flags above.
     recompute_tail_skip: a replay leaves out the last matmul of what it rebuilds, with its collective: nothing reads the result.
     recompute_verify: compare every rebuilt tensor with that of the forward, and predicted with measured bytes.
     """
@@ -29,11 +30,17 @@ class RecomputeConfig:
     recompute_num_layers: int | None = None
     distribute_saved_activations: bool = False
     recompute_modules: tuple[str, ...] = ()
+    recompute_policy: str | None = None
     recompute_tail_skip: bool = True
     recompute_verify: bool = False
 
     def __post_init__(self) -> None:
         self._check_choices()
+        if self.recompute_policy is not None:
+            self._refuse_without("and --recompute-policy are two ways to say what is recomputed: leave one of them out",
+                                 "recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers",
+                                 "distribute_saved_activations", "recompute_modules")
+            object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise ValueError("--recompute-activations means --recompute-granularity selective, but full is given too: leave "
@@ -51,6 +58,24 @@ class RecomputeConfig:
             if self.recompute_method is None:
                 raise ValueError(f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})")
             object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
+
+    @property
+    def policy(self) -> Policy:
+        """What the flags say, in the language of policies; block and uniform count layers of a stage."""
+        if self.recompute_policy is not None:
+            return parse_policy(self.recompute_policy)
+        return parse_policy(self._as_policy())
+
+    def _as_policy(self) -> str:
+        if self.recompute_granularity is None:
+            return "*:none"
+        if self.recompute_granularity == "selective":
+            return "*:" + "+".join(self.recompute_modules)
+        store = "@split" if self.distribute_saved_activations else ""
+        count = self.recompute_num_layers or 1
+        if self.recompute_method == "uniform":
+            return f"*:full/{count}{store}"
+        return f"0-{count - 1}:full{store}; *:none"
 
     def _check_choices(self) -> None:
         words = [word for module in self.recompute_modules for word in (POINTWISE if module == "pointwise" else (module,))]

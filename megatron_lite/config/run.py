@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.policy import parse_policy, point_at
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import (
     CheckpointConfig,
@@ -51,8 +52,7 @@ class RunConfig:
         if self.data.seq_length > model.max_position_embeddings:
             raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                              f"{model.max_position_embeddings}")
-        if self.recompute.distribute_saved_activations:
-            self._check_distributed_activations()
+        self._check_recompute_policy()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
         if by_samples and (schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters):
@@ -77,14 +77,15 @@ class RunConfig:
     def recompute_warnings(self) -> list[str]:
         """One line for each recompute setting that is legal and does nothing, or less than it says."""
         recompute, warnings = self.recompute, []
-        modules = recompute.recompute_modules
+        actions = [rule.action for rule in recompute.policy.rules]
+        modules = {region for action in actions for region in action.regions}
         # The device is not known yet: with dropout a CPU has no flash kernel, and under auto the region may be worth it.
         if "core_attn" in modules and (self.model.attention_backend == "flash" or not self.model.builds_scores("cpu")):
             warnings.append("--recompute-modules core_attn saves next to nothing under --attention-backend "
                             f"{self.model.attention_backend}: flash attention rebuilds its scores in backward by itself")
-        if "activation" in modules and "mlp" in modules:
+        if any({"activation", "mlp"} <= set(action.regions) for action in actions):
             warnings.append("--recompute-modules activation adds nothing to mlp, which it is a part of")
-        has_tail = recompute.recompute_granularity == "full" or "core_attn" in modules or "mlp" in modules
+        has_tail = any(action.unit for action in actions) or "core_attn" in modules or "mlp" in modules
         if not recompute.recompute_tail_skip and not has_tail:
             warnings.append("--no-recompute-tail-skip has no effect: nothing is recomputed that ends in a matmul")
         if recompute.recompute_verify and has_tail and recompute.recompute_tail_skip:
@@ -95,8 +96,23 @@ class RunConfig:
                             "them are recomputed")
         return warnings
 
-    def _check_distributed_activations(self) -> None:
-        tp_size, flag = self.parallel.tensor_model_parallel_size, "--distribute-saved-activations"
+    def _check_recompute_policy(self) -> None:
+        given, num_layers = self.recompute.recompute_policy, self.model.num_layers
+        for rule in self.recompute.policy.rules:
+            beyond = max((layers.last or layers.first for layers in rule.layers), default=0)
+            if given is not None and beyond >= num_layers:
+                raise ValueError(point_at(given, parse_policy(given).rules[self.recompute.policy.rules.index(rule)].position,
+                                          f"layer {beyond} does not exist: the layers are 0 to {num_layers - 1}"))
+            if rule.action.ops:
+                raise ValueError(f"--recompute-policy '{rule}': ops(...) is not supported; core_attn, layernorm, mlp, activation and "
+                                 "dropout name what is rebuilt instead")
+            if rule.store.endswith("host"):
+                raise ValueError(f"--recompute-policy '{rule}': @host is not supported; full keeps least on the device")
+            if rule.store.startswith("split"):
+                self._check_split("--distribute-saved-activations" if given is None else f"--recompute-policy '{rule}'")
+
+    def _check_split(self, flag: str) -> None:
+        tp_size = self.parallel.tensor_model_parallel_size
         if tp_size == 1:
             raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
         if self.parallel.sequence_parallel:

@@ -83,7 +83,7 @@ def _segment_terms(layer: LayerTensors, segment: Segment, sizes: Sizes) -> Itera
             yield from layer_terms(layer, number, segment.regions, sizes)
         return
     kept = layer.input
-    if segment.store == "split":
+    if segment.split:
         kept = kept._replace(name=f"1/{sizes.tp_size} of the layer input", num_bytes=kept.num_bytes // sizes.tp_size)
     yield Term(first, "unit", kept)
     yield Term(first, "unit", KeptTensor("RNG states", sizes.rng_state_bytes))

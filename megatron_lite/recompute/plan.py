@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Store = Literal["device", "split"]
+from megatron_lite.config.policy import Action, Layers, Policy, Rule
+
+Store = Literal["device", "split", "host", "split+host"]
 CORE_ATTENTION, LAYERNORM, MLP_REGION, ACTIVATION, DROPOUT = "core_attn", "layernorm", "mlp", "activation", "dropout"
 
 
@@ -19,18 +21,35 @@ class Segment:
 
     unit: the layers form one unit: only its input is kept, and all of it runs again in backward.
     regions: names of regions inside each layer that run again; empty in a unit.
-    store: where a unit's input is kept: whole on this device, or split over the tensor-parallel ranks.
+    ops: operators of which results are kept while all others run again; empty in a unit and beside regions.
+    store: where what is kept lives: on this device, in host memory, or, of a unit's input, 1/t on each tensor-parallel rank.
     """
 
     first_layer: int
     num_layers: int = 1
     unit: bool = False
     regions: frozenset[str] = frozenset()
+    ops: tuple[str, ...] = ()
     store: Store = "device"
 
     def __post_init__(self) -> None:
-        assert self.num_layers >= 1 and not (self.unit and self.regions), self
-        assert self.store == "device" or self.unit, self
+        assert self.num_layers >= 1 and self.unit + bool(self.regions) + bool(self.ops) <= 1, self
+        assert not self.split or self.unit, self
+
+    @property
+    def split(self) -> bool:
+        """Whether each tensor-parallel rank keeps its share."""
+        return self.store.startswith("split")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what is kept goes to host memory."""
+        return self.store.endswith("host")
+
+    @property
+    def action(self) -> Action:
+        """What it does, as a policy says it."""
+        return Action(unit=self.num_layers if self.unit else 0, regions=tuple(sorted(self.regions)), ops=self.ops)
 
 
 @dataclass(frozen=True)
@@ -58,8 +77,8 @@ class RecomputePlan:
         return sum(segment.num_layers for segment in self.segments)
 
     def __str__(self) -> str:
-        """Runs of alike segments, such as "0-3: unit of 2, split; 4-5: keep"."""
-        return "; ".join(_merged(self.segments))
+        """A policy that gives this plan, such as "0-3:full/2@split; 4-5:none"."""
+        return str(Policy(tuple(_rules(self.segments))))
 
 
 def keep_everything(num_layers: int) -> RecomputePlan:
@@ -67,18 +86,24 @@ def keep_everything(num_layers: int) -> RecomputePlan:
     return RecomputePlan(tuple(Segment(first_layer=layer) for layer in range(num_layers)))
 
 
-def _merged(segments: tuple[Segment, ...]) -> Iterator[str]:
+def _rules(segments: tuple[Segment, ...]) -> Iterator[Rule]:
+    """One rule for each run of alike segments. A shorter unit after units belongs to them: they did not divide their layers."""
     start = 0
     while start < len(segments):
-        stop = start + 1
-        while stop < len(segments) and _treatment(segments[stop]) == _treatment(segments[start]):
+        first, stop = segments[start], start + 1
+        while stop < len(segments) and _alike(first, segments[stop]):
             stop += 1
-        first, last = segments[start].first_layer, segments[stop - 1].first_layer + segments[stop - 1].num_layers - 1
-        yield f"{first if first == last else f'{first}-{last}'}: {_treatment(segments[start])}"
+        last = segments[stop - 1]
+        if stop < len(segments) and _is_shorter_unit(segments[stop], first):
+            last, stop = segments[stop], stop + 1
+        layers = Layers(first.first_layer, last.first_layer + last.num_layers - 1)
+        yield Rule(layers=(layers,), action=first.action, store=first.store)
         start = stop
 
 
-def _treatment(segment: Segment) -> str:
-    if segment.unit:
-        return f"unit of {segment.num_layers}{', split' if segment.store == 'split' else ''}"
-    return "rebuild " + "+".join(sorted(segment.regions)) if segment.regions else "keep"
+def _alike(one: Segment, other: Segment) -> bool:
+    return (one.action, one.store) == (other.action, other.store)
+
+
+def _is_shorter_unit(segment: Segment, first: Segment) -> bool:
+    return first.unit and segment.unit and segment.store == first.store and segment.num_layers < first.num_layers

@@ -34,7 +34,7 @@ def run_layers(plan: RecomputePlan, layers: Sequence[Layer], hidden_states: Tens
         record = Record(_name(segment), rng) if plan.verify else None
         forward = _chain(plan, segment, part, rng, record=record)
         replay = _chain(plan, segment, part, rng, output_unread=True) if plan.skip_tail else None
-        split = segment.store == "split"
+        split = segment.split
         hidden_states = checkpoint(forward if record is None else record.watch(forward), hidden_states, *extras, rng=rng,
                                    replay=replay, split_group=tp_group if split else None,
                                    previous=split_before if split else None)

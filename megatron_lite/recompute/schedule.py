@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import cast
 
+from megatron_lite.config.policy import Action, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.plan import ACTIVATION, MLP_REGION, RecomputePlan, Segment, Store, keep_everything
+from megatron_lite.recompute.plan import ACTIVATION, MLP_REGION, RecomputePlan, Segment, Store
+
+KEEP = Rule(layers=(Layers(),), action=Action())
 
 
-def plan_stage(config: RecomputeConfig, num_layers: int) -> RecomputePlan:
+def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> RecomputePlan:
     """The plan of a stage of `num_layers` layers.
 
     uniform: units of --recompute-num-layers layers, the last one shorter where they do not divide the stage.
     block: the first --recompute-num-layers layers of the stage are units of one; the others keep everything.
     selective: the named regions of every layer. activation lies inside mlp, which rebuilds it anyway.
     """
-    return RecomputePlan(tuple(_segments(config, num_layers)), verify=config.recompute_verify,
+    return RecomputePlan(tuple(segments(config.policy, num_layers, stage)), verify=config.recompute_verify,
                          skip_tail=config.recompute_tail_skip and not config.recompute_verify)
 
 
-def _segments(config: RecomputeConfig, num_layers: int) -> Iterable[Segment]:
-    if config.recompute_granularity is None:
-        return keep_everything(num_layers).segments
-    if config.recompute_granularity == "selective":
-        regions = frozenset(config.recompute_modules)
-        if MLP_REGION in regions:
-            regions -= {ACTIVATION}
-        return (Segment(first_layer=layer, regions=regions) for layer in range(num_layers))
-    count = config.recompute_num_layers
-    assert count is not None
-    store: Store = "split" if config.distribute_saved_activations else "device"
-    if config.recompute_method == "block":
-        return (Segment(first_layer=layer, unit=layer < count, store=store if layer < count else "device")
-                for layer in range(num_layers))
-    return (Segment(first_layer=first, num_layers=min(count, num_layers - first), unit=True, store=store)
-            for first in range(0, num_layers, count))
+def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:
+    """Every layer once, in order. Which layer does what follows from its number alone."""
+    decided = [(layer, policy.rule_of(layer, stage) or KEEP) for layer in range(num_layers)]
+    for rule, run in itertools.groupby(decided, key=lambda pair: pair[1]):
+        yield from _treated(rule, [layer for layer, _ in run])
+
+
+def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
+    action, store = rule.action, cast(Store, rule.store)
+    if action.unit:
+        return (Segment(first_layer=first, num_layers=min(action.unit, layers[-1] + 1 - first), unit=True, store=store)
+                for first in layers[:: action.unit])
+    regions = frozenset(action.regions)
+    if MLP_REGION in regions:
+        regions -= {ACTIVATION}
+    return (Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers)

@@ -108,7 +108,7 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
               for folder in (plain, recorded)]
     assert losses[0] == losses[1]
     timeline = read_timeline(str(recorded / "timeline.json"))
-    assert timeline.name == "0-1: unit of 1" and {event.phase for event in timeline.events} == {"forward", "replay", "backward"}
+    assert timeline.name == "0-1:full" and {event.phase for event in timeline.events} == {"forward", "replay", "backward"}
 
 
 def test_a_run_too_short_for_a_timeline_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,231 @@
+"""The language of `--recompute-policy`: which layers rebuild what in backward, and where what they keep lives.
+
+    policy   rule; rule; ...          the first rule that names a layer decides; a layer that none names keeps everything
+    rule     [stageN/]layers:action[@store]
+    layers   *    3    0-3    every-3    every-3+1    or several, with commas; numbers count from 0 within a stage
+    action   none    full    full/2 (units of two neighbouring layers)    core_attn+layernorm (regions of each layer)
+             ops(matmul,attention) (keep the results of these operators and rebuild the rest)
+    store    device (the default)    split (1/t on each tensor-parallel rank)    host    split+host
+
+every-3+1 are the layers 1, 4, 7 ... Text that cannot be read is a ValueError which points at the character.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+from megatron_lite.config.recompute_modules import MODULES, POINTWISE
+
+STORES = ("device", "split", "host", "split+host")
+MAX_LENGTH = 4096
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """first, first + step, ... up to last; without end where last is None."""
+
+    first: int = 0
+    last: int | None = None
+    step: int = 1
+
+    def __contains__(self, layer: int) -> bool:
+        return layer >= self.first and (self.last is None or layer <= self.last) and (layer - self.first) % self.step == 0
+
+    def __str__(self) -> str:
+        if self.step > 1:
+            return f"every-{self.step}" + (f"+{self.first}" if self.first else "")
+        if self.last is None:
+            return "*"
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """unit: layers of a unit that is rebuilt whole; 0 where single regions are, or all but some operators. Nothing set: none."""
+
+    unit: int = 0
+    regions: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.unit:
+            return "full" if self.unit == 1 else f"full/{self.unit}"
+        if self.ops:
+            return f"ops({','.join(self.ops)})"
+        return "+".join(self.regions) or "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What the named layers do. stage: only in this pipeline stage. position: where it begins in the text."""
+
+    layers: tuple[Layers, ...]
+    action: Action
+    store: str = "device"
+    stage: int | None = None
+    position: int = field(default=0, compare=False)
+
+    def names(self, layer: int, stage: int) -> bool:
+        """Whether it speaks of this layer."""
+        return self.stage in (None, stage) and any(layer in layers for layers in self.layers)
+
+    def __str__(self) -> str:
+        stage = "" if self.stage is None else f"stage{self.stage}/"
+        store = "" if self.store == "device" else f"@{self.store}"
+        return f"{stage}{','.join(map(str, self.layers))}:{self.action}{store}"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules in order. `str()` is text that parses to an equal value."""
+
+    rules: tuple[Rule, ...]
+
+    def rule_of(self, layer: int, stage: int = 0) -> Rule | None:
+        """The rule that decides."""
+        return next((rule for rule in self.rules if rule.names(layer, stage)), None)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.rules))
+
+
+def parse_policy(text: str) -> Policy:
+    """ValueError: text that is no policy, with the place and what was expected there."""
+    if len(text) > MAX_LENGTH:
+        raise ValueError(f"--recompute-policy is longer than {MAX_LENGTH} characters")
+    return _Reader(text).policy()
+
+
+def point_at(text: str, position: int, message: str) -> str:
+    """The message, the text, and a mark under the character."""
+    return f"--recompute-policy: {message}, at character {position + 1}\n  {text}\n  {' ' * position}^"
+
+
+class _Reader:
+    """Reads from left to right. position: the next character."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.position = text, 0
+
+    def policy(self) -> Policy:
+        rules = [self._rule()]
+        while self._taken(";"):
+            if self._at_end():
+                break
+            rules.append(self._rule())
+        if not self._at_end():
+            self._fail("expected ';' or the end")
+        return Policy(tuple(rules))
+
+    def _rule(self) -> Rule:
+        self._skip_spaces()
+        start, stage = self.position, None
+        if self._taken("stage"):
+            stage = self._number("the number of a stage")
+            self._expect("/", "between the stage and its layers")
+        layers = self._list(self._layers, ",")
+        self._expect(":", "between layers and action")
+        action = self._action()
+        store = "device"
+        if self._taken("@"):
+            at = self.position
+            store = self._word(STORES, "a place", extra="+")
+            if store.startswith("split") and not action.unit:
+                self.position = at
+                self._fail("only the input of a unit can be split over ranks: full@split")
+        return Rule(layers=layers, action=action, store=store, stage=stage, position=start)
+
+    def _layers(self) -> Layers:
+        if self._taken("*"):
+            return Layers()
+        if self._taken("every-"):
+            step = self._number("a step", least=1)
+            first = self._number("the first layer") if self._taken("+") else 0
+            if first >= step:
+                self._fail(f"the first layer of every-{step} must be below {step}")
+            return Layers(first, None, step)
+        first = self._number("a layer: a number, a range such as 0-3, every-N or *")
+        start = self.position
+        last = self._number("the last layer of the range") if self._taken("-") else first
+        if last < first:
+            self.position = start
+            self._fail(f"the range ends before it begins ({first}-{last})")
+        return Layers(first, last)
+
+    def _action(self) -> Action:
+        if self._taken("ops"):
+            self._expect("(", "after ops")
+            ops = self._list(self._operator, ",")
+            self._expect(")", "after the operators")
+            return Action(ops=ops)
+        start = self.position
+        name = self._word(("none", "full", *MODULES, "pointwise"), "an action")
+        if name == "none":
+            return Action()
+        if name == "full":
+            return Action(unit=self._number("the layers of a unit", least=1) if self._taken("/") else 1)
+        names = [name]
+        while self._taken("+"):
+            names.append(self._word((*MODULES, "pointwise"), "a region"))
+        regions = [region for each in names for region in (POINTWISE if each == "pointwise" else (each,))]
+        if len(set(regions)) < len(regions):
+            self.position = start
+            self._fail("a region is named twice")
+        return Action(regions=tuple(sorted(regions)))
+
+    def _operator(self) -> str:
+        self._skip_spaces()
+        match = re.compile(r"[A-Za-z_][\w.]*(/[1-9]\d{0,3})?").match(self.text, self.position)
+        if match is None:
+            self._fail("expected an operator, such as matmul, matmul/2 or aten.mm.default")
+        self.position = match.end()
+        return match.group()
+
+    def _list(self, item: Callable[[], Item], separator: str) -> tuple[Item, ...]:
+        items = [item()]
+        while self._taken(separator):
+            items.append(item())
+        return tuple(items)
+
+    def _word(self, allowed: tuple[str, ...], what: str, extra: str = "") -> str:
+        self._skip_spaces()
+        match = re.compile(rf"[\w{extra}]+").match(self.text, self.position)
+        if match is None or match.group() not in allowed:
+            found = "" if match is None else f" (got {match.group()})"
+            self._fail(f"expected {what}: {', '.join(allowed)}{found}")
+        self.position = match.end()
+        return match.group()
+
+    def _number(self, what: str, *, least: int = 0) -> int:
+        self._skip_spaces()
+        match = re.compile(r"\d{1,6}").match(self.text, self.position)
+        if match is None or int(match.group()) < least:
+            self._fail(f"expected {what}" + (f" of at least {least}" if match else ""))
+        self.position = match.end()
+        return int(match.group())
+
+    def _expect(self, text: str, where: str) -> None:
+        if not self._taken(text):
+            self._fail(f"expected '{text}' {where}")
+
+    def _taken(self, text: str) -> bool:
+        self._skip_spaces()
+        found = self.text.startswith(text, self.position)
+        self.position += len(text) if found else 0
+        return found
+
+    def _at_end(self) -> bool:
+        self._skip_spaces()
+        return self.position == len(self.text)
+
+    def _skip_spaces(self) -> None:
+        while self.text[self.position : self.position + 1].isspace():
+            self.position += 1
+
+    def _fail(self, message: str) -> NoReturn:
+        raise ValueError(point_at(self.text, self.position, message))
