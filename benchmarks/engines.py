@@ -25,6 +25,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.training.batches import MicroBatch
@@ -64,25 +65,44 @@ class Setting:
     device: torch.device
     dtype: str
     dropout: float
+    attention_backend: str = "auto"
 
     def model_config(self) -> ModelConfig:
         """The shape in the engine's own words."""
         shape = self.shape
         return ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden_size, max_position_embeddings=shape.seq_length,
                            num_attention_heads=shape.num_attention_heads, hidden_dropout=self.dropout,
-                           attention_dropout=self.dropout)
+                           attention_dropout=self.dropout, attention_backend=self.attention_backend)
+
+    def batch(self) -> MicroBatch:
+        """The same random tokens for every engine."""
+        text = torch.randint(0, self.shape.vocab_size, (self.shape.batch_size, self.shape.seq_length + 1),
+                             generator=torch.Generator().manual_seed(SEED)).to(self.device)
+        return MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
 Step = Callable[[], Tensor]  # runs one training step and returns its loss, 0-d, without waiting for the device
 
 
+def our_model(setting: Setting, parallel: ParallelState, *, sequence_parallel: bool = False,
+              plan: RecomputePlan | None = None) -> GPTModel:
+    """This rank's shard of the shape, with its first weights."""
+    context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype])
+    vocab_size = setting.shape.vocab_size
+    model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size, plan=plan)
+    initialize_parameters_(model, seed=SEED, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    return model
+
+
+def one_rank(setting: Setting) -> ParallelState:
+    """The state of a run of this process alone."""
+    return ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
+
+
 def our_step(setting: Setting, batch: MicroBatch) -> Step:
     """The engine's own train_step on one rank."""
-    parallel = ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
-    context = TensorParallelContext.of(parallel, sequence_parallel=False, params_dtype=DTYPES[setting.dtype])
-    vocab_size = setting.shape.vocab_size
-    model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size)
-    initialize_parameters_(model, seed=SEED, tp_rank=0, tp_size=1)
+    parallel = one_rank(setting)
+    model = our_model(setting, parallel)
     optimizer = Optimizer(model, OptimizerConfig(), parallel)
 
     def step() -> Tensor:
@@ -177,9 +197,7 @@ PEERS: dict[str, Callable[[Setting], nn.Module]] = {"transformers": transformers
 
 def build_engines(setting: Setting, peers: Sequence[str]) -> dict[str, Step]:
     """The contestants by name, ours first."""
-    text = torch.randint(0, setting.shape.vocab_size, (setting.shape.batch_size, setting.shape.seq_length + 1),
-                         generator=torch.Generator().manual_seed(SEED)).to(setting.device)
-    batch = MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    batch = setting.batch()
     engines = {OURS: our_step(setting, batch)}
     for peer in peers:
         if setting.dtype == "float32":

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and under 5 minutes: the tests marked `gpu`, and the step-time benchmark.
+# Everything that needs a GPU, in one command and under 5 minutes: the tests marked `gpu`, and the benchmarks of step time and of
+# recomputation.
 # Needs one CUDA device and a Python (3.10 or newer) with torch; other packages are used where they are there, and the report
 # names those that are not. No network. Writes one JSON to the given file.
 set -uo pipefail
@@ -9,7 +10,7 @@ if [[ ${1:-} == -h || ${1:-} == --help || $# -gt 1 ]]; then
     cat <<USAGE
 Usage: bash benchmarks/gpu.sh [FILE]        writes FILE, by default benchmarks/results/gpu.json
 
-Read from the environment: PYTHON (default python3), PRESETS (shapes of step_time.py, of which the first that runs is
+Read from the environment: PYTHON (default python3), PRESETS (shapes, of which the first that step_time.py runs is
 reported; default "gpt2 medium"), DEVICE=cpu (a rehearsal without a GPU; try PRESETS=tiny with it).
 USAGE
     if [[ $# -gt 1 ]]; then exit 2; else exit 0; fi
@@ -32,29 +33,35 @@ parts=$(mktemp -d) || exit 2
 trap 'rm -rf "$parts"' EXIT
 mkdir -p "$(dirname "$output")" || exit 2
 
-echo "[1/3] Tests"
-CUBLAS_WORKSPACE_CONFIG=:4096:8 timeout 120 "$PYTHON" tests/gpu/run.py --device "$DEVICE" --json "$parts/tests.json"
+echo "[1/4] Tests"
+CUBLAS_WORKSPACE_CONFIG=:4096:8 timeout 110 "$PYTHON" tests/gpu/run.py --device "$DEVICE" --json "$parts/tests.json"
 tests_status=$?
 
-echo "[2/3] Step time"
+echo "[2/4] Step time"
 for preset in $PRESETS; do
     rm -f "$parts/step_time.json"
-    timeout 80 "$PYTHON" benchmarks/step_time.py --device "$DEVICE" --preset "$preset" --repeats 5 --steps-per-round 3 \
+    timeout 60 "$PYTHON" benchmarks/step_time.py --device "$DEVICE" --preset "$preset" --repeats 5 --steps-per-round 3 \
         --json "$parts/step_time.json"
     step_time_status=$?
     # Cut short, it leaves the blocks that it finished.
     if [[ -s $parts/step_time.json ]]; then break; fi
 done
 
-echo "[3/3] Report"
-DEVICE=$DEVICE "$PYTHON" - "$parts" "$output" "$tests_status" "$step_time_status" <<'REPORT'
+echo "[3/4] Recomputation, $preset"
+timeout 60 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --tp 1 --preset "$preset" --dtype bf16 --dropout 0.1 \
+    --repeats 3 --steps-per-round 1 --json "$parts/recompute.json"
+recompute_status=$?
+
+echo "[4/4] Report"
+DEVICE=$DEVICE "$PYTHON" - "$parts" "$output" "$tests_status" "$step_time_status" "$recompute_status" <<'REPORT'
 import datetime, importlib.metadata, json, os, platform, subprocess, sys
 from collections import Counter
 from pathlib import Path
 
 import torch
 
-parts, output, tests_status, step_time_status = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+parts, output = Path(sys.argv[1]), Path(sys.argv[2])
+tests_status, step_time_status, recompute_status = map(int, sys.argv[3:])
 
 
 def part(name):
@@ -82,7 +89,7 @@ if os.environ["DEVICE"] == "cuda":
     properties = torch.cuda.get_device_properties(0)
     device = {"name": properties.name, "memory_bytes": properties.total_memory,
               "compute_capability": f"{properties.major}.{properties.minor}"}
-tests, step_time = part("tests.json"), part("step_time.json")
+tests, step_time, recompute = part("tests.json"), part("step_time.json"), part("recompute.json")
 counts = Counter(test["outcome"] for test in (tests or {}).values())
 packages = {name: version(name) for name in ("numpy", "pytest", "rich", "safetensors", "tokenizers", "transformers")}
 changes = git("status", "--porcelain")
@@ -93,11 +100,12 @@ report = {
     "packages": packages, "missing_packages": [name for name, found in packages.items() if found is None],
     "tests_status": tests_status, "tests_counts": counts, "tests": tests,
     "step_time_status": step_time_status, "step_time": step_time,
+    "recompute_status": recompute_status, "recompute": recompute,
 }
 temporary = output.with_name(output.name + ".tmp")
 temporary.write_text(json.dumps(report, indent=1) + "\n")
 temporary.replace(output)
 print(f"{output}: tests {dict(counts)}, {len(step_time['rows']) if step_time else 0} rows of step times, "
-      f"not installed: {', '.join(report['missing_packages']) or 'nothing'}")
-sys.exit(0 if tests_status == 0 and step_time_status == 0 else 1)
+      f"{len(recompute['rows']) if recompute else 0} of recomputation, not installed: {', '.join(report['missing_packages']) or 'nothing'}")
+sys.exit(0 if tests_status == step_time_status == recompute_status == 0 else 1)
 REPORT

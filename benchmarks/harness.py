@@ -1,0 +1,146 @@
+"""What the benchmarks share: the clock, the options that say what is measured and how, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engines import DTYPES, PRESETS, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """wall: what a user waits for. cpu: this process's processor time, which others on the machine hardly disturb."""
+
+    device: torch.device
+    kind: str = "wall"
+    steps: int = 1
+
+    def ms(self, action: Callable[[], object]) -> float:
+        """Milliseconds per call over `steps` calls, the device's work included."""
+        now = time.process_time if self.kind == "cpu" else time.perf_counter
+        self._wait()
+        start = now()
+        for _ in range(self.steps):
+            action()
+        self._wait()
+        return (now() - start) * 1000.0 / self.steps
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Progress:
+    """Lines on stderr, at most one in ten seconds."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._last = quiet, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if not self._quiet and time.monotonic() - self._last > 10.0:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
+def profile(title: str, actions: Mapping[str, Callable[[], object]], device: torch.device, *, steps: int = 3,
+            top: int = 20) -> str:
+    """Self time of the most expensive operators of each action, in ms per call."""
+    from torch.profiler import ProfilerActivity
+
+    cuda = device.type == "cuda"
+    lines = []
+    for name, action in actions.items():
+        action()
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+                                    record_shapes=not cuda) as trace:
+            Clock(device=device, steps=steps).ms(action)
+        averages = trace.key_averages()
+        cost = {event: getattr(event, "self_device_time_total" if cuda else "self_cpu_time_total") / 1000.0 / steps
+                for event in averages}
+        lines.append(f"\n{name}, {title}: {sum(cost.values()):.1f} ms per step in operators")
+        for event in sorted(cost, key=lambda event: -cost[event])[:top]:
+            lines.append(f"  {cost[event]:9.2f} ms {event.count // steps:6d} calls  {event.key[:60]}")
+    return "\n".join(lines)
+
+
+def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark."""
+    parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one")
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both")
+    parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1], help="default: 0.0 0.1")
+    parser.add_argument("--preset", choices=list(PRESETS), default="small", help="the shape; default: small")
+    for field in Shape.__dataclass_fields__:
+        parser.add_argument(f"--{field.replace('_', '-')}", type=int, metavar="N", help="instead of the preset's")
+    parser.add_argument("--repeats", type=int, default=repeats, metavar="N",
+                        help=f"rounds, in each of which every engine is timed once; default: {repeats}")
+    parser.add_argument("--steps-per-round", type=int, metavar="N",
+                        help="steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                        help="cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU")
+    parser.add_argument("--json", metavar="FILE", help="also write settings and every sample, after each block of rows")
+    parser.add_argument("--profile", action="store_true", help="also print each engine's most expensive operators")
+    return parser
+
+
+def parse_benchmark(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed options, `device` resolved, with `shape` added and the threads set."""
+    args = parser.parse_args(argv)
+    args.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
+        parser.error("--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu")
+    chosen = {field: getattr(args, field) for field in Shape.__dataclass_fields__ if getattr(args, field) is not None}
+    args.shape = Shape(**{**asdict(PRESETS[args.preset]), **chosen})
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def clock_of(args: argparse.Namespace) -> Clock:
+    """The clock that the options ask for."""
+    return Clock(device=args.device, kind=args.clock, steps=args.steps_per_round or (5 if args.device.type == "cuda" else 1))
+
+
+def new_report(args: argparse.Namespace) -> dict[str, Any]:
+    """Machine and settings; `rows` is still empty."""
+    return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "device": device_name(args.device), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "threads": torch.get_num_threads(), "clock": args.clock, "rounds": args.repeats,
+            "steps_per_round": clock_of(args).steps, "shape": asdict(args.shape), "rows": []}
+
+
+def heading(report: dict[str, Any]) -> str:
+    """Two lines that say what was measured, and on what."""
+    return (f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, {report['clock']} time, medians of "
+            f"{report['rounds']} rounds\n" + ", ".join(f"{name} {value}" for name, value in report["shape"].items()))
+
+
+def write_report(report: dict[str, Any], file: str | None) -> None:
+    """After every block: a run that is cut short leaves what it measured."""
+    if file:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def device_name(device: torch.device) -> str:
+    """What a reader needs to know of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,309 @@
+"""Measures what activation recomputation keeps and costs: every policy of megatron_lite, and torch's and transformers' own.
+
+For each engine (benchmarks/recompute_engines.py): bytes kept after forward, the most bytes alive in forward and backward, FLOPs,
+and the step's time, in rounds in which every engine has its turn. At --tp 2 the program starts its other rank itself.
+How to read the table: benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import itertools
+import multiprocessing
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+
+from benchmarks.engines import SEED, Setting  # noqa: E402
+from benchmarks.harness import (  # noqa: E402
+    Clock,
+    Progress,
+    benchmark_parser,
+    clock_of,
+    heading,
+    new_report,
+    parse_benchmark,
+    profile,
+    write_report,
+)
+from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names  # noqa: E402
+from megatron_lite.config.model import ATTENTION_BACKENDS  # noqa: E402
+from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
+from megatron_lite.memory.live_storages import LiveStorages  # noqa: E402
+from megatron_lite.parallel.rng import RngSnapshot, RngStreams  # noqa: E402
+from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
+
+# torch counts the flash kernels of CUDA, and would count nothing for that of a CPU.
+CPU_FLASH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """One forward and backward on this rank, from the same random state for every engine. grad_norm: over this rank's shards."""
+
+    kept_bytes: int
+    peak_bytes: int
+    flops: int
+    loss: float
+    grad_norm: float
+
+
+def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> Footprint:
+    """Parameters and the gradients that backward adds to are not counted; each new gradient is, until it is added."""
+    with torch.autograd.set_multithreading_enabled(False):  # a dispatch mode belongs to its thread
+        streams.restore(start)
+        with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as counter:
+            engine.step()
+        grads = [parameter.grad.zero_() for parameter in engine.parameters if parameter.grad is not None]
+        streams.restore(start)
+        gc.collect()
+        with LiveStorages() as live:
+            loss = engine.forward()
+            kept_bytes = live.total_bytes()
+            loss.backward()
+    return Footprint(kept_bytes=kept_bytes, peak_bytes=live.peak_bytes, flops=counter.get_total_flops(), loss=loss.item(),
+                     grad_norm=torch.stack([grad.double().norm() for grad in grads]).norm().item())
+
+
+def time_in_rounds(engines: Sequence[Engine], clock: Clock, place: Place, *, rounds: int, title: str,
+                   progress: Progress) -> dict[str, list[float]]:
+    """Milliseconds of every engine in every round, of the slowest rank. Each round begins with another engine."""
+    samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    for number in range(-1, rounds):  # the first warms up
+        for place_in_round in range(len(engines)):
+            engine = engines[(place_in_round + number) % len(engines)]
+            progress(f"{title}: round {number + 1} of {rounds}, {engine.name}")
+            gc.collect()
+            if place.parallel.tp_group is not None:
+                dist.barrier(place.parallel.tp_group)
+            milliseconds = clock.ms(engine.step)
+            if number >= 0:
+                samples[engine.name].append(milliseconds)
+    if place.parallel.tp_group is None:
+        return samples
+    of_ranks: list[Any] = [None] * place.parallel.tp_size
+    dist.all_gather_object(of_ranks, samples, place.parallel.tp_group)
+    return {name: [max(times) for times in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in samples}
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Python's garbage collector runs only when it is called."""
+    gc.collect()
+    gc.freeze()  # what exists now need not be looked at again
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+Spread = tuple[float, float, float]  # median, minimum, maximum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One engine's result, on rank 0 in bytes and FLOPs. time_ratio: its time / that of our `none`, over the rounds.
+
+    kept_ratio: to the same model without recomputation (for transformers its own).
+    rival_time_ratio: its time / that of `rival`, the policy of ours that keeps the same tensors; above 1, ours is faster.
+    """
+
+    tp_size: int
+    sequence_parallel: bool
+    dtype: str
+    dropout: float
+    engine: str
+    kept_bytes: int
+    kept_ratio: float
+    peak_bytes: int
+    flops: int
+    extra_flops: float
+    ms: float
+    time_ratio: Spread
+    rival: str | None
+    rival_time_ratio: Spread | None
+    loss: float
+    grad_norm: float
+    samples_ms: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The rows that share a setting."""
+
+    title: str
+    rows: list[Row]
+    skipped: dict[str, str]
+    profile: str
+
+
+def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def rows_of(setting: Setting, place: Place, engines: Sequence[Engine], footprints: dict[str, Footprint],
+            samples: dict[str, list[float]]) -> Iterator[Row]:
+    for engine in engines:
+        measured, times = footprints[engine.name], samples[engine.name]
+        base = footprints[f"transformers, {NONE}" if engine.name.startswith("transformers") else NONE]
+        rival = engine.rival if engine.rival in samples else None
+        yield Row(tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel, dtype=setting.dtype,
+                  dropout=setting.dropout, engine=engine.name, kept_ratio=measured.kept_bytes / base.kept_bytes,
+                  extra_flops=measured.flops / base.flops - 1.0, ms=statistics.median(times), samples_ms=times,
+                  time_ratio=spread(times, samples[NONE]), rival=rival,
+                  rival_time_ratio=None if rival is None else spread(times, samples[rival]), **asdict(measured))
+
+
+def measure(setting: Setting, place: Place, args: argparse.Namespace, progress: Progress) -> Block:
+    """All engines of one setting."""
+    parallel = place.parallel
+    title = (f"TP {parallel.tp_size}{', sequence parallel' if place.sequence_parallel else ''}, {setting.dtype}, dropout "
+             f"{setting.dropout}")
+    contestants = build_contestants(setting, place)
+    engines = [engine for engine in contestants.engines
+               if not args.engines or engine.name in args.engines or engine.name.endswith(NONE)]
+    start, footprints = parallel.rng.snapshot(), {}
+    with garbage_kept():
+        for engine in engines:
+            progress(f"{title}: bytes and FLOPs of {engine.name}")
+            footprints[engine.name] = footprint(engine, parallel.rng, start)
+        samples = time_in_rounds(engines, clock_of(args), place, rounds=args.repeats, title=title, progress=progress)
+    profiles = profile(title, {engine.name: engine.step for engine in engines}, setting.device) if args.profile else ""
+    rows = list(rows_of(setting, place, engines, footprints, samples))
+    return Block(title=title, rows=rows, skipped=contestants.skipped, profile=profiles)
+
+
+def blocks(args: argparse.Namespace, parallel: ParallelState, progress: Progress) -> Iterator[Block]:
+    """Every setting at one tensor-parallel size. All ranks run it side by side."""
+    torch.set_num_threads(args.threads or max(1, args.cpu_threads // parallel.tp_size))
+    for sequence_parallel, dtype, dropout in itertools.product([False, True][: parallel.tp_size], args.dtype, args.dropout):
+        setting = Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout,
+                          attention_backend=args.attention_backend)
+        yield measure(setting, Place(parallel=parallel, sequence_parallel=sequence_parallel), args, progress)
+
+
+@contextmanager
+def rank_of(tp_size: int, rank: int, folder: str) -> Iterator[ParallelState]:
+    """This process as one of `tp_size` ranks, which meet through a file and talk gloo."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp_size,
+                            timeout=datetime.timedelta(minutes=5))
+    try:
+        config = ParallelConfig(tensor_model_parallel_size=tp_size, distributed_backend="gloo")
+        with parallel_state(config, seed=SEED) as parallel:
+            yield parallel
+    finally:
+        dist.destroy_process_group()
+
+
+def other_rank(args: argparse.Namespace, tp_size: int, rank: int, folder: str) -> None:
+    """The life of a process that `all_ranks` starts."""
+    with rank_of(tp_size, rank, folder) as parallel:
+        for _ in blocks(args, parallel, Progress(quiet=True)):
+            pass
+
+
+@contextmanager
+def all_ranks(args: argparse.Namespace, tp_size: int) -> Iterator[ParallelState]:
+    """This process as rank 0, with the other ranks running `blocks` in processes of their own. None of them outlives it."""
+    if tp_size == 1:
+        yield ParallelState(device=args.device, rng=RngStreams(args.device, seed=SEED))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        others = [spawn.Process(target=other_rank, args=(args, tp_size, rank, folder), daemon=True) for rank in range(1, tp_size)]
+        try:
+            for process in others:
+                process.start()
+            with rank_of(tp_size, 0, folder) as parallel:
+                yield parallel
+            for process in others:
+                process.join(60.0)
+        finally:
+            for process in others:
+                process.kill()
+                process.join()
+
+
+HEADER = (f"{'':31}{'kept':>8} {'of':>5}{'peak':>9}  {'time / none':17}{'FLOPs':>7}   {'its time /':17}\n"
+          f"{'engine':31}{'MiB':>8} {'none':>5}{'MiB':>9}  {'(min-max)':17}{'':>7}   {'that of ours':17}")
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """The lines of one block."""
+    for row in rows:
+        yield (f"{row.engine:31}{row.kept_bytes / 2**20:8.2f} {row.kept_ratio:5.0%}{row.peak_bytes / 2**20:9.2f}  "
+               f"{shown(row.time_ratio):17}{row.extra_flops:+7.1%}   {shown(row.rival_time_ratio):17}").rstrip()
+
+
+def shown(ratio: Spread | None) -> str:
+    return "" if ratio is None else "{:.2f} ({:.2f}-{:.2f})".format(*ratio)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = benchmark_parser("recompute.py", (__doc__ or "").partition("\n")[0], repeats=9)
+    parser.add_argument("--tp", nargs="+", type=int, metavar="T",
+                        help="tensor-parallel sizes; above 1 on the CPU only; default: 1 2, on CUDA 1")
+    parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto",
+                        help="of megatron_lite; default: auto, which is unfused on a CPU with dropout, else flash")
+    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
+                        help='only these rows of the table and those without recomputation, such as "uniform 1"')
+    args = parse_benchmark(parser, argv)
+    args.tp = args.tp or ([1, 2] if args.device.type == "cpu" else [1])
+    args.cpu_threads = torch.get_num_threads()
+    unknown = sorted(set(args.engines) - engine_names(args.shape.num_layers))
+    if unknown:
+        parser.error(f"--engines {unknown[0]!r} must be one of {', '.join(sorted(engine_names(args.shape.num_layers)))}")
+    for tp_size in args.tp:
+        if tp_size > 1 and args.device.type != "cpu":
+            parser.error(f"--tp {tp_size} runs its ranks on the CPU: it needs --device cpu (got {args.device})")
+        for field in ("num_attention_heads", "seq_length", "vocab_size"):
+            if tp_size < 1 or getattr(args.shape, field) % tp_size:
+                parser.error(f"--tp {tp_size} must be at least 1 and divide --{field.replace('_', '-')} "
+                             f"{getattr(args.shape, field)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns 0."""
+    args = parse(argv)
+    report: dict[str, Any] = {**new_report(args), "attention_backend": args.attention_backend, "skipped": {}}
+    print(heading(report), flush=True)
+    progress = Progress()
+    for tp_size in args.tp:
+        with all_ranks(args, tp_size) as parallel:
+            for block in blocks(args, parallel, progress):
+                print(f"\n{block.title}: none takes {block.rows[0].ms:.1f} ms", HEADER, *table(block.rows), sep="\n", flush=True)
+                for name, reason in block.skipped.items():
+                    print(f"{name}: skipped: {reason}", file=sys.stderr, flush=True)
+                print(block.profile, end="", flush=True)
+                report["rows"] += [asdict(row) for row in block.rows]
+                report["skipped"].update(block.skipped)
+                write_report(report, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""One GPT under every recompute policy of megatron_lite, and under the activation checkpointing of others, ready to be measured.
+
+    ours            `policies` by name, as the flags that ask for them; all share one set of weights
+    torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core attention
+    transformers    GPT2LMHeadModel of the same shape, without and with gradient_checkpointing_enable (one rank only)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from benchmarks.engines import DTYPES, SEED, Setting, our_model, transformers_gpt2
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.schedule import plan_stage
+
+NONE = "none"
+Flags = dict[str, Any]  # fields of RecomputeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """forward: the loss, 0-d, with its graph. rival: the policy of ours that keeps the same tensors, for an engine of others."""
+
+    name: str
+    forward: Callable[[], Tensor]
+    parameters: tuple[nn.Parameter, ...]
+    rival: str | None = None
+
+    def step(self) -> None:
+        """Gradients dropped, forward, loss, backward. No optimizer: it is the same for all."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.forward().backward()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the engines of one block run."""
+
+    parallel: ParallelState
+    sequence_parallel: bool
+
+
+def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[str, Flags]:
+    """Our policies by name."""
+    unit: Flags = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    table: dict[str, Flags] = {
+        NONE: {},
+        "uniform 1": unit,
+        "uniform 1, no tail skip": {**unit, "recompute_tail_skip": False},
+        "uniform 2": {**unit, "recompute_num_layers": 2},
+        f"block {num_layers // 2}": {**unit, "recompute_method": "block", "recompute_num_layers": num_layers // 2},
+    }
+    if tp_size > 1 and not sequence_parallel:  # with it, inputs are split already
+        table["uniform 1, distribute"] = {**unit, "distribute_saved_activations": True}
+    for modules in ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation", "core_attn+layernorm+mlp"):
+        table[modules] = dict(recompute_granularity="selective", recompute_modules=tuple(modules.split("+")))
+    return table
+
+
+# By what torch.utils.checkpoint is put around in each layer: the policy of ours that rebuilds the same.
+TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
+    "torch layers": ("uniform 1", lambda layer: layer),
+    "torch core_attn": ("core_attn", lambda layer: layer.self_attention.core_attention),
+    "torch mlp": ("mlp", lambda layer: layer.mlp),
+}
+MODES = {"reentrant": True, "non-reentrant": False}
+
+
+def engine_names(num_layers: int) -> set[str]:
+    """The name of every row that some setting has."""
+    peers = {f"{name}, {mode}" for name in (*TORCH_PEERS, "transformers") for mode in MODES}
+    return {*policies(num_layers, tp_size=2, sequence_parallel=False), *peers, f"transformers, {NONE}"}
+
+
+@dataclass(frozen=True)
+class Contestants:
+    """The engines of a block, NONE first, and why others are not among them."""
+
+    engines: tuple[Engine, ...]
+    skipped: dict[str, str]
+
+
+def build_contestants(setting: Setting, place: Place) -> Contestants:
+    """Every policy that this version has, and every peer that can run here."""
+    engines, skipped = [], {}
+    table = policies(setting.shape.num_layers, tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel)
+    for name, flags in table.items():
+        try:
+            config = RecomputeConfig(**flags)
+        except (TypeError, ValueError) as reason:
+            skipped[name] = str(reason)
+            continue
+        engines.append(_ours(name, config, setting, place, like=engines[0] if engines else None))
+    for name, (rival, part) in TORCH_PEERS.items():
+        for mode, use_reentrant in MODES.items():
+            engine = _ours(f"{name}, {mode}", RecomputeConfig(), setting, place, like=engines[0], rival=rival,
+                           prepare=partial(_checkpoint_layers, part=part, use_reentrant=use_reentrant))
+            engines.append(engine)
+    if place.parallel.tp_size == 1:
+        try:
+            engines += _transformers(setting)
+        except ImportError as reason:
+            skipped["transformers"] = str(reason)
+    return Contestants(tuple(engines), skipped)
+
+
+def _ours(name: str, config: RecomputeConfig, setting: Setting, place: Place, *, like: Engine | None,
+          rival: str | None = None, prepare: Callable[[nn.Module], None] | None = None) -> Engine:
+    """Our model; `like` lends its weights, whatever the plan."""
+    model = our_model(setting, place.parallel, sequence_parallel=place.sequence_parallel,
+                      plan=plan_stage(config, setting.shape.num_layers))
+    if like is not None:
+        names = (parameter_name for parameter_name, _ in model.named_parameters())
+        model.load_state_dict(dict(zip(names, like.parameters, strict=True)), assign=True)
+    if prepare is not None:
+        prepare(model)
+    batch = setting.batch()
+    return Engine(name=name, forward=lambda: model.loss(batch.tokens, batch.labels).mean(), rival=rival,
+                  parameters=tuple(model.parameters()))
+
+
+def _checkpoint_layers(model: Any, *, part: Callable[[Any], nn.Module], use_reentrant: bool) -> None:
+    """Puts torch.utils.checkpoint around one module of each layer.
+
+    It restores the generator's state but knows no named streams: with dropout its replays of attention draw other masks than the
+    forward. That costs the same time, and is no way to train.
+    """
+    for layer in model.decoder.layers:
+        module = part(layer)
+        module.forward = partial(torch_checkpoint, module.forward, use_reentrant=use_reentrant)
+
+
+def _transformers(setting: Setting) -> Iterator[Engine]:
+    batch = setting.batch()
+    labels = batch.labels.reshape(-1)
+    first: nn.Module | None = None
+    for mode, use_reentrant in {NONE: None, **MODES}.items():
+        torch.manual_seed(SEED)
+        model = transformers_gpt2(setting).to(setting.device, DTYPES[setting.dtype]).train()
+        first = first or model
+        model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
+        if use_reentrant is not None:
+            renamed = getattr(model.model, "activation_checkpointing_enable", None)  # its name from transformers 6 on
+            (renamed or model.model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+
+        def forward(model: nn.Module = model) -> Tensor:
+            return F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
+
+        yield Engine(name=f"transformers, {mode}", forward=forward, parameters=tuple(model.parameters()),
+                     rival=NONE if use_reentrant is None else "uniform 1")
