@@ -31,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.dump_config:
             print(arguments.config.to_json())
             return 0
+        if arguments.explain_recompute:
+            if rank == 0:
+                print(*explanation(arguments), sep="\n")
+            return 0
         return train(arguments.config, arguments.notices, launch)
     except InputError as error:
         report(error, rank)
@@ -52,6 +56,21 @@ def parse_on_rank(rank: int, argv: Sequence[str]) -> ParsedArguments:
     """The parsed command line. Every rank meets the same faults in it, and rank 0 alone says so; all exit with status 2."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if rank == 0 else nowhere):
         return parse_args(argv)
+
+
+def explanation(arguments: ParsedArguments) -> list[str]:
+    """What `--explain-recompute` prints. Imports no torch; of the run, only what decides sizes must be known.
+
+    InputError: faults in the tokenizer's files.
+    """
+    from megatron_lite.data.tokenizers import resolve_vocabulary
+    from megatron_lite.memory.report import explain, likely_device
+    from megatron_lite.memory.report_text import report_text
+
+    config = replace(arguments.config, tokenizer=resolve_vocabulary(arguments.config.tokenizer))
+    told_in_report = config.recompute_warnings()
+    notices = [notice for notice in arguments.notices if notice not in told_in_report]
+    return [*notices, report_text(explain(config, likely_device(config.parallel.distributed_backend)))]
 
 
 def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:

@@ -104,8 +104,8 @@ class RunConfig:
                 raise ValueError(point_at(given, parse_policy(given).rules[self.recompute.policy.rules.index(rule)].position,
                                           f"layer {beyond} does not exist: the layers are 0 to {num_layers - 1}"))
             if rule.action.ops:
-                raise ValueError(f"--recompute-policy '{rule}': ops(...) is not supported; core_attn, layernorm, mlp, activation and "
-                                 "dropout name what is rebuilt instead")
+                raise ValueError(f"--recompute-policy '{rule}': ops(...) is not supported; core_attn, layernorm, mlp, activation "
+                                 "and dropout name what is rebuilt instead")
             if rule.store.endswith("host"):
                 raise ValueError(f"--recompute-policy '{rule}': @host is not supported; full keeps least on the device")
             if rule.store.startswith("split"):

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ class RngSnapshot:
 
     current: str
     states: dict[str, Tensor]
+
+
+class Generators(Protocol):
+    """All that a replay may draw from, as one: its state can be read and put back."""
+
+    device: torch.device
+
+    def snapshot(self) -> RngSnapshot: ...
+
+    def restore(self, snapshot: RngSnapshot) -> None: ...
 
 
 class RngStreams:

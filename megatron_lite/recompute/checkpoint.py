@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import start_all_gather_first_dim
-from megatron_lite.parallel.rng import RngSnapshot, RngStreams
+from megatron_lite.parallel.rng import Generators, RngSnapshot
 from megatron_lite.recompute.phase import recomputing
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None, replay: Callable[..., Any] | None = None,
+def checkpoint(function: Callable[..., Any], *args: Any, rng: Generators | None, replay: Callable[..., Any] | None = None,
                split_group: ProcessGroup | None = None, previous: Any = None, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, whose activations are rebuilt in backward. Returns what it returns.
 
@@ -34,8 +34,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None,
     split_group: keep only this rank's 1/t of the first argument, a tensor that is the same on every rank of the group and whose
     size t divides; backward then issues one all-gather of it. `previous`: the grad_fn of the split checkpoint before this one,
     whose gather this one's backward starts, to run beside the replay.
-    Where gradients are off the function simply runs. RuntimeError: no output depends on a parameter or on an input that
-    requires grad.
+    Where gradients are off the function simply runs. RuntimeError in backward: an input requires grad and no output depends on
+    it or on a parameter; a backward for chosen inputs only (torch.autograd.grad), since a replay's reaches every parameter.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -59,7 +59,7 @@ def rebuilt_outputs(node: Any) -> Any:
 class _Call:
     function: Callable[..., Any]
     replay: Callable[..., Any]
-    rng: RngStreams | None
+    rng: Generators | None
     split_group: ProcessGroup | None
     previous: Any
     keywords: tuple[str, ...]
@@ -86,18 +86,22 @@ class _Checkpoint(torch.autograd.Function):
         ctx.streams = None if randomness is None else randomness.names
         ctx.save_for_backward(*tensors.values(), *(() if randomness is None else randomness.copies()))
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
-        fixed = [value for value in flat if isinstance(value, Tensor) and not value.is_floating_point()]
+        fixed = [value for value in flat if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())]
         ctx.mark_non_differentiable(*fixed)
         # A parameter handed through would get this node as its history; a view of it does not (and backward would never end).
         return tuple(map(_not_a_parameter, outputs)) if isinstance(outputs, tuple) else _not_a_parameter(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("recomputation works in .backward() without `inputs`: the parameters inside get their .grad there")
         replay = ctx.replayed or _replay(ctx)
         ctx.replayed = None
         flat = replay.outputs if isinstance(replay.outputs, tuple) else (replay.outputs,)
         pairs = [(output, grad) for output, grad in zip(flat, grads, strict=True)
                  if isinstance(output, Tensor) and output.requires_grad and grad is not None]
+        if not pairs and not any(ctx.inputs_require_grad):  # all frozen: only the anchor asked
+            return (None,) * (2 + len(ctx.others))
         if not pairs:
             raise RuntimeError("a recomputed function has no output that requires grad: it needs no recomputation")
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
@@ -183,12 +187,12 @@ class StreamNames(NamedTuple):
 class Randomness:
     """The state of every generator that a replay may draw from: one of each stream, then the CPU's where that is none of them."""
 
-    streams: RngStreams
+    streams: Generators
     names: StreamNames
     states: Sequence[Tensor]
 
     @classmethod
-    def now(cls, streams: RngStreams) -> Randomness:
+    def now(cls, streams: Generators) -> Randomness:
         """As it is."""
         snapshot = streams.snapshot()
         # On a CPU run the CPU generator is the current stream's, and so in the snapshot.

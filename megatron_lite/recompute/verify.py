@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.rng import Generators
 
 CHUNK = 2**20
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 class RecomputeMismatch(RuntimeError):
@@ -32,10 +32,13 @@ class Seen(NamedTuple):
 
 
 class Record:
-    """What one unit or region saw in its forward, and the comparison of every replay with it."""
+    """What one unit or region saw in its forward, and the comparison of every replay with it.
 
-    def __init__(self, what: str, rng: RngStreams | None) -> None:
-        self.what, self.rng = what, rng
+    module: what runs inside, whose buffers must not change.
+    """
+
+    def __init__(self, what: str, rng: Generators | None, module: nn.Module | None = None) -> None:
+        self.what, self.rng, self._module = what, rng, module
         self._seen: list[Seen] = []
         self._complete = False
         self._position = 0
@@ -46,7 +49,11 @@ class Record:
         def watched(*args: Any) -> Any:
             self._position = 0
             self.see(f"{self.what}, input", args)
+            buffers = self._buffers()
             outputs = function(*args)
+            changed = [name for name, value in self._buffers().items() if value != buffers[name]]
+            if changed:
+                raise RecomputeMismatch(f"{self.what} changes its buffer {changed[0]}: a replay would change it a second time")
             self.see(f"{self.what}, output", outputs)
             self._complete = True
             return outputs
@@ -65,6 +72,9 @@ class Record:
         if now != before:
             raise RecomputeMismatch(_difference(before, now))
 
+    def _buffers(self) -> dict[str, int]:
+        return {} if self._module is None else {name: digest(buffer) for name, buffer in self._module.named_buffers()}
+
     def _streams(self) -> dict[str, int]:
         if self.rng is None:
             return {}
@@ -77,11 +87,16 @@ def digest(tensor: Tensor) -> int:
     bits = flat.view(INTEGERS[flat.element_size()])
     if bits.device.type == "cpu":
         return int.from_bytes(hashlib.blake2b(bytes(bits.view(torch.uint8).numpy()), digest_size=8).digest(), "little")
+    return digest_by_places(bits)
+
+
+def digest_by_places(bits: Tensor) -> int:
+    """For integers of at most 32 bits on any device: the sum of each times an odd number of its place, modulo 2^64."""
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].long() + 1
         places = torch.arange(start + 1, start + 1 + part.numel(), device=bits.device)
-        total += (part * (places * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01)).sum()  # wraps around
+        total += (part * (2 * (places * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01) + 1)).sum()  # wraps around
     return int(total.item())
 
 
@@ -91,7 +106,7 @@ def _difference(before: Seen, now: Seen) -> str:
                 f"{now.shapes} in the replay")
     streams = [name for name in before.streams if now.streams[name] != before.streams[name]]
     random = (f"RNG stream {', '.join(streams)} stood elsewhere than in forward" if streams else "the RNG streams agree"
-              if before.streams else "it draws no random numbers")
+              if before.streams else "no RNG stream was compared")
     changed = [number for number, (one, other) in enumerate(zip(before.tensors, now.tensors, strict=True)) if one != other]
     what = f"tensor {changed[0]} {list(now.shapes[changed[0]])} differs" if changed else "the tensors agree"
     return f"a replay is not what its forward was at {now.place}: {what} from the forward's; {random}" if changed else (

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
-from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.phase import is_recomputing, recomputing
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -64,6 +67,7 @@ def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng: RngStreams, curr
 def test_backward_leaves_the_streams_as_it_found_them(rng: RngStreams) -> None:
     hidden = torch.ones(4, 6, requires_grad=True)
     output = checkpoint(noisy, rng, hidden, WEIGHT, rng=rng)
+    noisy(rng, hidden, WEIGHT)  # without it a replay would leave them there by itself
     before = rng.snapshot()
     output.sum().backward()
     after = rng.snapshot()
@@ -112,8 +116,9 @@ def test_a_parameter_may_be_returned(rng: RngStreams) -> None:
     """Its node must not become the parameter's own history: backward would never end."""
     linear = nn.Linear(6, 2)
     output, bias = checkpoint(lambda h: (linear(h), linear.bias), torch.ones(4, 6), rng=rng)
+    assert linear.bias.is_leaf
     (output.sum() + bias.sum()).backward()
-    assert linear.bias.is_leaf and torch.equal(linear.bias.grad, torch.full((2,), 5.0))
+    assert torch.equal(linear.bias.grad, torch.full((2,), 5.0))
 
 
 def test_without_gradients_the_function_just_runs(rng: RngStreams) -> None:
@@ -168,3 +173,155 @@ def _split_input(rank: int, world_size: int) -> tuple[bool, bool, bool, int]:
 
 def test_a_split_input_is_kept_as_a_share_and_the_whole_tensor_is_gone_until_backward() -> None:
     assert run_ranks(_split_input, 2) == [(True, True, True, 12)] * 2
+
+
+class DeviceStreams(RngStreams):
+    """Streams of a generator that is not the CPU's, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        super().__init__(torch.device("cuda"), seed=3)
+
+    def _get(self) -> Tensor:
+        return self.generator.get_state()
+
+    def _set(self, state: Tensor) -> None:
+        self.generator.set_state(state)
+
+    def _seed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times: int) -> None:
+    streams = DeviceStreams()
+
+    def function(hidden: Tensor, weight: Tensor) -> Tensor:
+        with streams.fork(TENSOR_PARALLEL):
+            inner = torch.rand(hidden.shape, generator=streams.generator)
+        return torch.tanh(hidden @ weight * inner) * torch.rand_like(hidden)
+
+    def outcome(run) -> list[Tensor]:  # type: ignore[no-untyped-def]
+        torch.manual_seed(5)
+        return grads(streams, run, times=times)
+
+    assert_equal(outcome(lambda h, w: checkpoint(function, h, w, rng=streams)), outcome(function))
+
+
+def test_a_replay_is_not_under_the_autocast_of_its_backward(rng: RngStreams) -> None:
+    dtypes = []
+
+    def function(hidden: Tensor) -> Tensor:
+        dtypes.append((hidden @ WEIGHT).dtype)
+        return hidden @ WEIGHT
+
+    output = checkpoint(function, torch.ones(4, 6, requires_grad=True), rng=rng)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output.sum().backward()
+    assert dtypes == [torch.float32, torch.float32]
+
+
+def test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it(rng: RngStreams) -> None:
+    """A sum over it (the weight gradient of a norm before) adds in the order of its strides."""
+    strides = []
+    for run in (torch.t, lambda h: checkpoint(torch.t, h, rng=rng)):
+        hidden = torch.ones(4, 6, requires_grad=True) * 2
+        hidden.register_hook(lambda grad: strides.append(grad.stride()))
+        (run(hidden) * torch.ones(6, 4)).sum().backward()
+    assert strides == [(1, 4), (1, 4)]
+
+
+def test_arguments_that_need_no_gradient_get_none(rng: RngStreams) -> None:
+    hidden, frozen, linear = torch.ones(4, 6, requires_grad=True), torch.ones(4, 6), nn.Linear(6, 6)
+    linear.weight.requires_grad_(False)
+    checkpoint(lambda a, b: linear(a * b), hidden, frozen, rng=rng).sum().backward()
+    expected = linear.weight.sum(0).expand(4, 6)
+    assert torch.allclose(hidden.grad, expected) and frozen.grad is None and linear.weight.grad is None
+    assert torch.equal(linear.bias.grad, torch.full((6,), 4.0))
+
+
+def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng: RngStreams) -> None:
+    def function(hidden: Tensor, same: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        doubled = hidden * same * 2
+        return hidden, doubled, doubled
+
+    leaf = torch.tensor([3.0, 5.0], requires_grad=True)
+    through, one, other = checkpoint(function, leaf, leaf, rng=rng)
+    (through + one + 10 * other).sum().backward()
+    assert leaf.grad.tolist() == [1 + 44 * 3, 1 + 44 * 5]
+
+
+def test_where_gradients_are_off_nothing_is_kept_or_split_and_the_result_is_the_functions_own(
+        rng: RngStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise AssertionError("gradients are off")
+
+    monkeypatch.setattr(RngStreams, "snapshot", forbidden)
+    monkeypatch.setattr(engine, "split_for_rank", forbidden)
+    result: dict[str, Tensor] = {}
+    for off in (torch.no_grad(), torch.inference_mode()):
+        with off:
+            assert checkpoint(lambda hidden: result, torch.ones(4, 6), rng=rng, split_group=object()) is result  # type: ignore[arg-type]
+
+
+def test_the_phase_nests_and_belongs_to_its_thread() -> None:
+    with recomputing():
+        with pytest.raises(ArithmeticError), recomputing():
+            raise ArithmeticError
+        assert is_recomputing()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(is_recomputing).result()
+    assert not is_recomputing()
+
+
+def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(rng: RngStreams) -> None:
+    runs, counted = [], []
+
+    def function(hidden: Tensor) -> Tensor:
+        runs.append(1)
+        if not is_recomputing():
+            counted.append(1)
+        return hidden.tanh()
+
+    leaf = torch.ones(3, requires_grad=True)
+    output = checkpoint(lambda h: checkpoint(function, function(h), rng=rng), leaf, rng=rng).sum()
+    output.backward(retain_graph=True)
+    output.backward()
+    assert (len(runs), len(counted)) == (2 + 2 * 3, 2)
+
+
+def test_what_is_kept_can_be_moved_away_and_brought_back(rng: RngStreams) -> None:
+    """Hooks that offload see every kept tensor, and nothing else holds its memory."""
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    leaf, weight = torch.ones(4, 6, requires_grad=True), WEIGHT.clone().requires_grad_()
+    hidden, start = leaf * 1, rng.snapshot()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = checkpoint(noisy, rng, hidden, weight, rng=rng)
+    memory = StorageWeakRef(hidden.untyped_storage())
+    del hidden
+    assert memory.expired() and len(packed) == 4  # hidden, weight and two streams
+    output.sum().backward()
+    rng.restore(start)
+    assert_equal([output.detach(), leaf.grad, weight.grad], grads(rng, lambda h, w: noisy(rng, h, w)))
+
+
+def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
+    """Only outputs that cannot have one are marked as such."""
+    x = torch.arange(6.0)
+    expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.fft.rfft(expected).abs().sum().backward()
+    checkpoint(torch.fft.rfft, actual, rng=rng).abs().sum().backward()
+    assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(rng: RngStreams) -> None:
+    """The backward of a replay reaches every parameter: `torch.autograd.grad` would fill their .grad behind the caller's back."""
+    linear, x = torch.nn.Linear(6, 6), torch.ones(3, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"without `inputs`"):
+        torch.autograd.grad(checkpoint(linear, x, rng=rng).sum(), [x])
+    assert linear.weight.grad is None

@@ -81,35 +81,3 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch
     (4, False, torch.bfloat16), (4, True, torch.float32)])
 def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> None:
     assert run_ranks(faults, tp_size, sequence_parallel, precision, detail=False) == [{}] * tp_size
-
-
-def _stale_randomness(rank: int, world_size: int) -> dict[str, list[str]]:
-    from megatron_lite.recompute import checkpoint
-
-    checkpoint.Randomness._restore = lambda self: None  # type: ignore[method-assign]
-    return faults(rank, world_size, False, torch.float32)
-
-
-def _unit_of_unchained_layers(rank: int, world_size: int) -> dict[str, list[str]]:
-    from megatron_lite.recompute import runner
-
-    chain = runner._chain
-    runner._chain = lambda plan, segment, layers, rng, **facts: chain(plan, segment, layers[-1:], rng, **facts)
-    return faults(rank, world_size, False, torch.float32)
-
-
-def _halves_in_the_wrong_order(rank: int, world_size: int) -> dict[str, list[str]]:
-    from megatron_lite.recompute import checkpoint
-
-    whole_input = checkpoint._whole_input
-    checkpoint._whole_input = lambda ctx, shard: whole_input(ctx, shard).roll(1, 0)
-    return faults(rank, world_size, False, torch.float32)
-
-
-@pytest.mark.parametrize(("fault", "tp_size", "seen_in"), [
-    (_stale_randomness, 1, {"gpt, unfused, dropout: uniform 1", "gpt, unfused, dropout: core_attn"}),
-    (_unit_of_unchained_layers, 1, {"gpt, SDPA, no dropout: uniform 2"}),
-    (_halves_in_the_wrong_order, 2, {"gpt, SDPA, no dropout: uniform 2 split"}),
-])
-def test_the_comparison_sees(fault, tp_size: int, seen_in: set[str]) -> None:  # type: ignore[no-untyped-def]
-    assert seen_in <= set(run_ranks(fault, tp_size)[0])

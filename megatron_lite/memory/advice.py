@@ -1,0 +1,121 @@
+"""Why a run's memory would not drop as its recompute flags suggest: each reason with its figures, and only where it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.activations import layer_terms
+from megatron_lite.memory.layer_tensors import Sizes, layer_tensors
+from megatron_lite.memory.prices import Priced, best_unit, flags_of, full, price, uniform_peaks, with_flags
+from megatron_lite.memory.units import percent, size
+from megatron_lite.recompute.plan import CORE_ATTENTION
+from megatron_lite.recompute.schedule import plan_stage
+
+HARDLY_LESS = 0.9
+
+
+class Note(NamedTuple):
+    """topic: a word to find it by."""
+
+    topic: str
+    text: str
+
+
+def notes(config: RunConfig, sizes: Sizes, *, own: Priced, without: Priced, policies: Sequence[Priced], head_bytes: int,
+          layers_bytes: int) -> tuple[Note, ...]:
+    """own: the run as it is. without: the one that recomputes nothing. policies: what else the flags could do."""
+    found = [Note("warning", f"{warning}.") for warning in config.recompute_warnings()]
+    if own.plan.segments == without.plan.segments:
+        found += _nothing_recomputed(own, policies)
+    else:
+        found += _regions(config, sizes, own)
+        found += _units(config, sizes, own)
+        found += _distributed(config, sizes, own)
+        found += _peak(own, without)
+        found += _whole_tail(config, sizes, own)
+    if head_bytes > layers_bytes:
+        found.append(Note("head", f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
+                                  "Recomputing layers does not lower the head; a smaller --micro-batch-size does, and so does "
+                                  "a larger --tensor-model-parallel-size, which splits the logits."))
+    return tuple(found)
+
+
+def _nothing_recomputed(own: Priced, policies: Sequence[Priced]) -> Iterator[Note]:
+    others = [policy for policy in policies if policy.plan != own.plan]
+    least = min(others, key=lambda policy: policy.peak.held_bytes)
+    if least.peak.held_bytes < own.peak.held_bytes:
+        yield Note("none", f"Nothing is recomputed. {flags_of(least.recompute)} would hold least at the peak: "
+                           f"{size(least.peak.held_bytes)} instead of {size(own.peak.held_bytes)}, for "
+                           f"{percent(least.extra_flops)} FLOPs.")
+    else:
+        yield Note("none", "Nothing is recomputed, and no setting of the flags would lower the peak.")
+    free = min((policy for policy in others if policy.replay_flops == 0), key=lambda policy: policy.peak.held_bytes)
+    if free.peak.held_bytes < own.peak.held_bytes:
+        yield Note("free", f"{flags_of(free.recompute)} runs no matmul again and holds {size(free.peak.held_bytes)} at the peak.")
+
+
+def _regions(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
+    """What each region frees on top of the others beside it."""
+    layer = layer_tensors(config.model, sizes)
+
+    def kept(regions: frozenset[str]) -> int:
+        return sum(term.num_bytes for term in layer_terms(layer, 0, regions, sizes))
+
+    for regions in dict.fromkeys(segment.regions for segment in own.plan.segments if segment.regions):
+        freed = [f"{region} {size(kept(regions - {region}) - kept(regions))}" for region in sorted(regions)]
+        yield Note("regions", f"Freed in a layer, less what is kept to rebuild it: {', '.join(freed)}.")
+    warned = any("core_attn" in warning for warning in config.recompute_warnings())
+    named = any(CORE_ATTENTION in segment.regions for segment in own.plan.segments)
+    if named and not config.model.builds_scores(sizes.device) and not warned:
+        yield Note("core_attn", "core_attn is moot: flash attention keeps no scores, and rebuilds them in backward anyway.")
+
+
+def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
+    first = own.plan.segments[0]
+    count, split = first.num_layers, first.split
+    if not first.unit:
+        return
+    uniform = plan_stage(full(config, "uniform", count, split=split).recompute, config.model.num_layers)
+    if own.plan.segments != uniform.segments:
+        return
+    peaks = uniform_peaks(config, sizes.device, split=split)
+    best, held = best_unit(peaks), own.peak.held_bytes
+    if held > peaks[best]:
+        reason = ("Longer units keep fewer inputs, but all of a unit's layers are held when it is rebuilt." if count > best
+                  else "Longer units keep fewer inputs.")
+        yield Note("unit", f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at the peak, "
+                           f"{size(held)} against {size(peaks[best])}; no unit size holds less than {best}. {reason}")
+
+
+def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
+    if not any(segment.split for segment in own.plan.segments):
+        return
+    whole = with_flags(config, recompute_policy=str(own.plan).replace("@split", ""))
+    saved = price(whole, sizes.device).kept_bytes - own.kept_bytes
+    text = f"Splitting the inputs of units over the ranks frees {size(saved)}, for one all-gather per unit in backward."
+    if sizes.seq_length % sizes.tp_size == 0:
+        sequence = price(replace(whole, parallel=replace(config.parallel, sequence_parallel=True)), sizes.device)
+        if sequence.kept_bytes <= own.kept_bytes and sequence.peak.held_bytes < own.peak.held_bytes:
+            text += (" --sequence-parallel in its place splits these inputs too, and norms and dropouts besides: "
+                     f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}.")
+    yield Note("distribute", text)
+
+
+def _peak(own: Priced, without: Priced) -> Iterator[Note]:
+    share = own.peak.held_bytes / without.peak.held_bytes
+    if share > HARDLY_LESS:
+        yield Note("peak", f"The peak {'hardly drops' if share < 1.0 else 'does not drop'}: {size(own.peak.held_bytes)}, "
+                           f"{share:.1%} of the {size(without.peak.held_bytes)} without recomputation.")
+
+
+def _whole_tail(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
+    if own.plan.skip_tail:
+        return
+    skipping = replace(config, recompute=replace(config.recompute, recompute_tail_skip=True, recompute_verify=False))
+    wasted = own.replay_flops - price(skipping, sizes.device).replay_flops
+    if wasted:
+        flag = "--recompute-verify" if config.recompute.recompute_verify else "--no-recompute-tail-skip"
+        yield Note("tail", f"With {flag} replays also run what nothing reads: {percent(wasted / own.model_flops)} FLOPs.")

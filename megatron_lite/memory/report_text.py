@@ -1,0 +1,202 @@
+"""The report of `--explain-recompute` as text of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_lite.memory.collectives import Collective, Exchange
+from megatron_lite.memory.layer_tensors import KeptTensor
+from megatron_lite.memory.peak import Moment
+from megatron_lite.memory.prices import flags_of, region_names, short_name
+from megatron_lite.memory.report import LayerRun, Part, Report
+from megatron_lite.memory.units import GIB, ByteUnit, flops, percent, size
+from megatron_lite.recompute.plan import Segment
+
+WIDTH = 100
+NAMED_TENSORS = 4
+NO_RECOMPUTATION = "without recomputation"
+
+
+def report_text(report: Report) -> str:
+    """All sections, with an empty line between them."""
+    sections = (_head(report), _layers(report), _totals(report), _paper(report), _policies(report), _notes(report))
+    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
+
+
+def _head(report: Report) -> Iterator[str]:
+    config, sizes = report.config, report.sizes
+    model = config.model
+    groups = f" (g {model.query_groups})" if model.group_query_attention else ""
+    unseen = sizes.device == "cpu" and config.parallel.distributed_backend == "auto"
+    yield "Activation recomputation, of one micro-batch on one rank"
+    yield ""
+    yield from _field("model", f"GPT of {model.num_layers} layers: h {model.hidden_size}, f {model.ffn_size}, "
+                               f"a {model.num_attention_heads}{groups}, s {sizes.seq_length}, b {sizes.micro_batch_size}, "
+                               f"V {sizes.padded_vocab_size}, {'bf16' if config.training.bf16 else 'fp32'}")
+    yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{', sequence-parallel' if sizes.sequence_parallel else ''}; "
+                               f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
+                               f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
+                               f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}")
+    yield from _field("flags", flags_of(config.recompute) or "none that recompute")
+    yield from _field("plan", str(report.own.plan))
+
+
+def _layers(report: Report) -> Iterator[str]:
+    yield "Layer by layer"
+    yield from _part("embedding", report.embedding)
+    if report.rotary_tables.kept:
+        yield from _part("rotary tables, which all layers share", report.rotary_tables)
+    for run in report.runs:
+        yield from _run(run, report)
+    yield from _part("head: final norm, logits, loss", report.head)
+
+
+def _part(name: str, part: Part) -> Iterator[str]:
+    yield f"  {name}"
+    yield from _field("keeps", _kept(part.kept))
+    yield from _exchange(part.exchange)
+
+
+def _run(run: LayerRun, report: Report) -> Iterator[str]:
+    split = f", 1/{report.sizes.tp_size} of it on each rank" if run.segment.split else ""
+    each = "unit" if run.segment.num_layers > 1 else "layer"
+    yield f"  {_layers_name(run.segment.first_layer, run.last_layer)}: {_treatment(run)}{split}"
+    yield from _field("keeps", _kept(run.kept, each=f" a {each}: "))
+    if run.rebuilt:
+        names = "all of it" if run.segment.unit else ", ".join(run.rebuilt)
+        left_out = f"; {run.left_out} left out" if run.left_out else ""
+        share = percent(run.count * run.replay_flops / report.own.model_flops)
+        yield from _field("runs again", f"{flops(run.replay_flops)} a {each}: {names}{left_out}" if run.replay_flops
+                          else f"no matmul: {names}")
+        if run.replay_flops:
+            together = f", all such {each}s together" if run.count > 1 else ""
+            yield from _field("", f"{share} of forward and backward{together}")
+    yield from _exchange(run.exchange)
+
+
+def _exchange(exchange: Exchange) -> Iterator[str]:
+    phases = (("forward", exchange.forward), ("backward", exchange.backward), ("replay", exchange.replay))
+    sent = [f"{phase:10}{_sent(collectives)}" for phase, collectives in phases if collectives]
+    for number, text in enumerate(sent):
+        yield from _field("" if number else "sends", text)
+
+
+def _treatment(run: LayerRun) -> str:
+    segment = run.segment
+    if segment.unit:
+        units = f"{run.count} unit{'s' * (run.count > 1)} of {segment.num_layers} layer{'s' * (segment.num_layers > 1)}"
+        return f"{units}; only the input of {'each' if run.count > 1 else 'it'} is kept"
+    if segment.regions:
+        return f"{', '.join(region_names(segment.regions))} rebuilt in backward"
+    return "everything is kept"
+
+
+def _totals(report: Report) -> Iterator[str]:
+    own, without = report.own, report.without
+    logits = next(tensor for tensor in report.head.kept if tensor.name == "logits")
+    rows = [("embedding", report.embedding.kept_bytes, "")]
+    if report.rotary_tables.kept:
+        rows.append(("rotary tables", report.rotary_tables.kept_bytes, ""))
+    for run in report.runs:
+        name = _layers_name(run.segment.first_layer, run.last_layer)
+        rows.append((name, run.count * run.kept_bytes, f"{run.count} x {run.kept_bytes:,}" if run.count > 1 else ""))
+    rows += [("head", report.head.kept_bytes, f"logits: {logits.num_bytes:,}"), ("", 0, ""),
+             ("kept in all", own.kept_bytes, "logged as activation_bytes_predicted")]
+    if own.plan.segments != without.plan.segments:
+        rows.append((NO_RECOMPUTATION, without.kept_bytes, f"this run keeps {own.kept_bytes / without.kept_bytes:.1%} of it"))
+    rows += [("", 0, ""), ("held at the peak", own.peak.held_bytes, _when(own.peak))]
+    if own.plan.segments != without.plan.segments:
+        share = own.peak.held_bytes / without.peak.held_bytes
+        rows.append((NO_RECOMPUTATION, without.peak.held_bytes, f"this run holds {share:.1%} of it"))
+    unit = _column_unit(number for _, number, _ in rows)
+    yield f"{'Kept for backward':26}{unit.name:>14}{'bytes':>20}"
+    for name, number, comment in rows:
+        yield f"  {name:24}{unit.number(number):>14}{number:20,}   {comment}".rstrip() if name else ""
+    yield ""
+    yield from _text("The peak is an estimate: what is held when backward is at its fullest, of what is kept and of what is "
+                     "rebuilt. Weights, gradients, optimizer states and short-lived buffers come on top, whatever is recomputed.")
+
+
+def _paper(report: Report) -> Iterator[str]:
+    unit = _column_unit(row.in_paper_bytes for row in report.comparisons)
+    yield "A layer or unit, beside the formulas of arXiv 2205.05198"
+    yield f"  {'':31}{'its formula':>24}{unit.name:>12}{'here, its terms':>17}{'others':>11}"
+    for row in report.comparisons:
+        formula, value = (row.paper.formula, unit.number(row.paper.num_bytes)) if row.paper else ("no formula", "")
+        others = unit.number(sum(tensor.num_bytes for tensor in row.others))
+        yield f"  {_segment_name(row.segment):31}{formula:>24}{value:>12}{unit.number(row.in_paper_bytes):>17}{others:>11}"
+    named = {tensor.name: f"{tensor.name} {unit.number(tensor.num_bytes)}" for row in report.comparisons for tensor in row.others}
+    if named:
+        yield from _text(f"Others: {', '.join(named.values())}.")
+    if report.unlike_the_paper:
+        yield from _text(f"Not as in the paper: {'; '.join(report.unlike_the_paper)}.")
+
+
+def _policies(report: Report) -> Iterator[str]:
+    unit = _column_unit(policy.kept_bytes for policy in report.policies)
+    yield f"{'What the flags could do here':48}{'kept ' + unit.name:>14}{'at the peak':>14}{'FLOPs':>10}"
+    for policy in report.policies:
+        mark = ">" if policy.plan == report.own.plan else " "
+        yield (f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
+               f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}")
+    tail = "" if report.own.plan.skip_tail else ", without the tail skip"
+    yield from _text(f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: --recompute-granularity full "
+                     "--recompute-method METHOD --recompute-num-layers N; distributed: --distribute-saved-activations. "
+                     "selective MODULES: --recompute-granularity selective --recompute-modules MODULES.")
+
+
+def _notes(report: Report) -> Iterator[str]:
+    if report.notes:
+        yield "Notes"
+    for note in report.notes:
+        yield from textwrap.wrap(note.text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _column_unit(numbers: Iterable[int]) -> ByteUnit:
+    """So that the numbers of a column stand one below the other."""
+    return ByteUnit.of(max(numbers), gib_from=10 * GIB)
+
+
+def _field(name: str, text: str) -> Iterator[str]:
+    indent = "    "
+    yield from textwrap.wrap(text, WIDTH, initial_indent=f"{indent}{name:12}", subsequent_indent=indent + 12 * " ",
+                             break_on_hyphens=False)
+
+
+def _text(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _kept(tensors: Sequence[KeptTensor], each: str = ": ") -> str:
+    """The total, and the largest by name."""
+    named, rest = tensors[:NAMED_TENSORS], tensors[NAMED_TENSORS:]
+    total = sum(tensor.num_bytes for tensor in tensors)
+    unit = ByteUnit.of(total)
+    parts = [f"{tensor.name} {unit.number(tensor.num_bytes)}" for tensor in named]
+    if rest:
+        parts.append(f"+ {len(rest)} smaller {unit.number(sum(tensor.num_bytes for tensor in rest))}")
+    return f"{unit.number(total)} {unit.name}{each}{', '.join(parts)}"
+
+
+def _sent(collectives: Sequence[Collective]) -> str:
+    counts = Counter(collectives)
+    return ", ".join(f"{number} {kind} of {size(num_bytes)}" for (kind, num_bytes), number in counts.items())
+
+
+def _when(moment: Moment) -> str:
+    if moment.first_layer is None or moment.last_layer is None:
+        return "when the forward ends"
+    are = "is" if moment.first_layer == moment.last_layer else "are"
+    return f"when {_layers_name(moment.first_layer, moment.last_layer)} {are} rebuilt"
+
+
+def _layers_name(first: int, last: int) -> str:
+    return f"layer {first}" if first == last else f"layers {first}-{last}"
+
+
+def _segment_name(segment: Segment) -> str:
+    if segment.unit:
+        return "unit, split" if segment.split else "unit"
+    return "+".join(region_names(segment.regions)) or "everything kept"

@@ -1,0 +1,42 @@
+"""Bytes and FLOPs as people read them, with three decimals."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+class ByteUnit(NamedTuple):
+    """For one number, or for a whole column of which the largest is one GiB or so."""
+
+    name: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, num_bytes: int, *, gib_from: int = GIB) -> ByteUnit:
+        """KiB, MiB or GiB, by the (largest) number."""
+        return cls("GiB", GIB) if num_bytes >= gib_from else cls("MiB", MIB) if num_bytes >= MIB else cls("KiB", KIB)
+
+    def number(self, num_bytes: int) -> str:
+        """How many of the unit."""
+        return f"{num_bytes / self.num_bytes:,.3f}"
+
+
+def size(num_bytes: int) -> str:
+    """ "12.250 MiB"."""
+    unit = ByteUnit.of(abs(num_bytes))
+    return f"{unit.number(num_bytes)} {unit.name}"
+
+
+def flops(number: int) -> str:
+    """ "1.324 TFLOP"."""
+    for factor, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G")):
+        if number >= factor:
+            return f"{number / factor:,.3f} {prefix}FLOP"
+    return f"{number / 10**6:,.3f} MFLOP"
+
+
+def percent(share: float) -> str:
+    """ "+22.5%"."""
+    return f"{100 * share:+.1f}%"

@@ -1,0 +1,132 @@
+"""Policies on models that are not ours: transformers' GPT-2 and Llama, with dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from megatron_lite.memory.live_storages import LiveStorages
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.recompute.apply import apply_policy_
+from megatron_lite.recompute.verify import RecomputeMismatch
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_layer=5, n_embd=16, n_head=4, vocab_size=61, n_positions=12, resid_pdrop=0.2,
+                                      embd_pdrop=0.2, attn_pdrop=0.2, attn_implementation="eager"))
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=5, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
+                                        intermediate_size=24, vocab_size=61, max_position_embeddings=12, attention_dropout=0.2,
+                                        attn_implementation="eager"))
+
+
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {"gpt2": (gpt2, "transformer.h"), "llama": (llama, "model.layers")}
+TOKENS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(4))
+
+
+def outcome(name: str, prepare: Callable[[PreTrainedModel], object]) -> tuple[int, list[Tensor]]:
+    """Bytes kept, and [loss, gradients ..] of two micro-batches in training mode."""
+    torch.manual_seed(1)
+    model = MODELS[name][0]()
+    prepare(model)
+    model.train()
+    total = torch.zeros(())
+    for _ in range(2):
+        with kept_for_backward(exclude=model.parameters()) as meter:
+            loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        kept = meter.total_bytes()
+        loss.backward()
+        total += loss.detach()
+    return kept, [total, *(parameter.grad for parameter in model.parameters())]
+
+
+def policy(name: str, text: str, **options: bool) -> Callable[[PreTrainedModel], object]:
+    return lambda model: apply_policy_(model, layers_fqn=MODELS[name][1], policy=text, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("text", ["*:full", "every-2:full", "every-3+1:full; *:none", "0,3-4:full"])
+def test_gradients_are_those_of_the_plain_model_to_the_bit(name: str, text: str) -> None:
+    kept, expected = outcome(name, lambda model: None)
+    less, found = outcome(name, policy(name, text))
+    assert less < kept and all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+def alive_after_forward(name: str, prepare: Callable[[PreTrainedModel], object]) -> int:
+    """Bytes, whoever keeps them, but for the states of the random numbers: no operator makes those of transformers."""
+    torch.manual_seed(1)
+    model = MODELS[name][0]()
+    prepare(model)
+    model.train()
+    with LiveStorages() as live:
+        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    states = torch.get_rng_state().numel()
+    assert loss.grad_fn is not None
+    return sum(size for size in live.storages().values() if size != states)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(name: str) -> None:
+    def own(model: PreTrainedModel) -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+    assert alive_after_forward(name, policy(name, "*:full")) <= alive_after_forward(name, own)
+
+
+def test_a_buffer_that_the_forward_changes_is_named_under_verify() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+    apply_policy_(model, layers_fqn="blocks", policy="*:full", verify=True)
+    hidden = model.blocks[0](torch.ones(3, 4, requires_grad=True))
+    with pytest.raises(RecomputeMismatch, match=r"blocks\.1 changes its buffer running_mean"):
+        model.blocks[1](hidden)
+
+
+def test_a_verified_replay_that_differs_names_the_layer() -> None:
+    torch.manual_seed(1)
+    model = gpt2()
+    apply_policy_(model, layers_fqn="transformer.h", policy="*:full", verify=True)
+    model.train()
+    model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()  # nothing differs yet
+    loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    with torch.no_grad():
+        model.transformer.h[3].mlp.c_fc.weight.add_(1.0)
+    with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.3, output"):
+        loss.backward()
+
+
+def test_the_layers_of_a_dictionary_are_counted_in_its_order() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("b", "a", "c")})
+    apply_policy_(model, layers_fqn="blocks", policy="1:full")
+    assert ["forward" in layer.__dict__ for layer in model.blocks.values()] == [False, True, False]
+
+
+@pytest.mark.parametrize(("fqn", "text", "message"), [
+    ("transformer.layers", "*:full", "no module 'transformer.layers'; its lists of modules are transformer.h"),
+    ("transformer.h.0", "*:full", "is a GPT2Block: a policy needs a ModuleList or a ModuleDict"),
+    ("transformer.h", "*:mlp", "mlp are regions, and this model's layers name none"),
+    ("transformer.h", "*:full/2", "one by one"),
+    ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
+    ("transformer.h", "*:ops()", "expected an operator"),
+    ("transformer.h", "*:ful", "at character 3"),
+])
+def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn: str, text: str, message: str) -> None:
+    model = gpt2()
+    with pytest.raises(ValueError) as raised:
+        apply_policy_(model, layers_fqn=fqn, policy=text)
+    assert message in str(raised.value)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_second_policy_is_refused() -> None:
+    model = gpt2()
+    apply_policy_(model, layers_fqn="transformer.h", policy="*:full")
+    with pytest.raises(ValueError, match="already"):
+        apply_policy_(model, layers_fqn="transformer.h", policy="*:full")

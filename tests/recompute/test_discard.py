@@ -1,0 +1,255 @@
+"""Lent tensors: gone between forward and backward, rebuilt once a backward, and the same gradients to the bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.discard import Lending
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+
+LAYERNORM = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
+REGIONS = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise"))
+IN_AN_MLP = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm", "mlp"))
+
+Consumer = Callable[[Tensor], Tensor]
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Lent:
+    """z = sum of what the consumers make of y, y = tanh(x w), where y is lent."""
+
+    calls: list[str] = field(default_factory=list)
+    leaf: Tensor = field(default_factory=lambda: numbers(4, 6, seed=1).requires_grad_())
+    weight: Tensor = field(default_factory=lambda: numbers(6, 6, seed=2).requires_grad_())
+    after: Tensor = field(default_factory=lambda: numbers(6, 5, seed=3).requires_grad_())
+
+    def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        self.calls.append("norm")
+        return torch.tanh(hidden @ weight)
+
+    def linear(self, normed: Tensor) -> Tensor:
+        return normed @ self.after
+
+    def forward(self, *consumers: Consumer, lend: bool = True) -> tuple[Tensor, StorageWeakRef]:
+        """(z, the memory of y)"""
+        lending, hidden = Lending(), self.leaf * 1
+        with lending.hooks():
+            y = checkpoint(self.norm, hidden, self.weight, rng=None) if lend else self.norm(hidden, self.weight)
+            if lend:
+                lending.lend(y)
+            z = torch.stack([consumer(y).sum() for consumer in consumers]).sum()
+        return z, StorageWeakRef(y.untyped_storage())
+
+    def grads(self) -> list[Tensor | None]:
+        return [self.leaf.grad, self.weight.grad, self.after.grad]
+
+
+def kept_grads(lent: Lent, *consumers: str) -> list[Tensor | None]:
+    """Those of the same consumers where nothing is lent."""
+    kept = Lent(after=lent.after.detach().requires_grad_())
+    kept.forward(*(getattr(Consumers(kept), name) for name in consumers), lend=False)[0].backward()
+    return kept.grads()
+
+
+@dataclass
+class Consumers:
+    """Functions of the lent tensor that keep it, or a view of it, for backward."""
+
+    lent: Lent
+
+    def linear(self, y: Tensor) -> Tensor:
+        return self.lent.linear(y)
+
+    def square(self, y: Tensor) -> Tensor:
+        return y.square()
+
+    def transposed_part(self, y: Tensor) -> Tensor:
+        return y.t()[1:4, 2:].exp() * y.t()[1:4, 2:].contiguous().view(-1).view(3, 2) * y[2:, 1:4].t()
+
+    def softmax_of_a_row(self, y: Tensor) -> Tensor:
+        return (y[3] * y.softmax(-1)[1]).cumprod(0)
+
+
+def equal(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+    return all(torch.equal(mine, other) if mine is not None and other is not None else mine is other
+               for mine, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("names", [("linear",), ("linear", "square"), ("square", "transposed_part", "linear"),
+                                   ("softmax_of_a_row", "square")])
+def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names: tuple[str, ...]) -> None:
+    lent = Lent()
+    output, memory = lent.forward(*(getattr(Consumers(lent), name) for name in names))
+    assert memory.expired() and lent.calls == ["norm"]
+    output.backward()
+    assert lent.calls == ["norm"] * 2 and equal(lent.grads(), kept_grads(lent, *names))
+
+
+def test_a_tensor_that_is_not_lent_is_still_there() -> None:
+    """What the test of freeing would see if nothing were lent."""
+    lent = Lent()
+    output, memory = lent.forward(lent.linear, lend=False)
+    assert not memory.expired() and output.requires_grad
+
+
+def test_each_backward_rebuilds_anew() -> None:
+    lent = Lent()
+    kept = Lent(after=lent.after.detach().clone().requires_grad_())
+    output, memory = lent.forward(lent.linear, torch.square)
+    expected, _ = kept.forward(kept.linear, torch.square, lend=False)
+    for backwards in (1, 2, 3):
+        output.backward(retain_graph=True)
+        expected.backward(retain_graph=True)
+        assert memory.expired() and lent.calls == ["norm"] * (1 + backwards) and equal(lent.grads(), kept.grads())
+
+
+def test_backward_reads_nothing_that_the_forward_left_behind() -> None:
+    """Not even where the caller keeps the lent tensor, and spoils it."""
+    lent = Lent()
+    lending = Lending()
+    with lending.hooks():
+        y = checkpoint(lent.norm, lent.leaf * 1, lent.weight, rng=None)
+        lending.lend(y)
+        output = lent.linear(y).sum()
+    y.detach().fill_(torch.nan)
+    output.backward()
+    assert equal(lent.grads(), kept_grads(lent, "linear"))
+
+
+def test_a_consumer_without_backward_changes_nothing() -> None:
+    """Its output is not used, or its gradient not asked for."""
+    lent = Lent()
+    side: list[Tensor] = []
+    output, _ = lent.forward(lent.linear, lambda y: side.append(y.exp()) or y.detach().square())  # type: ignore[func-returns-value]
+    output.backward()
+    assert len(side) == 1 and lent.calls == ["norm"] * 2 and equal(lent.grads(), kept_grads(lent, "linear"))
+    side.clear()
+
+
+def test_a_gradient_that_does_not_reach_the_lent_tensor_rebuilds_it_for_the_consumer_and_a_later_backward_uses_that() -> None:
+    lent = Lent()
+    output, _ = lent.forward(lent.linear)
+    (alone,) = torch.autograd.grad(output, [lent.after], retain_graph=True)
+    assert lent.calls == ["norm"] * 2 and lent.leaf.grad is None and lent.weight.grad is None
+    output.backward()
+    expected = kept_grads(lent, "linear")
+    assert lent.calls == ["norm"] * 2 and equal(lent.grads(), expected) and torch.equal(alone, expected[2])  # type: ignore[arg-type]
+
+
+def test_a_frozen_consumer_needs_no_rebuild_before_the_lent_tensors_own() -> None:
+    lent = Lent()
+    lent.after.requires_grad_(False)
+    output, memory = lent.forward(lent.linear)
+    output.backward()
+    assert memory.expired() and lent.calls == ["norm"] * 2
+    kept = Lent(after=lent.after)
+    kept.forward(kept.linear, lend=False)[0].backward()
+    assert equal(lent.grads(), kept.grads())
+
+
+def test_the_hooks_that_were_in_force_get_everything_but_the_lent() -> None:
+    lent, packed, unpacked = Lent(), [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor.shape)
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        output, _ = lent.forward(lent.linear, lambda y: y.sum().exp())
+    assert sorted(packed) == [(), (4, 6), (6, 5), (6, 6)]  # exp's output; x and w of the norm; the linear's weight
+    expected = Lent()
+    expected.forward(expected.linear, lambda y: y.sum().exp(), lend=False)[0].backward()
+    output.backward()
+    assert sorted(unpacked) == sorted(packed) and equal(lent.grads(), expected.grads())
+
+
+def test_after_the_layer_nothing_is_held_for_lending() -> None:
+    """An address that was lent may be another tensor's by then."""
+    lending, y = Lending(), numbers(4, 6, seed=1).requires_grad_() * 1
+    memory = StorageWeakRef(y.untyped_storage())
+    with lending.hooks():
+        lending.lend(y)
+        del y
+        assert not memory.expired()
+    assert memory.expired()
+
+
+def test_a_graph_that_is_dropped_frees_what_it_kept_at_once() -> None:
+    """Notes refer to nodes of the graph: a cycle would wait for the garbage collector."""
+    lent = Lent()
+    gc.disable()
+    try:
+        output, _ = lent.forward(lent.linear, torch.square)
+        (alone,) = torch.autograd.grad(output, [lent.after], retain_graph=True)  # leaves a rebuilt tensor in the graph
+        node = next(iter(find_checkpoints(output.grad_fn)))
+        kept = StorageWeakRef(node.saved_tensors[0].untyped_storage())
+        del node
+        assert not kept.expired()
+        del output, alone
+        assert kept.expired()
+    finally:
+        gc.enable()
+
+
+def find_checkpoints(node: Any) -> set[Any]:
+    """The checkpoint nodes of a graph."""
+    found = {node} if type(node).__name__ == "_CheckpointBackward" else set()
+    return found.union(*(find_checkpoints(following) for following, _ in node.next_functions if following is not None))
+
+
+def model_grads(recompute: RecomputeConfig, *, hooks: Callable[[], object] | None = None, backwards: int = 1,
+                **overrides: object) -> list[Tensor]:
+    """[loss, gradients] of a model of two layers, whose forward runs under the hooks."""
+    with tp_state(1) as parallel:
+        model = build_tiny_model(tiny_config(**{"num_layers": 2, **overrides}), parallel, dtype=torch.float32,
+                                 plan=plan_stage(recompute, 2))
+    with hooks() if hooks else torch.enable_grad():  # type: ignore[attr-defined]
+        loss = model.loss(*sample_tokens()).mean()
+    for number in range(backwards):
+        loss.backward(retain_graph=number + 1 < backwards)
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[misc]
+
+
+def copying() -> saved_tensors_hooks:
+    """Keeps copies, as an offload would."""
+    return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, copying])
+@pytest.mark.parametrize("recompute", [REGIONS, IN_AN_MLP], ids=["regions", "layernorm+mlp"])
+def test_hooks_around_a_model_with_lent_regions_change_no_gradient(recompute: RecomputeConfig,
+                                                                   hooks: Callable[[], object]) -> None:
+    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
+    assert equal(model_grads(recompute, hooks=hooks, **dropout), model_grads(RecomputeConfig(), **dropout))
+
+
+def test_two_backwards_through_lent_regions_equal_those_without() -> None:
+    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
+    assert equal(model_grads(REGIONS, backwards=2, **dropout), model_grads(RecomputeConfig(), backwards=2, **dropout))
+
+
+def test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order() -> None:
+    """The residual reads the norm's input too. With two uses inside the norm, three gradients would be added as a + (b + c)
+    where they were (a + b) + c without recomputation: other bits."""
+    rms_norm = dict(normalization="RMSNorm")
+    assert equal(model_grads(LAYERNORM, **rms_norm), model_grads(RecomputeConfig(), **rms_norm))

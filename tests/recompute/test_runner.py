@@ -1,0 +1,196 @@
+"""Units of layers: chained, counted from the stage's first, equal to none where weights or inputs are frozen, holding no tensors
+but those that torch knows to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute import regions, runner
+from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.regions import Regions
+from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+
+NUM_LAYERS = 3
+UNITS_OF_TWO = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+FIRST_TWO = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+UNITS_OF_ONE = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+REGIONS = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise"))
+MLP_REGION = RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))
+
+
+@pytest.fixture
+def rng() -> RngStreams:
+    return RngStreams(torch.device("cpu"), seed=3)
+
+
+def build(recompute: RecomputeConfig, **overrides: object) -> GPTModel:
+    with tp_state(1) as parallel:
+        return build_tiny_model(tiny_config(**{"num_layers": NUM_LAYERS, **overrides}), parallel, dtype=torch.float32,
+                                plan=plan_stage(recompute, NUM_LAYERS))
+
+
+def test_every_layer_of_a_unit_gets_what_the_layer_before_it_returned_in_the_replay_too(rng: RngStreams) -> None:
+    calls: list[tuple[int, bool, float]] = []  # layer, whether in a replay, first number of its input
+
+    def layer(number: int, hidden_states: Tensor, _: Regions) -> Tensor:
+        calls.append((number, is_recomputing(), hidden_states[0].item()))
+        return hidden_states.square() + number
+
+    def run(plan: RecomputePlan) -> Tensor:
+        leaf = torch.tensor([1.5, 2.0], requires_grad=True)
+        run_layers(plan, [partial(layer, number) for number in range(3)], leaf, rng=rng, tp_group=None).sum().backward()
+        return leaf.grad
+
+    kept = run(plan_stage(RecomputeConfig(), 3))
+    assert calls == [(0, False, 1.5), (1, False, 2.25), (2, False, 6.0625)]  # 1.5^2; 2.25^2 + 1
+    calls.clear()
+    assert torch.equal(run(plan_stage(UNITS_OF_TWO, 3)), kept)
+    assert calls[3:] == [(2, True, 6.0625), (0, True, 1.5), (1, True, 2.25)]
+
+
+def replayed_layers(model: GPTModel) -> list[int]:
+    """The layers that a backward runs again, in order."""
+    replayed: list[int] = []
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: replayed.append(number) if is_recomputing() else None)
+    model.loss(*sample_tokens()).mean().backward()
+    return replayed
+
+
+def test_which_layers_run_again_depends_on_their_place_in_the_stage_alone() -> None:
+    """However many models were built and run before."""
+    models = [build(FIRST_TWO) for _ in range(3)]
+    assert [replayed_layers(model) for model in models] == [[1, 0]] * 3
+    assert replayed_layers(build(UNITS_OF_TWO)) == [2, 0, 1]
+
+
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "embeddings": lambda name: name.startswith("embedding."),
+    "a layer in the middle": lambda name: ".layers.1." in name,
+    "all biases and norms": lambda name: "bias" in name or "norm" in name,
+    "all but the last layer": lambda name: ".layers.2." not in name,
+}
+
+
+def gradients(recompute: RecomputeConfig, frozen: Callable[[str], bool]) -> dict[str, Tensor | None]:
+    model = build(recompute, hidden_dropout=0.1, untie_embeddings_and_output_weights=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+    model.loss(*sample_tokens()).mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", [UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO, REGIONS, MLP_REGION],
+                         ids=["units of one", "units of two", "block", "regions", "mlp"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen: str, recompute: RecomputeConfig) -> None:
+    expected, actual = gradients(RecomputeConfig(), FROZEN[frozen]), gradients(recompute, FROZEN[frozen])
+    assert [name for name, grad in actual.items() if grad is None] == [name for name in expected if FROZEN[frozen](name)]
+    assert all(torch.equal(grad, expected[name]) for name, grad in actual.items() if grad is not None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS], ids=["units of two", "regions"])
+def test_what_runs_between_forward_and_backward_changes_nothing(recompute: RecomputeConfig) -> None:
+    """Another micro-batch's forward, an evaluation; and the backwards in any order."""
+    def outcome(recompute: RecomputeConfig, first: int) -> list[Tensor]:
+        model = build(recompute, hidden_dropout=0.1, attention_dropout=0.1)
+        losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
+        with torch.no_grad():
+            assert model.loss(*sample_tokens(5)).grad_fn is None
+        losses[first].backward()
+        losses[1 - first].backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for first in (0, 1):
+        assert all(map(torch.equal, outcome(recompute, first), outcome(RecomputeConfig(), first)))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors that `value` holds on to: in containers, closures, partials, bound arguments and attributes, modules aside."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, partial):
+        yield from tensors_in((value.func, value.args, value.keywords))
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for part in value:
+            yield from tensors_in(part)
+    elif hasattr(value, "__closure__"):
+        yield from tensors_in([cell.cell_contents for cell in value.__closure__ or ()])
+        yield from tensors_in(value.__defaults__)
+    elif hasattr(value, "__self__"):
+        yield from tensors_in(value.__self__)
+    elif type(value).__module__.startswith("megatron_lite.recompute"):
+        yield from tensors_in(vars(value))
+
+
+@pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS, MLP_REGION], ids=["units of two", "regions", "mlp"])
+def test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward(
+        recompute: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a closure captured, or a context stashed, would escape recomputation, offloading and the count of bytes."""
+    nodes = []
+
+    def noting(function: Callable[..., Any], *args: Any, **facts: Any) -> Any:
+        output = checkpoint(function, *args, **facts)
+        nodes.append(output.grad_fn)
+        return output
+
+    monkeypatch.setattr(runner, "checkpoint", noting)
+    monkeypatch.setattr(regions, "checkpoint", noting)
+    loss = build(recompute, hidden_dropout=0.1, attention_dropout=0.1).loss(*sample_tokens()).mean()
+    assert len(nodes) == {UNITS_OF_TWO: 2, REGIONS: 4 * NUM_LAYERS, MLP_REGION: NUM_LAYERS}[recompute]
+    for node in nodes:
+        assert list(tensors_in(vars(node))) == []
+        assert len(list(tensors_in(node.saved_tensors))) >= 1
+    loss.backward()
+    assert [list(tensors_in(vars(node))) for node in nodes] == [[]] * len(nodes)
+
+
+def test_nested_plans_equal_none(rng: RngStreams) -> None:
+    """A unit whose layers are units, of layers with a region of their own."""
+    linears = [nn.Linear(4, 4) for _ in range(4)]
+
+    def drawing(linear: nn.Linear, hidden_states: Tensor) -> Tensor:
+        return torch.tanh(linear(hidden_states) * torch.rand_like(hidden_states))
+
+    def layer(linear: nn.Linear, hidden_states: Tensor, regions: Regions) -> Tensor:
+        return regions.run("core_attn", lambda x, unread: drawing(linear, x), hidden_states)
+
+    def outcome(inner: tuple[Segment, ...], outer: tuple[Segment, ...]) -> list[Tensor]:
+        start = rng.snapshot()
+        inside = RecomputePlan(inner)
+
+        def pair(first: int, hidden_states: Tensor, _: Regions) -> Tensor:
+            layers = [partial(layer, linear) for linear in linears[first : first + 2]]
+            return run_layers(inside, layers, hidden_states, rng=rng, tp_group=None)
+
+        leaf = torch.ones(3, 4, requires_grad=True)
+        output = run_layers(RecomputePlan(outer), [partial(pair, 0), partial(pair, 2)], leaf, rng=rng, tp_group=None)
+        output.sum().backward()
+        grads = [leaf.grad, *(parameter.grad for linear in linears for parameter in linear.parameters())]
+        for linear in linears:
+            linear.zero_grad()
+        rng.restore(start)
+        return grads
+
+    keep = (Segment(first_layer=0), Segment(first_layer=1))
+    expected = outcome(keep, keep)
+    for inner in ((Segment(first_layer=0, unit=True), Segment(first_layer=1, regions=frozenset({"core_attn"}))),
+                  (Segment(first_layer=0, num_layers=2, unit=True),)):
+        for outer in (keep, (Segment(first_layer=0, unit=True), Segment(first_layer=1, unit=True)),
+                      (Segment(first_layer=0, num_layers=2, unit=True),)):
+            assert all(torch.equal(mine, other) for mine, other in zip(outcome(inner, outer), expected, strict=True))

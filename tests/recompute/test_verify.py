@@ -1,0 +1,283 @@
+"""--recompute-verify: a replay that differs from its forward in whichever way raises an error that says where; no other does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
+from megatron_lite.recompute import checkpoint as engine
+from megatron_lite.recompute import verify
+from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.recompute.verify import RecomputeMismatch, Record, digest, digest_by_places
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import run_ranks
+
+UNITS_OF_TWO = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+MODULES = ("core_attn", "layernorm", "activation", "dropout")
+NUM_LAYERS = 3
+
+
+def selective(*modules: str) -> dict[str, object]:
+    return dict(recompute_granularity="selective", recompute_modules=modules)
+
+
+@pytest.fixture
+def rng() -> RngStreams:
+    return RngStreams(torch.device("cpu"), seed=3)
+
+
+@contextmanager
+def gpt(flags: dict[str, object], *, check: bool = True, **overrides: object) -> Iterator[GPTModel]:
+    """A GPT of three layers with dropout; its plan verified, or not."""
+    config = tiny_config(**{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides})
+    recompute = RecomputeConfig(**flags, recompute_verify=check)  # type: ignore[arg-type]
+    with tp_state(1) as parallel:
+        yield build_tiny_model(config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS))
+
+
+def loss_of(model: GPTModel) -> Tensor:
+    return model.loss(*sample_tokens()).mean()
+
+
+def mismatch(model: GPTModel, between: Callable[[], object] = lambda: None) -> str:
+    """The message of the error that a step raises. between: done after forward."""
+    loss = loss_of(model)
+    between()
+    with pytest.raises(RecomputeMismatch) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+def scale_(parameter: nn.Parameter) -> None:
+    parameter.data.mul_(1.5)  # torch's own check of versions does not see it
+
+
+REBUILT = "a replay is not what its forward was at "
+HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
+
+
+@pytest.mark.parametrize(("flags", "weight", "message"), [
+    (selective("layernorm"), "decoder.layers.1.input_layernorm.weight", f"layer 1, layernorm, output: tensor 0 {HIDDEN} differs"),
+    (selective("layernorm", "mlp"), "decoder.layers.2.pre_mlp_layernorm.weight",
+     f"layer 2, layernorm, output: tensor 0 {HIDDEN} differs"),
+    (selective("mlp"), "decoder.layers.0.mlp.linear_fc1.bias", f"layer 0, mlp, output: tensor 0 {HIDDEN} differs"),
+    (UNITS_OF_TWO, "decoder.layers.0.pre_mlp_layernorm.weight", f"layer 0, layernorm: tensor 0 {HIDDEN} differs"),
+    (UNITS_OF_TWO, "decoder.layers.1.self_attention.linear_qkv.weight", f"layer 1, core_attn: tensor 0 {HEADS} differs"),
+    (UNITS_OF_TWO, "decoder.layers.1.mlp.linear_fc1.weight", "layer 1, activation: tensor 0 [12, 3, 40] differs"),
+    (UNITS_OF_TWO, "decoder.layers.1.mlp.linear_fc2.weight", f"layer 1, mlp: tensor 0 {HIDDEN} differs"),
+    (UNITS_OF_TWO, "decoder.layers.2.mlp.linear_fc2.bias", f"layer 2, mlp: tensor 0 {HIDDEN} differs"),
+])
+def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_it(
+        flags: dict[str, object], weight: str, message: str) -> None:
+    with gpt(flags) as model:
+        parameter = dict(model.named_parameters())[weight]
+        assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
+
+
+@pytest.mark.parametrize(("flags", "place"), [(selective("core_attn"), f"layer 2, core_attn, output: tensor 0 {HEADS} differs"),
+                                              (UNITS_OF_TWO, f"layer 2, core_attn: tensor 0 {HEADS} differs")])
+def test_dropout_switched_off_after_forward_names_the_stream_that_is_behind(flags: dict[str, object], place: str) -> None:
+    with gpt(flags) as model:
+        text = mismatch(model, model.eval)
+    assert text.startswith(REBUILT + place) and text.endswith("RNG stream tensor_parallel stood elsewhere than in forward")
+
+
+def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
+    with gpt(selective("dropout")) as model:
+        assert mismatch(model).startswith(f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} differs")
+
+
+def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: RngStreams) -> None:
+    private = torch.Generator()
+
+    def function(hidden: Tensor) -> Tensor:
+        return hidden * torch.rand(3, generator=private)
+
+    output = checkpoint(Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng)
+    with pytest.raises(RecomputeMismatch, match=r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; the RNG streams agree"):
+        output.sum().backward()
+
+
+def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng: RngStreams) -> None:
+    calls = []
+
+    def function(hidden: Tensor) -> Tensor:
+        calls.append(1)
+        with rng.fork(TENSOR_PARALLEL):
+            torch.rand(len(calls))
+        return hidden * 2
+
+    output = checkpoint(Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng)
+    with pytest.raises(RecomputeMismatch, match="layer 4, mlp, output: the tensors agree, but RNG stream tensor_parallel"):
+        output.sum().backward()
+
+
+class _Averaging(nn.Module):
+    """Keeps a running mean, which its output depends on: each run changes it."""
+
+    def __init__(self, activate: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activate = activate
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.copy_(0.9 * self.mean + 0.1 * hidden.mean())
+        return self.activate(hidden) - self.mean
+
+
+@pytest.mark.parametrize("flags", [selective("activation"), selective("mlp"), UNITS_OF_TWO])
+def test_a_buffer_that_a_region_changes_is_found(flags: dict[str, object]) -> None:
+    with gpt(flags) as model:
+        mlp = model.decoder.layers[1].mlp
+        vars(mlp)["_activate"] = _Averaging(mlp._activate)
+        assert mismatch(model).startswith(REBUILT + "layer 1, ")
+
+
+def test_a_function_that_counts_its_runs_is_found(rng: RngStreams) -> None:
+    runs = []
+
+    def function(hidden: Tensor) -> Tensor:
+        runs.append(1)
+        return hidden * len(runs)
+
+    output = checkpoint(Record("layer 0", rng).watch(function), torch.ones(2, requires_grad=True), rng=rng)
+    with pytest.raises(RecomputeMismatch, match="layer 0, output: tensor 0"):
+        output.sum().backward()
+
+
+def test_a_function_that_writes_into_its_argument_is_found() -> None:
+    frozen = torch.ones(2)
+    linear = nn.Linear(2, 2)
+    output = checkpoint(Record("layer 0", None).watch(lambda hidden: linear(hidden.mul_(2))), frozen, rng=None)
+    with pytest.raises(RecomputeMismatch, match="layer 0, input: tensor 0"):
+        output.sum().backward()
+
+
+def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
+    runs = []
+
+    def function(hidden: Tensor) -> Tensor:
+        runs.append(1)
+        return (hidden * 2)[: 3 - len(runs)]
+
+    record = Record("layer 0", rng)
+    output = checkpoint(record.watch(function), torch.ones(2, requires_grad=True), rng=rng)
+    with pytest.raises(RecomputeMismatch, match=r"another path: layer 0, output with shapes \(\(2,\),\).*with \(\(1,\),\)"):
+        output.sum().backward()
+
+    def branching(hidden: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > 3:
+            record.see("inside", hidden)
+        return hidden * 2
+
+    record = Record("layer 1", rng)
+    output = checkpoint(record.watch(branching), torch.ones(2, requires_grad=True), rng=rng)
+    with pytest.raises(RecomputeMismatch, match="another path: layer 1, output .* inside with"):
+        output.sum().backward()
+
+
+def _wrong_gather(rank: int, world_size: int) -> str:
+    start = engine.start_all_gather_first_dim
+    flags = dict(UNITS_OF_TWO, distribute_saved_activations=True)
+    plan = plan_stage(RecomputeConfig(**flags, recompute_verify=True), NUM_LAYERS)  # type: ignore[arg-type]
+    with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
+        model = build_tiny_model(tiny_config(num_layers=NUM_LAYERS), parallel, dtype=torch.float32, plan=plan)
+        patch.setattr(engine, "start_all_gather_first_dim",
+                      lambda shard, group: start(shard.roll(1, 0) if group.rank() else shard, group))
+        return mismatch(model)
+
+
+def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank() -> None:
+    assert all(message.startswith(f"{REBUILT}layer 2, input: tensor 0 {HIDDEN} differs")
+               for message in run_ranks(_wrong_gather, 2))
+
+
+@pytest.mark.parametrize("flags", [UNITS_OF_TWO, selective(*MODULES), selective("layernorm", "mlp")],
+                         ids=["units of two", "regions", "layernorm+mlp"])
+def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(flags: dict[str, object]) -> None:
+    def grads(flags: dict[str, object], check: bool) -> list[Tensor]:
+        with gpt(flags, check=check) as model:
+            loss = loss_of(model)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            loss_of(model).backward()  # another micro-batch
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    assert all(map(torch.equal, grads(flags, True), grads({}, False)))
+
+
+@pytest.mark.parametrize("flags", [UNITS_OF_TWO, selective(*MODULES), selective("mlp")])
+def test_without_the_flag_nothing_is_recorded(flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(*_: object) -> None:
+        raise AssertionError("recorded")
+
+    monkeypatch.setattr(Record, "__init__", recorded)
+    monkeypatch.setattr(verify, "digest", recorded)
+    with gpt(flags, check=False) as model:
+        loss_of(model).backward()
+    with gpt(flags, check=True) as model, pytest.raises(AssertionError, match="recorded"):
+        loss_of(model)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+def flipped(tensor: Tensor, bit: int) -> Tensor:
+    """A copy with one bit changed."""
+    raw = tensor.clone().view(torch.uint8)
+    raw[bit // 8] ^= 1 << bit % 8
+    return raw.view(tensor.dtype)
+
+
+def by_places(tensor: Tensor) -> int:
+    """The digest as it is where there is no hash of bytes: off the CPU."""
+    return digest_by_places(tensor.view(verify.INTEGERS[tensor.element_size()]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_depends_on_every_bit(dtype: torch.dtype) -> None:
+    assert_every_bit_counts(dtype, digest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_digest_off_the_cpu_depends_on_every_bit(dtype: torch.dtype) -> None:
+    assert_every_bit_counts(dtype, by_places)
+
+
+def assert_every_bit_counts(dtype: torch.dtype, hashed: Callable[[Tensor], int]) -> None:
+    tensor = (torch.arange(5) % 2).to(dtype)
+    if dtype == torch.bool:
+        changed = [tensor ^ (torch.arange(5) == place) for place in range(5)]
+    else:
+        changed = [flipped(tensor, bit) for bit in range(8 * 5 * tensor.element_size())]
+    assert len({hashed(one) for one in [tensor, *changed]}) == len(changed) + 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(values=st.lists(st.floats(width=32), min_size=2, max_size=7, unique_by=lambda x: (x, math.copysign(1, x))), data=st.data())
+def test_a_digest_depends_on_places_but_not_on_strides(values: list[float], data: st.DataObject) -> None:
+    tensor = torch.tensor(values)
+    order = data.draw(st.permutations(range(len(values))))
+    moved = tensor[list(order)]
+    assert (digest(moved) == digest(tensor)) == torch.equal(moved.view(torch.int32), tensor.view(torch.int32))
+    assert digest(torch.stack([tensor, moved], 1)[:, 0]) == digest(tensor)
+
+
+def test_a_digest_tells_lengths_signs_and_orders_apart() -> None:
+    counting = torch.arange(3.0)
+    tensors = [*map(torch.zeros, range(5)), -torch.zeros(3), torch.full((3,), torch.nan), counting, -counting, counting.flip(0)]
+    assert len(set(map(digest, tensors))) == len(tensors)

@@ -1,0 +1,88 @@
+"""`--explain-recompute` as a user runs it: at once, without torch, without what only training needs, and true of the training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arguments import parse_args
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.report import explain
+from tests.support.commands import ROOT, SMALL_MODEL, environment, run_command
+from tests.support.runs import run_to_end, tiny_run
+
+EXPLAIN = [*SMALL_MODEL, "--micro-batch-size", "2", "--vocab-size", "98", "--explain-recompute"]  # no data, no length, no --lr
+BOUND_S = 5.0  # it takes a tenth of a second; importing torch alone takes longer than one, and a busy machine is slow
+
+
+def explained(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py"), *EXPLAIN, *words],
+                          env=environment(**variables), cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_it_prints_the_report_and_stops_at_once_and_imports_no_torch() -> None:
+    start = time.monotonic()
+    done = explained("--recompute-granularity", "full", "--recompute-method", "uniform")
+    assert time.monotonic() - start < BOUND_S
+    assert done.returncode == 0
+    assert "layers 0-1: 2 units of 1 layer; only the input of each is kept" in done.stdout
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert "megatron_lite.memory.report" in imported
+    assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy")]
+
+
+def test_notices_come_first_and_none_is_told_twice() -> None:
+    lines = explained("--sequence-parallel", "--recompute-activations", "--attention-backend", "flash").stdout.splitlines()
+    assert lines[0] == "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"
+    assert lines[1] == "Activation recomputation, of one micro-batch on one rank"
+    assert sum("saves next to nothing" in line for line in lines) == 1
+
+
+def test_under_a_launcher_only_rank_0_prints() -> None:
+    of_ranks = [explained("--tensor-model-parallel-size", "2", RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT="1") for rank in (0, 1)]
+    assert [done.returncode for done in of_ranks] == [0, 0]
+    assert of_ranks[0].stdout.startswith("Activation recomputation") and of_ranks[1].stdout == ""
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity"),
+    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere", "--tokenizer-model nowhere: no such file"),
+    ("--dump-config", "--dump-config and --explain-recompute each print something else and stop: leave one of them out"),
+])
+def test_a_fault_is_one_line_and_status_2(words: str, message: str) -> None:
+    done = run_command(*EXPLAIN, *words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"pretrain_gpt.py: error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{number}": number for number in range(200)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    run = [word for word in EXPLAIN if word not in ("--vocab-size", "98")]
+    done = run_command(*run, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
+    assert "V 256, fp32" in done.stdout  # 200 ids, rounded up to a multiple of 128
+
+
+def test_help_mentions_it() -> None:
+    assert "--explain-recompute" in run_command("--help").stdout
+
+
+def test_it_is_told_apart_from_a_run() -> None:
+    assert parse_args(EXPLAIN).explain_recompute and not parse_args(EXPLAIN[:-1]).explain_recompute
+
+
+@pytest.mark.parametrize("recompute", [
+    RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="block"),
+    RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise"))])
+def test_the_bytes_that_it_announces_are_those_that_training_measures(recompute: RecomputeConfig) -> None:
+    config = replace(tiny_run(training=dict(train_iters=1, eval_iters=0)), recompute=recompute)
+    measured = run_to_end(config).activation_bytes
+    assert measured is not None
+    assert explain(config, "cpu").own.kept_bytes == measured.measured
