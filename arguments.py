@@ -211,6 +211,9 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
                 "dropout", values=(*MODULES, "pointwise"), nargs="+")
     group.value("--recompute-policy", str, "what each layer rebuilds and where it keeps the rest, such as "
                 "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above")
+    group.switch("--contiguous-saved-activations", "keep the inputs of recomputed layers in one allocation, made once")
+    group.value("--activation-memory-budget", float, "under --torch-compile: the share of its activations, 0 to 1, that a "
+                "compiled layer may keep for backward")
     group.off_switch("--no-recompute-tail-skip", "recompute_tail_skip", "replays also do their last matmul, whose result "
                      "nothing reads")
     group.switch("--recompute-verify", "compare replays with their forward, and predicted with measured bytes; slow")
@@ -224,10 +227,13 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
     group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
+    group.value("--loss-chunk-size", int, "tokens of a micro-batch that have logits at a time, which backward computes again; "
+                "all of them, and kept, if not given")
     group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")
     group.value("--eval-iters", int, "global batches of one validation; 0 for none at all")
     group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
     group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
+    group.switch("--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)")
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
 
 

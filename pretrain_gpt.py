@@ -77,6 +77,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     """Trains as the configuration says. Returns 0, or 1 where the training failed. InputError: a fault in files or launch."""
     from megatron_lite.data.tokenizers import resolve_vocabulary
     from megatron_lite.parallel.state import parallel_state
+    from megatron_lite.recompute.verify import RecomputeMismatch
     from megatron_lite.training.build import build_trainer
     from megatron_lite.training.step import TrainingError
 
@@ -95,6 +96,9 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
         except TrainingError as error:
             if parallel.rank == 0:
                 print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+            return 1
+        except RecomputeMismatch as error:
+            print(f"pretrain_gpt.py: [rank {parallel.rank}] error: --recompute-verify: {error}", file=sys.stderr, flush=True)
             return 1
         except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
             report(error, parallel.rank)

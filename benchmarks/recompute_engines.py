@@ -64,14 +64,19 @@ def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[
         table["uniform 1, distribute"] = {**unit, "distribute_saved_activations": True}
     for modules in ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation", "core_attn+layernorm+mlp"):
         table[modules] = dict(recompute_granularity="selective", recompute_modules=tuple(modules.split("+")))
+    for policy in ("*:pointwise", "*:pointwise+core_attn", "every-2:full", "every-2:full; *:pointwise+core_attn",
+                   "*:ops(matmul,attention)", "*:ops(matmul/2,attention)", "*:full@host", "*:pointwise@host"):
+        table[policy] = dict(recompute_policy=policy)
     return table
 
 
 # By what torch.utils.checkpoint is put around in each layer: the policy of ours that rebuilds the same.
-TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
-    "torch layers": ("uniform 1", lambda layer: layer),
-    "torch core_attn": ("core_attn", lambda layer: layer.self_attention.core_attention),
-    "torch mlp": ("mlp", lambda layer: layer.mlp),
+# The last number: around every n-th layer, as torchtune does it.
+TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module], int]] = {
+    "torch layers": ("uniform 1", lambda layer: layer, 1),
+    "torch every 2nd layer": ("every-2:full", lambda layer: layer, 2),
+    "torch core_attn": ("core_attn", lambda layer: layer.self_attention.core_attention, 1),
+    "torch mlp": ("mlp", lambda layer: layer.mlp, 1),
 }
 MODES = {"reentrant": True, "non-reentrant": False}
 
@@ -95,16 +100,19 @@ def build_contestants(setting: Setting, place: Place) -> Contestants:
     engines, skipped = [], {}
     table = policies(setting.shape.num_layers, tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel)
     for name, flags in table.items():
+        if name.endswith("@host") and setting.device.type == "cpu":
+            skipped[name] = "on a CPU the host's memory is the device's"
+            continue
         try:
             config = RecomputeConfig(**flags)
         except (TypeError, ValueError) as reason:
             skipped[name] = str(reason)
             continue
         engines.append(_ours(name, config, setting, place, like=engines[0] if engines else None))
-    for name, (rival, part) in TORCH_PEERS.items():
+    for name, (rival, part, step) in TORCH_PEERS.items():
         for mode, use_reentrant in MODES.items():
             engine = _ours(f"{name}, {mode}", RecomputeConfig(), setting, place, like=engines[0], rival=rival,
-                           prepare=partial(_checkpoint_layers, part=part, use_reentrant=use_reentrant))
+                           prepare=partial(_checkpoint_layers, part=part, step=step, use_reentrant=use_reentrant))
             engines.append(engine)
     if place.parallel.tp_size == 1:
         try:
@@ -129,13 +137,13 @@ def _ours(name: str, config: RecomputeConfig, setting: Setting, place: Place, *,
                   parameters=tuple(model.parameters()))
 
 
-def _checkpoint_layers(model: Any, *, part: Callable[[Any], nn.Module], use_reentrant: bool) -> None:
-    """Puts torch.utils.checkpoint around one module of each layer.
+def _checkpoint_layers(model: Any, *, part: Callable[[Any], nn.Module], step: int, use_reentrant: bool) -> None:
+    """Puts torch.utils.checkpoint around one module of every `step`-th layer.
 
     It restores the generator's state but knows no named streams: with dropout its replays of attention draw other masks than the
     forward. That costs the same time, and is no way to train.
     """
-    for layer in model.decoder.layers:
+    for layer in list(model.decoder.layers)[::step]:
         module = part(layer)
         module.forward = partial(torch_checkpoint, module.forward, use_reentrant=use_reentrant)
 

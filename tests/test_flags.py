@@ -112,8 +112,12 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--peak-tflops-per-gpu", float, None, "312.5"),
     ("--memory-timeline", str, None, "timeline.json"),
     ("--recompute-policy", str, None, "*:full"),
+    ("--contiguous-saved-activations", ON, False),
+    ("--torch-compile", ON, False),
+    ("--activation-memory-budget", float, None, "0.5"),
     ("--no-recompute-tail-skip", OFF, True),
     ("--recompute-verify", ON, False),
+    ("--loss-chunk-size", int, None, "256"),
 )
 OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
 WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json"}
@@ -161,6 +165,8 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
          "tensor_model_parallel_size": 2}),
     "--recompute-modules": ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
+    "--contiguous-saved-activations": ("--recompute-policy *:full", {"recompute_policy": "*:full"}),
+    "--activation-memory-budget": ("--torch-compile", {"torch_compile": True}),
     "--tokenizer-type": ("--vocab-file v --merge-file m", {"vocab_file": "v", "merge_file": "m"}),
     "--tokenizer-model": ("--tokenizer-type HuggingFaceTokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
     "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
@@ -241,9 +247,10 @@ def test_a_flag_belongs_to_one_class_only() -> None:
 
 def test_every_flag_of_megatron_is_known() -> None:
     not_of_megatron = {
-        "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl",
+        "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl", "--loss-chunk-size",
         "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip",
         "--recompute-verify", "--explain-recompute", "--recompute-policy",
+        "--torch-compile", "--activation-memory-budget", "--contiguous-saved-activations",
         # retired there
         "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
         "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
+from megatron_lite.config.operators import parse_entry
 from megatron_lite.config.recompute_modules import MODULES, POINTWISE
 
 STORES = ("device", "split", "host", "split+host")
@@ -183,6 +184,10 @@ class _Reader:
         match = re.compile(r"[A-Za-z_][\w.]*(/[1-9]\d{0,3})?").match(self.text, self.position)
         if match is None:
             self._fail("expected an operator, such as matmul, matmul/2 or aten.mm.default")
+        try:
+            parse_entry(match.group())
+        except ValueError as error:
+            self._fail(str(error))
         self.position = match.end()
         return match.group()
 

@@ -20,6 +20,8 @@ class RecomputeConfig:
     recompute_num_layers: uniform: layers of a unit; block: units per pipeline stage. 1 where it is omitted.
     recompute_modules: regions of selective; core_attn where it is omitted. `pointwise` stands for layernorm, activation, dropout.
     recompute_policy: the same and more in the language of config/policy.py, instead of the flags above.
+    activation_memory_budget: under --torch-compile, the share of what a graph would keep that it may keep (training/compiler.py).
+    contiguous_saved_activations: the kept inputs of recomputed units lie in one allocation, made once (recompute/arena.py).
     recompute_tail_skip: a replay leaves out the last matmul of what it rebuilds, with its collective: nothing reads the result.
     recompute_verify: compare every rebuilt tensor with that of the forward, and predicted with measured bytes.
     """
@@ -31,6 +33,8 @@ class RecomputeConfig:
     distribute_saved_activations: bool = False
     recompute_modules: tuple[str, ...] = ()
     recompute_policy: str | None = None
+    activation_memory_budget: float | None = None
+    contiguous_saved_activations: bool = False
     recompute_tail_skip: bool = True
     recompute_verify: bool = False
 
@@ -58,6 +62,9 @@ class RecomputeConfig:
             if self.recompute_method is None:
                 raise ValueError(f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})")
             object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
+        if self.contiguous_saved_activations and not any(rule.action.unit for rule in self.policy.rules):
+            raise ValueError("--contiguous-saved-activations is for the inputs of layers that are recomputed whole, and none is: "
+                             "give --recompute-granularity full, or a --recompute-policy with full")
 
     @property
     def policy(self) -> Policy:
@@ -81,6 +88,9 @@ class RecomputeConfig:
         words = [word for module in self.recompute_modules for word in (POINTWISE if module == "pointwise" else (module,))]
         object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(words)))
         require_at_least(self, 1, "recompute_num_layers")
+        if self.activation_memory_budget is not None and not 0.0 <= self.activation_memory_budget <= 1.0:
+            raise ValueError("--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute nothing), not a "
+                             f"number of bytes (got {self.activation_memory_budget})")
         for flag, value, allowed in (("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
                                      ("--recompute-method", self.recompute_method, METHODS)):
             if value is not None and value not in allowed:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.policy import parse_policy, point_at
+from megatron_lite.config.policy import Action, parse_policy, point_at
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import (
     CheckpointConfig,
@@ -53,6 +54,7 @@ class RunConfig:
             raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                              f"{model.max_position_embeddings}")
         self._check_recompute_policy()
+        self._check_compiler()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
         if by_samples and (schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters):
@@ -85,16 +87,31 @@ class RunConfig:
                             f"{self.model.attention_backend}: flash attention rebuilds its scores in backward by itself")
         if any({"activation", "mlp"} <= set(action.regions) for action in actions):
             warnings.append("--recompute-modules activation adds nothing to mlp, which it is a part of")
-        has_tail = any(action.unit for action in actions) or "core_attn" in modules or "mlp" in modules
+        warnings += self._operators_without_effect({parse_entry(text).name for action in actions for text in action.ops})
+        has_tail = any(action.unit or action.ops for action in actions) or "core_attn" in modules or "mlp" in modules
         if not recompute.recompute_tail_skip and not has_tail:
             warnings.append("--no-recompute-tail-skip has no effect: nothing is recomputed that ends in a matmul")
         if recompute.recompute_verify and has_tail and recompute.recompute_tail_skip:
             warnings.append("--recompute-verify turns the tail skip off: it compares the whole of every replay")
+        if recompute.activation_memory_budget is not None and self.model.hidden_dropout + self.model.attention_dropout > 0.0:
+            warnings.append("--activation-memory-budget is a share of what each compiled graph keeps, and every dropout ends a "
+                            "graph")
         count = recompute.recompute_num_layers
         if recompute.recompute_method == "block" and count is not None and count > self.model.num_layers:
             warnings.append(f"--recompute-num-layers {count} is more than the {self.model.num_layers} layers of a stage: all of "
                             "them are recomputed")
         return warnings
+
+    def _operators_without_effect(self, names: set[str]) -> list[str]:
+        reasons = {
+            "attention": "attention is unfused and builds its scores" if self.model.attention_backend == "unfused" else
+                         "--attention-dropout draws random numbers, so that attention has to run again"
+                         if self.model.attention_dropout > 0.0 else "",
+            "collective": "--tensor-model-parallel-size is 1" if self.parallel.tensor_model_parallel_size == 1 else "",
+            "max": "no layer of this model computes one",
+        }
+        return [f"--recompute-policy ops({name}) keeps nothing: {reason}" for name, reason in reasons.items()
+                if reason and name in names]
 
     def _check_recompute_policy(self) -> None:
         given, num_layers = self.recompute.recompute_policy, self.model.num_layers
@@ -103,13 +120,26 @@ class RunConfig:
             if given is not None and beyond >= num_layers:
                 raise ValueError(point_at(given, parse_policy(given).rules[self.recompute.policy.rules.index(rule)].position,
                                           f"layer {beyond} does not exist: the layers are 0 to {num_layers - 1}"))
-            if rule.action.ops:
-                raise ValueError(f"--recompute-policy '{rule}': ops(...) is not supported; core_attn, layernorm, mlp, activation "
-                                 "and dropout name what is rebuilt instead")
-            if rule.store.endswith("host"):
-                raise ValueError(f"--recompute-policy '{rule}': @host is not supported; full keeps least on the device")
+            for entry in map(parse_entry, rule.action.ops):
+                if not IN_GROUPS.issuperset(entry.operators):
+                    raise ValueError(f"--recompute-policy '{rule}': how many bytes {entry.name} would keep cannot be told before "
+                                     f"the run; {', '.join(GROUPS)} name operators of which it can, and so do their members")
             if rule.store.startswith("split"):
                 self._check_split("--distribute-saved-activations" if given is None else f"--recompute-policy '{rule}'")
+
+    def _check_compiler(self) -> None:
+        budget = self.recompute.activation_memory_budget
+        if not self.training.torch_compile:
+            if budget is not None:
+                raise ValueError(f"--activation-memory-budget {budget} is a setting of torch's compiler: give --torch-compile "
+                                 "too")
+            return
+        if any(rule.action != Action() or rule.store != "device" for rule in self.recompute.policy.rules):
+            raise ValueError("--torch-compile decides itself what compiled layers recompute: give --activation-memory-budget "
+                             "instead of a recompute policy, or leave --torch-compile out")
+        if self.parallel.tensor_model_parallel_size > 1:
+            raise ValueError("--torch-compile needs --tensor-model-parallel-size 1 (got "
+                             f"{self.parallel.tensor_model_parallel_size}): every collective would end a compiled graph")
 
     def _check_split(self, flag: str) -> None:
         tp_size = self.parallel.tensor_model_parallel_size

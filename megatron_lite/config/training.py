@@ -15,7 +15,10 @@ LANGUAGE_MODEL_SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Length of the run, batch sizes, precision, and when it stops."""
+    """Length of the run, batch sizes, precision, and when it stops.
+
+    loss_chunk_size: how many tokens of a micro-batch have logits at a time; None: all, and they are kept for backward.
+    """
 
     micro_batch_size: int
     global_batch_size: int | None = None
@@ -23,14 +26,17 @@ class TrainingConfig:
     train_samples: int | None = None
     seed: int = LANGUAGE_MODEL_SEED
     bf16: bool = False
+    loss_chunk_size: int | None = None
     eval_interval: int | None = None
     eval_iters: int = 100
     exit_interval: int | None = None
     check_for_nan_in_loss_and_grad: bool = True
+    torch_compile: bool = False
     deterministic_mode: bool = False
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval")
+        require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval",
+                         "loss_chunk_size")
         require_at_least(self, 0, "eval_iters", "train_iters")
         require_within(self, 0, 2**32, "seed")
         if self.train_iters is not None and self.train_samples is not None:

@@ -1,5 +1,7 @@
 """Bytes that one micro-batch keeps for backward on one rank, in closed form: a sum of named tensors.
 
+    activation_bytes    on the device        host_bytes    in host memory, under @host
+
     Every tensor is a storage that lives from forward to backward and is no parameter. memory/meter.py measures the same figure,
     and the two are equal to the byte. Terms beyond sbh(34 + 5as/h)/t of 2205.05198 have names too: see `in_paper`.
 
@@ -8,10 +10,11 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.memory.layer_operators import kept_results
 from megatron_lite.memory.layer_tensors import KeptTensor, LayerTensors, Sizes, layer_tensors
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 
@@ -20,11 +23,15 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 class Term(NamedTuple):
-    """layer: the number of a layer in its stage; None before the first and after the last. operation: who keeps it first."""
+    """layer: the number of a layer in its stage; None before the first and after the last. operation: who keeps it first.
+
+    on_host: it waits for backward in host memory. In an arena a tensor counts as much as anywhere: as its own bytes.
+    """
 
     layer: int | None
     operation: str
     tensor: KeptTensor
+    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -38,13 +45,19 @@ def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> t
     terms = list(_embedding(model, sizes))
     for segment in plan.segments:
         terms += _segment_terms(layer, segment, sizes)
+        terms += _results(model, plan, segment, sizes)
     terms += _head(model, sizes)
-    return tuple(_tables_once(terms))
+    return tuple(_placed(_tables_once(terms), plan))
 
 
 def activation_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """The sum of `activation_terms`."""
-    return sum(term.num_bytes for term in activation_terms(model, plan, sizes))
+    """The sum of those `activation_terms` that are on the device."""
+    return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if not term.on_host)
+
+
+def host_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """The sum of those that are in host memory."""
+    return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if term.on_host)
 
 
 def working_set_bytes(model: ModelConfig, sizes: Sizes) -> int:
@@ -78,7 +91,7 @@ def layer_terms(layer: LayerTensors, number: int, rebuilt: Set[str], sizes: Size
 
 def _segment_terms(layer: LayerTensors, segment: Segment, sizes: Sizes) -> Iterator[Term]:
     first = segment.first_layer
-    if not segment.unit:
+    if not segment.unit and not segment.ops:
         for number in range(first, first + segment.num_layers):
             yield from layer_terms(layer, number, segment.regions, sizes)
         return
@@ -87,6 +100,13 @@ def _segment_terms(layer: LayerTensors, segment: Segment, sizes: Sizes) -> Itera
         kept = kept._replace(name=f"1/{sizes.tp_size} of the layer input", num_bytes=kept.num_bytes // sizes.tp_size)
     yield Term(first, "unit", kept)
     yield Term(first, "unit", KeptTensor("RNG states", sizes.rng_state_bytes))
+
+
+def _results(model: ModelConfig, plan: RecomputePlan, segment: Segment, sizes: Sizes) -> Iterator[Term]:
+    """What the operators return whose results a segment keeps, besides its input."""
+    if segment.ops:
+        for result in kept_results(model, segment.ops, sizes, skip_tail=plan.skip_tail):
+            yield from (Term(segment.first_layer, result.operation, tensor) for tensor in result.tensors)
 
 
 def _embedding(model: ModelConfig, sizes: Sizes) -> Iterator[Term]:
@@ -104,10 +124,19 @@ def _head(model: ModelConfig, sizes: Sizes) -> Iterator[Term]:
     yield Term(None, HEAD, KeptTensor("output of the last layer", hidden))
     yield Term(None, HEAD, statistics._replace(name="final norm statistics"))
     yield Term(None, HEAD, KeptTensor("normed output", hidden))
-    yield Term(None, HEAD, KeptTensor("logits", sizes.tokens * sizes.padded_vocab_size // sizes.tp_size * sizes.element_bytes))
+    if sizes.loss_chunk_size is None:
+        logits = sizes.tokens * sizes.padded_vocab_size // sizes.tp_size * sizes.element_bytes
+        yield Term(None, HEAD, KeptTensor("logits", logits))
     yield Term(None, HEAD, KeptTensor("labels", 8 * sizes.tokens))
     yield Term(None, HEAD, KeptTensor("which labels are here", sizes.tokens))
     yield Term(None, HEAD, KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens))
+
+
+def _placed(terms: Iterable[Term], plan: RecomputePlan) -> Iterator[Term]:
+    """Those of segments that keep on the host: there, but for what no policy moves."""
+    moved = {layer for segment in plan.segments if segment.on_host
+             for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)}
+    return (term._replace(on_host=term.layer in moved and not term.tensor.stays) for term in terms)
 
 
 def _tables_once(terms: list[Term]) -> Iterator[Term]:

@@ -7,9 +7,9 @@
     column                all-gather of x      all-gather of x again, reduce-scatter of dx
     row                   reduce-scatter       all-gather of dy
 
-Each is of a whole [s, b, h]. A replay repeats the forward's, but for that of its last fc2 where the tail is skipped; of an input
-that is split over the ranks, it begins with a gather. What is reduced once per step (gradients) is not here. Standard library
-only.
+Each is of a whole [s, b, h]. A replay repeats the forward's, but for that of its last fc2 where the tail is skipped, and those
+whose results an `ops(...)` policy keeps; of an input that is split over the ranks, it begins with a gather. What is reduced once
+per step (gradients) is not here. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.memory.layer_operators import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, repeated_results
 from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.recompute.plan import MLP_REGION, RecomputePlan, Segment
-
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 
 
 class Collective(NamedTuple):
@@ -57,7 +56,10 @@ def segment_collectives(model: ModelConfig, plan: RecomputePlan, segment: Segmen
     half = _column(model, sizes) + row  # attention, or the MLP
     halves = 2 * segment.num_layers
     replay = half.forward * (halves if segment.unit else 1 if MLP_REGION in segment.regions else 0)
-    if replay and plan.skip_tail:
+    if segment.ops:
+        repeated = repeated_results(model, segment.ops, sizes, skip_tail=plan.skip_tail)
+        replay = tuple(_hidden(COLLECTIVES[one.operator], model, sizes) for one in repeated if one.operator in COLLECTIVES)
+    elif replay and plan.skip_tail:
         replay = replay[: -len(row.forward)]
     if segment.split:
         replay = (_hidden(ALL_GATHER, model, sizes), *replay)

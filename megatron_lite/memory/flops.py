@@ -3,6 +3,7 @@ square (a causal kernel may skip half of it), backward twice the forward.
 
     model FLOPs      forward + backward: what the model asks for, the same under every plan
     hardware FLOPs   model FLOPs + what the plan runs again + the scores that flash attention rebuilds in its backward kernel
+                     + the logits again where the loss is computed in chunks
 
 MFU and HFU are these over time and peak_flops. Every figure is over all TP ranks. Standard library only.
 """
@@ -13,6 +14,8 @@ import re
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.memory.layer_operators import repeated_results
+from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.recompute.plan import CORE_ATTENTION, MLP_REGION, RecomputePlan, Segment
 
 # Dense peak of one GPU in TFLOP/s, without sparsity: (words of its CUDA name, bfloat16, float32 without TF32), first match
@@ -49,8 +52,13 @@ def layer_flops(model: ModelConfig, *, batch: int, seq_length: int) -> LayerFlop
 
 def forward_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_size: int) -> int:
     """One forward pass of `batch` sequences, logits included (2205.05198 appendix A)."""
-    logits = 2 * batch * seq_length * model.hidden_size * padded_vocab_size
-    return model.num_layers * sum(layer_flops(model, batch=batch, seq_length=seq_length)) + logits
+    return (model.num_layers * sum(layer_flops(model, batch=batch, seq_length=seq_length))
+            + logits_flops(model, batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size))
+
+
+def logits_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_size: int) -> int:
+    """The output projection of `batch` sequences."""
+    return 2 * batch * seq_length * model.hidden_size * padded_vocab_size
 
 
 def step_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_size: int) -> int:
@@ -59,22 +67,31 @@ def step_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_
 
 
 def hardware_flops(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, padded_vocab_size: int,
-                   device: str) -> int:
-    """Hardware FLOPs of forward and backward over `batch` sequences. device: "cpu" or "cuda"."""
-    return (step_flops(model, batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size)
-            + replay_flops(model, plan, batch=batch, seq_length=seq_length, device=device)
+                   device: str, loss_chunk_size: int | None = None, tp_size: int = 1) -> int:
+    """Hardware FLOPs of forward and backward over `batch` sequences. device: "cpu" or "cuda". tp_size: see replayed_layers."""
+    shape = dict(batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size)
+    return (step_flops(model, **shape)
+            + (0 if loss_chunk_size is None else logits_flops(model, **shape))
+            + replay_flops(model, plan, batch=batch, seq_length=seq_length, device=device, tp_size=tp_size)
             + flash_rebuild_flops(model, batch=batch, seq_length=seq_length, device=device))
 
 
-def replay_flops(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str) -> int:
+def replay_flops(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str, tp_size: int = 1) -> int:
     """What backward over `batch` sequences runs again under the plan."""
-    return sum(map(sum, replayed_layers(model, plan, batch=batch, seq_length=seq_length, device=device)))
+    return sum(map(sum, replayed_layers(model, plan, batch=batch, seq_length=seq_length, device=device, tp_size=tp_size)))
 
 
-def replayed_layers(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str) -> list[LayerFlops]:
-    """What backward runs again of each layer of the plan. The regions layernorm and activation hold no matmul: zeros."""
+def replayed_layers(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str,
+                    tp_size: int = 1) -> list[LayerFlops]:
+    """What backward runs again of each layer of the plan. The regions layernorm and activation hold no matmul: zeros.
+
+    tp_size: matters only to policies that name single operators, since sharded linears add their bias apart.
+    """
     layer, flash = layer_flops(model, batch=batch, seq_length=seq_length), not model.builds_scores(device)
-    return [again for segment in plan.segments for again in _replayed(layer, segment, skip_tail=plan.skip_tail, flash=flash)]
+    sizes = Sizes(micro_batch_size=batch, seq_length=seq_length, padded_vocab_size=0, tp_size=tp_size, device=device)
+    return [again for segment in plan.segments for again in (
+        [_not_kept(model, layer, segment, sizes, skip_tail=plan.skip_tail)] if segment.ops
+        else _replayed(layer, segment, skip_tail=plan.skip_tail, flash=flash))]
 
 
 def flash_rebuild_flops(model: ModelConfig, *, batch: int, seq_length: int, device: str) -> int:
@@ -102,3 +119,9 @@ def _replayed(layer: LayerFlops, segment: Segment, *, skip_tail: bool, flash: bo
                        fc1=layer.fc1 if mlp else 0,
                        fc2=layer.fc2 if mlp and not skip_tail else 0)
     return [again] * segment.num_layers
+
+
+def _not_kept(model: ModelConfig, layer: LayerFlops, segment: Segment, sizes: Sizes, *, skip_tail: bool) -> LayerFlops:
+    repeated = repeated_results(model, segment.ops, sizes, skip_tail=skip_tail)
+    names = {matmul for result in repeated for matmul in result.matmuls}
+    return LayerFlops(*(flops if name in names else 0 for name, flops in zip(layer._fields, layer, strict=True)))

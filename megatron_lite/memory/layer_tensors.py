@@ -20,7 +20,8 @@ CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 class Sizes:
     """What decides the sizes besides the model: one micro-batch on one rank.
 
-    element_bytes: of weights and activations: 4, or 2 under --bf16. device: "cpu" or "cuda".
+    element_bytes: of weights and activations: 4, or 2 under --bf16. device: "cpu" or "cuda". loss_chunk_size: None where logits
+    are kept.
     """
 
     micro_batch_size: int
@@ -30,6 +31,7 @@ class Sizes:
     sequence_parallel: bool = False
     element_bytes: int = 4
     device: str = "cpu"
+    loss_chunk_size: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str) -> Sizes:
@@ -38,7 +40,7 @@ class Sizes:
         return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
                    padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
                    sequence_parallel=config.parallel.sequence_parallel, element_bytes=2 if config.training.bf16 else 4,
-                   device=device)
+                   device=device, loss_chunk_size=config.training.loss_chunk_size)
 
     @property
     def tokens(self) -> int:
@@ -69,6 +71,11 @@ class KeptTensor(NamedTuple):
     name: str
     num_bytes: int
     in_paper: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether no policy moves it to host memory: tables that all layers share; states of generators, which are there."""
+        return self.name == "rotary tables" or self.name.startswith("RNG state")
 
 
 class Operation(NamedTuple):

@@ -70,4 +70,8 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf.untyped_storage()
+        elif isinstance(leaf, torch.UntypedStorage):  # an argument of Tensor.set_
+            yield leaf

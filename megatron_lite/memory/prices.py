@@ -45,7 +45,8 @@ def price(config: RunConfig, device: str) -> Priced:
     sizes, plan = Sizes.of(config, device=device), plan_stage(config.recompute, config.model.num_layers)
     batch, seq_length = sizes.micro_batch_size, sizes.seq_length
     model_flops = step_flops(config.model, batch=batch, seq_length=seq_length, padded_vocab_size=sizes.padded_vocab_size)
-    again = replay_flops(config.model, plan, batch=batch, seq_length=seq_length, device=device)
+    again = replay_flops(config.model, plan, batch=batch, seq_length=seq_length, device=device,
+                         tp_size=sizes.tp_size)
     return Priced(config.recompute, plan, activation_bytes(config.model, plan, sizes), peak(config.model, plan, sizes),
                   model_flops // sizes.tp_size, again // sizes.tp_size)
 

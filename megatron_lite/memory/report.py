@@ -17,6 +17,7 @@ from megatron_lite.memory.activations import EMBEDDING, HEAD, ROTARY_TABLES, Ter
 from megatron_lite.memory.advice import Note, notes
 from megatron_lite.memory.collectives import Exchange, embedding_collectives, head_collectives, segment_collectives
 from megatron_lite.memory.flops import replayed_layers
+from megatron_lite.memory.layer_operators import layer_results, repeated_results
 from megatron_lite.memory.layer_tensors import KeptTensor, Sizes, layer_tensors
 from megatron_lite.memory.prices import Priced, alternatives, price, with_flags
 from megatron_lite.recompute.plan import CORE_ATTENTION, MLP_REGION, RecomputePlan, Segment
@@ -137,7 +138,8 @@ def explain(config: RunConfig, device: str) -> Report:
 
 
 def _runs(config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes) -> Iterator[LayerRun]:
-    again = replayed_layers(config.model, plan, batch=sizes.micro_batch_size, seq_length=sizes.seq_length, device=sizes.device)
+    again = replayed_layers(config.model, plan, batch=sizes.micro_batch_size, seq_length=sizes.seq_length, device=sizes.device,
+                            tp_size=sizes.tp_size)
     for _, alike in itertools.groupby(plan.segments, key=lambda segment: replace(segment, first_layer=0)):
         segment, *others = alike
         layers = range(segment.first_layer, segment.first_layer + segment.num_layers)
@@ -157,16 +159,27 @@ def _largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
 
 def _rebuilt(config: RunConfig, plan: RecomputePlan, segment: Segment, sizes: Sizes) -> tuple[str, ...]:
     names = [operation.name for operation in layer_tensors(config.model, sizes).operations
-             if segment.unit or {operation.region, operation.name} & segment.regions]
+             if segment.unit or segment.ops or {operation.region, operation.name} & segment.regions]
     if MLP_REGION in segment.regions and plan.skip_tail:
         names.remove("linear_fc2")
+    if segment.ops:
+        names = _without_kept(names, config, plan, segment, sizes)
     return tuple(names)
+
+
+def _without_kept(names: list[str], config: RunConfig, plan: RecomputePlan, segment: Segment, sizes: Sizes) -> list[str]:
+    """The operations of which something runs again where the results of some operators are kept."""
+    again = repeated_results(config.model, segment.ops, sizes, skip_tail=plan.skip_tail)
+    again_in = {result.operation for result in again if result.matmuls}
+    again_in |= {"core_attention"} if config.model.builds_scores(sizes.device) else set()  # at least its softmax
+    matmuls = {result.operation for result in layer_results(config.model, sizes) if result.matmuls}
+    return [name for name in names if name not in matmuls - again_in]
 
 
 def _left_out(config: RunConfig, plan: RecomputePlan, segment: Segment, sizes: Sizes) -> str | None:
     if not plan.skip_tail:
         return None
-    if segment.unit:
+    if segment.unit or segment.ops:
         return "the last linear_fc2" if segment.num_layers > 1 else "linear_fc2"
     scores = CORE_ATTENTION in segment.regions and config.model.builds_scores(sizes.device)
     parts = ["softmax x value"] * scores + ["linear_fc2"] * (MLP_REGION in segment.regions)
@@ -196,7 +209,7 @@ def paper_figure(config: RunConfig, segment: Segment, sizes: Sizes) -> PaperFigu
     if segment.unit:
         split = sizes.sequence_parallel or segment.split
         return PaperFigure("2sbh/t" if split else "2sbh", 2 * sbh // (t if split else 1))
-    if segment.regions not in (frozenset(), frozenset({CORE_ATTENTION})):
+    if segment.ops or segment.regions not in (frozenset(), frozenset({CORE_ATTENTION})):
         return None
     whole = not segment.regions
     linear = 34 * sbh // t if sizes.sequence_parallel else 10 * sbh + 24 * sbh // t

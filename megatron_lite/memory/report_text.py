@@ -88,6 +88,9 @@ def _treatment(run: LayerRun) -> str:
     if segment.unit:
         units = f"{run.count} unit{'s' * (run.count > 1)} of {segment.num_layers} layer{'s' * (segment.num_layers > 1)}"
         return f"{units}; only the input of {'each' if run.count > 1 else 'it'} is kept"
+    if segment.ops:
+        named = textwrap.shorten(", ".join(segment.ops), 45, placeholder=" ...")
+        return f"results of {named} kept, all else rebuilt in backward"
     if segment.regions:
         return f"{', '.join(region_names(segment.regions))} rebuilt in backward"
     return "everything is kept"
@@ -199,4 +202,6 @@ def _layers_name(first: int, last: int) -> str:
 def _segment_name(segment: Segment) -> str:
     if segment.unit:
         return "unit, split" if segment.split else "unit"
+    if segment.ops:
+        return textwrap.shorten(str(segment.action).replace(",", ", "), 31, placeholder=" ...")
     return "+".join(region_names(segment.regions)) or "everything kept"

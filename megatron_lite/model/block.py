@@ -8,21 +8,28 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.recompute.ops import find_operators
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.stores import Stores
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 
 
 class TransformerBlock(nn.Module):
-    """[s/t under sequence parallelism else s, b, h] -> the same shape. `plan` says what backward rebuilds."""
+    """[s/t under sequence parallelism else s, b, h] -> the same shape. `plan` says what backward rebuilds.
+
+    InputError: it names operators that torch does not have, or whose results cannot be kept.
+    """
 
     def __init__(self, config: ModelConfig, context: TensorParallelContext, plan: RecomputePlan) -> None:
         super().__init__()
-        self.context, self.plan = context, plan
+        for segment in plan.segments:
+            find_operators(segment.ops)
+        self.context, self.plan, self.stores = context, plan, Stores(context.device)
         self.layers = nn.ModuleList(TransformerLayer(config, context) for _ in range(config.num_layers))
         self.final_layernorm = Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
 
     def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
         hidden_states = run_layers(self.plan, list(self.layers), hidden_states, rotary, rng=self.context.rng,
-                                   tp_group=self.context.group)
+                                   tp_group=self.context.group, stores=self.stores)
         return self.final_layernorm(hidden_states)

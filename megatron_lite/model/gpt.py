@@ -13,6 +13,7 @@ from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
+from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 
 
@@ -21,14 +22,16 @@ class GPTModel(nn.Module):
 
     Parameters start uninitialised: see tensor_parallel/initialize.py. vocab_size is the true V; the rows up to
     padded_vocab_size are zero, take no part in the loss and stay zero. plan: what backward rebuilds; nothing without it.
+    loss_chunk_size: how many tokens have logits at a time while `loss` runs, forward and backward; all of them without it.
     """
 
     def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int,
-                 plan: RecomputePlan | None = None) -> None:
+                 plan: RecomputePlan | None = None, loss_chunk_size: int | None = None) -> None:
         super().__init__()
         self.config = config
         self.context = context
         self.vocab_size = vocab_size
+        self.loss_chunk_size = loss_chunk_size
         self.embedding = LanguageModelEmbedding(config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
         self.decoder = TransformerBlock(config, context, plan or keep_everything(config.num_layers))
         self.output_layer = ColumnParallelLinear(
@@ -41,27 +44,40 @@ class GPTModel(nn.Module):
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Negative log-likelihood of each label, float32 [b, s]. tokens, labels: [b, s]."""
-        losses = vocab_parallel_cross_entropy(self._logits(tokens), labels.t(), tp_group=self.context.group,
-                                              first_id=self.first_id, num_ids=self.num_ids)
+        hidden_states, labels, group = self._hidden_states(tokens), labels.t(), self.context.group
+        if self.loss_chunk_size is None:
+            losses = vocab_parallel_cross_entropy(self._logits(hidden_states), labels, tp_group=group, first_id=self.first_id,
+                                                  num_ids=self.num_ids)
+        else:
+            losses = vocab_parallel_linear_cross_entropy(
+                hidden_states, self._output_weight(), labels, chunk_size=self.loss_chunk_size, tp_group=group,
+                sequence_parallel=self.context.sequence_parallel, first_id=self.first_id, num_ids=self.num_ids)
         return losses.t()
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [b, s, V] of every true id, gathered over the TP ranks (for evaluation and generation). tokens: [b, s]."""
-        logits = gather_from_tensor_parallel_region(self._logits(tokens), self.context.group)
+        logits = gather_from_tensor_parallel_region(self._logits(self._hidden_states(tokens)), self.context.group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def constants(self) -> tuple[Tensor, ...]:
         """Tensors besides the parameters that outlive a step."""
         return self._rotary or ()
 
-    def _logits(self, tokens: Tensor) -> Tensor:
-        """[b, s] -> [s, b, padded V / t]."""
+    def _hidden_states(self, tokens: Tensor) -> Tensor:
+        """[b, s] -> [s/t under sequence parallelism else s, b, h]."""
         rotary = self._rotary_tables(tokens.shape[1]) if self.config.position_embedding_type == "rope" else None
-        hidden_states = self.decoder(self.embedding(tokens), rotary)
+        return self.decoder(self.embedding(tokens), rotary)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """-> [s, b, padded V / t]."""
         if self.output_layer is not None:
             return self.output_layer(hidden_states)
-        return column_parallel_linear(hidden_states, self.embedding.word_embeddings.weight, None, tp_group=self.context.group,
+        return column_parallel_linear(hidden_states, self._output_weight(), None, tp_group=self.context.group,
                                       sequence_parallel=self.context.sequence_parallel)
+
+    def _output_weight(self) -> Tensor:
+        """[padded V / t, h]."""
+        return self.embedding.word_embeddings.weight if self.output_layer is None else self.output_layer.weight
 
     def _rotary_tables(self, seq_length: int) -> RotaryTables:
         """Built once per sequence length: they are constants of the model, not state."""

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.activations import squared_relu, swiglu
+from megatron_lite.model.activations import squared_relu, swiglu, tanh_gelu
 from megatron_lite.recompute.plan import ACTIVATION
 from megatron_lite.recompute.regions import Regions
 from megatron_lite.tensor_parallel.context import TensorParallelContext
@@ -22,7 +22,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
         super().__init__()
         self.activation = config.activation
-        self.gelu_approximation = "tanh" if config.bias_gelu_fusion else "none"
+        self.tanh_gelu = config.bias_gelu_fusion
         blocks = 2 if config.activation == "swiglu" else 1
         self.linear_fc1 = ColumnParallelLinear(config.hidden_size, blocks * config.ffn_size, bias=config.add_bias_linear,
                                                init_std=config.init_method_std, context=context, tp_blocks=blocks)
@@ -32,6 +32,7 @@ class MLP(nn.Module):
     def forward(self, hidden_states: Tensor, regions: Regions, unread: bool = False) -> Tensor:
         """unread: nobody will read the values of the output."""
         activated = regions.lend(ACTIVATION, self._activate, self.linear_fc1(hidden_states))
+        regions.enter_tail()
         return self.linear_fc2(activated, unread)
 
     def _activate(self, intermediate: Tensor) -> Tensor:
@@ -39,4 +40,4 @@ class MLP(nn.Module):
             return swiglu(intermediate)
         if self.activation == "squared_relu":
             return squared_relu(intermediate)
-        return F.gelu(intermediate, approximate=self.gelu_approximation)
+        return tanh_gelu(intermediate) if self.tanh_gelu else F.gelu(intermediate)

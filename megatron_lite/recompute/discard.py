@@ -9,15 +9,16 @@ layer, exchange tensor and note. The hooks that were in force before get everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lite.recompute.checkpoint import rebuilt_outputs
+from megatron_lite.recompute.saved import exchanging
 
 
 class Lending:
@@ -33,17 +34,16 @@ class Lending:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """The stretch in which what is lent may be saved."""
-        outer = _hooks_in_force()
         # No pair of Lending and note: it would be a cycle with the graph in it.
         lent = self._lent
 
-        def pack(tensor: Tensor) -> Any:
+        def note(tensor: Tensor) -> _Note | None:
             owner = lent.get(_storage(tensor))
-            if owner is not None:
-                return _Note(owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-            return tensor if outer is None else _Passed(outer.pack(tensor), outer.unpack)
+            if owner is None:
+                return None
+            return _Note(owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with exchanging(note):
             try:
                 yield
             finally:
@@ -59,29 +59,8 @@ class _Note:
     stride: tuple[int, ...]
     offset: int
 
-
-class _Passed(NamedTuple):
-    """What the outer hooks made of a tensor."""
-
-    packed: Any
-    unpack: Callable[[Any], Tensor]
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _Note):
-        return rebuilt_outputs(packed.node).detach().as_strided(packed.size, packed.stride, packed.offset)
-    return packed.unpack(packed.packed) if isinstance(packed, _Passed) else packed
-
-
-class _Hooks(NamedTuple):
-    pack: Callable[[Tensor], Any]
-    unpack: Callable[[Any], Tensor]
-
-
-def _hooks_in_force() -> _Hooks | None:
-    """torch applies only the innermost saved-tensor hooks, and has no public way to ask for the others."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if top is None else _Hooks(*top)
+    def tensor(self) -> Tensor:
+        return rebuilt_outputs(self.node).detach().as_strided(self.size, self.stride, self.offset)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ class Segment:
 
     unit: the layers form one unit: only its input is kept, and all of it runs again in backward.
     regions: names of regions inside each layer that run again; empty in a unit.
-    ops: operators of which results are kept while all others run again; empty in a unit and beside regions.
+    ops: operators of which results are kept while all others run again; empty in a unit and beside regions. One layer.
     store: where what is kept lives: on this device, in host memory, or, of a unit's input, 1/t on each tensor-parallel rank.
     """
 
@@ -35,6 +35,7 @@ class Segment:
     def __post_init__(self) -> None:
         assert self.num_layers >= 1 and self.unit + bool(self.regions) + bool(self.ops) <= 1, self
         assert not self.split or self.unit, self
+        assert not self.ops or self.num_layers == 1, self
 
     @property
     def split(self) -> bool:
@@ -58,11 +59,13 @@ class RecomputePlan:
 
     skip_tail: a replay does not compute what only its own output needs: the last matmul, its collective, the addition after it.
     verify: a replay is compared with its forward, bit by bit; then nothing is skipped.
+    contiguous: the kept inputs of units lie in one allocation.
     """
 
     segments: tuple[Segment, ...]
     skip_tail: bool = True
     verify: bool = False
+    contiguous: bool = False
 
     def __post_init__(self) -> None:
         position = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.discard import Lending
+from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.plan import ACTIVATION, LAYERNORM
 from megatron_lite.recompute.verify import Record
 
@@ -43,7 +44,7 @@ class Regions:
     another micro-batch, may have others.
 
     output_unread: nobody will read the values of the layer's output; only its graph is needed (a replay of a unit's last layer).
-    record: where a unit that is being verified notes what its regions return.
+    record: where a unit that is being verified notes what its regions return. results: those of operators that are kept.
     """
 
     rebuilt: frozenset[str]
@@ -53,6 +54,7 @@ class Regions:
     verify: bool
     output_unread: bool = False
     record: Record | None = None
+    results: KeptResults | None = None
     lending: Lending = field(default_factory=Lending)
 
     def run(self, name: str, function: Callable[..., Any], *args: Any, unread: bool = False) -> Any:
@@ -80,6 +82,11 @@ class Regions:
         if name not in self.rebuilt:
             return None
         return Redraw(self.rng, draw, Record(f"layer {self.layer}, {name}", None) if self.verify else None)
+
+    def enter_tail(self) -> None:
+        """Called before the layer's last matmul: from there on a replay leaves out what only the output needs."""
+        if self.results is not None:
+            self.results.enter_tail()
 
     def noted(self, name: str, output: Any) -> Any:
         """`output`, which a unit that is being verified compares with the forward's."""

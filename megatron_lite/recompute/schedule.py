@@ -21,7 +21,8 @@ def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> Reco
     selective: the named regions of every layer. activation lies inside mlp, which rebuilds it anyway.
     """
     return RecomputePlan(tuple(segments(config.policy, num_layers, stage)), verify=config.recompute_verify,
-                         skip_tail=config.recompute_tail_skip and not config.recompute_verify)
+                         skip_tail=config.recompute_tail_skip and not config.recompute_verify,
+                         contiguous=config.contiguous_saved_activations)
 
 
 def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:

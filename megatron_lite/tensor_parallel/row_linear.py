@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_, reduce_scatter_first_dim
+from megatron_lite.parallel.collectives import (
+    all_gather_first_dim,
+    all_reduce,
+    all_reduce_,
+    reduce_scatter_first_dim,
+    results_may_be_kept,
+)
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 
 
@@ -41,6 +47,9 @@ class _RowParallelLinear(torch.autograd.Function):
         if tp_group is None:
             return F.linear(hidden_states, weight, bias)
         partial = F.linear(hidden_states, weight)
+        if results_may_be_kept():  # of each of these steps: so none is written over
+            output = (reduce_scatter_first_dim if sequence_parallel else all_reduce)(partial, tp_group)
+            return output if bias is None else output + bias
         output = reduce_scatter_first_dim(partial, tp_group) if sequence_parallel else all_reduce_(partial, tp_group)
         return output if bias is None else output.add_(bias)
 

@@ -13,7 +13,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import read_launch
 
 # A fault that all ranks meet is reported once: the launcher ends the others while they wait.
-RANK_0_SPEAKS_FIRST_S = 2.0
+RANK_0_SPEAKS_FIRST_S = 5.0
 
 
 def exit_status(command: Callable[[], None]) -> int:

@@ -17,6 +17,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
 
 
@@ -26,8 +27,11 @@ def build_model(config: RunConfig, parallel: ParallelState) -> GPTModel:
                                        params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32)
     model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
                      padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
-                     plan=plan_stage(config.recompute, config.model.num_layers))
+                     plan=plan_stage(config.recompute, config.model.num_layers),
+                     loss_chunk_size=config.training.loss_chunk_size)
     initialize_parameters_(model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    if config.training.torch_compile:
+        compile_layers_(model)
     return model
 
 

@@ -24,6 +24,7 @@ from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import SampleDataset, microbatches
+from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
@@ -75,7 +76,8 @@ class Trainer:
             if self.progress.iteration >= self.num_iterations:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
                          f"({self.num_iterations})")
-            finished = self._train(log)
+            with memory_budget(self.config.recompute.activation_memory_budget):
+                finished = self._train(log)
             if self._timeline_is_due:
                 log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
             self._save(log)
@@ -116,7 +118,8 @@ class Trainer:
         learning_rate = self.schedule.at(before)
         batches = microbatches(self.datasets.train, consumed_samples=before, num_microbatches=self.num_microbatches,
                                micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel)
-        meter = None if self.activation_bytes else ActivationMeter(self.model, thorough=self.config.recompute.recompute_verify)
+        measured = self.activation_bytes is not None or self.config.training.torch_compile
+        meter = None if measured else ActivationMeter(self.model, thorough=self.config.recompute.recompute_verify)
         result = train_step(self.model, self.optimizer, batches, num_microbatches=self.num_microbatches,
                             learning_rate=learning_rate, parallel=self.parallel, observer=meter or self._timeline_recorder())
         if meter is not None:
@@ -153,12 +156,15 @@ class Trainer:
         is_nan = not math.isfinite(loss)
         self.progress = replace(self.progress, skipped_iterations=self.progress.skipped_iterations + int(skipped),
                                 nan_iterations=self.progress.nan_iterations + is_nan)
+        kept = self.activation_bytes
         log.iteration(IterationRecord(
             iteration=step.iteration, consumed_samples=step.consumed_samples, lm_loss=loss, grad_norm=grad_norm,
             learning_rate=step.learning_rate, iteration_ms=seconds * 1000.0,
             tokens_per_second=self.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
-            activation_bytes_predicted=None if self.activation_bytes is None else self.activation_bytes.predicted,
-            activation_bytes_measured=None if self.activation_bytes is None else self.activation_bytes.measured,
+            activation_bytes_predicted=None if kept is None else kept.predicted,
+            activation_bytes_measured=None if kept is None else kept.measured,
+            activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
+            activation_host_bytes_measured=None if kept is None else kept.host_measured,
         ), LogExtras(params_norm=None if step.params_norm is None else step.params_norm.item(),
                      num_zeros=None if step.num_zeros is None else int(step.num_zeros.item())))
         if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or skipped):
@@ -210,7 +216,9 @@ class Trainer:
             world_size=self.parallel.world_size,
             flops=step_flops(config.model, batch=self.batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
             hardware_flops=hardware_flops(config.model, self.model.decoder.plan, batch=self.batch_size, seq_length=seq_length,
-                                          padded_vocab_size=vocabulary, device=device.type),
+                                          padded_vocab_size=vocabulary, device=device.type,
+                                          loss_chunk_size=config.training.loss_chunk_size,
+                                          tp_size=self.parallel.tp_size),
             peak_flops=known_peak_flops(config.logging, device, bf16=config.training.bf16))
         return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
 

@@ -21,7 +21,7 @@ class IterationRecord:
     """lm_loss: mean over the global batch, nats per token. learning_rate: the one used. skipped, nan: 0 or 1.
 
     tokens_per_second: over all ranks. activation_bytes_*: kept for backward by one micro-batch, the most of any rank; measured
-    on the run's first micro-batch.
+    on the run's first micro-batch. activation_host_bytes_*: the same in host memory; None unless a policy moves tensors there.
     """
 
     iteration: int
@@ -35,6 +35,8 @@ class IterationRecord:
     nan: int
     activation_bytes_predicted: int | None = None
     activation_bytes_measured: int | None = None
+    activation_host_bytes_predicted: int | None = None
+    activation_host_bytes_measured: int | None = None
 
 
 class MetricsFile:

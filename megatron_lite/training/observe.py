@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.activations import activation_bytes
+from megatron_lite.memory.activations import activation_bytes, host_bytes
 from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.memory.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
@@ -23,12 +23,16 @@ Observer = Callable[[Callable[[], Tensor]], Tensor]  # runs a micro-batch's loss
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Kept for backward by one micro-batch, the most of any rank. unaccounted: alive after the forward, but not saved for
-    backward; None where nobody looked."""
+    """Kept for backward by one micro-batch, the most of any rank. host_*: in host memory, where a policy moves tensors there.
+
+    unaccounted: alive after the forward, but not saved for backward; None where nobody looked.
+    """
 
     predicted: int
     measured: int
     unaccounted: int | None
+    host_predicted: int | None = None
+    host_measured: int | None = None
 
     @property
     def fault(self) -> str | None:
@@ -36,6 +40,9 @@ class ActivationBytes:
         if self.measured != self.predicted:
             return (f"the first micro-batch keeps {self.measured} bytes for backward, and {self.predicted} were predicted "
                     f"({self.measured - self.predicted:+d})")
+        if self.host_measured != self.host_predicted:
+            return (f"the first micro-batch keeps {self.host_measured} bytes in host memory, and {self.host_predicted} were "
+                    "predicted")
         if self.unaccounted:
             return f"{self.unaccounted} bytes live on after the forward that are not saved for backward"
         return None
@@ -53,7 +60,7 @@ class ActivationMeter:
 
     def __init__(self, model: GPTModel, *, thorough: bool) -> None:
         self._model, self._thorough = model, thorough
-        self._measured, self._unaccounted = 0, 0
+        self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def __call__(self, loss_fn: Callable[[], Tensor]) -> Tensor:
         if self._thorough:  # imported late: it takes seconds
@@ -61,20 +68,24 @@ class ActivationMeter:
         live = LiveStorages() if self._thorough else None
         with kept_for_backward(exclude=self._model.parameters()) as meter, live or nullcontext():
             loss = loss_fn()
-        self._measured = meter.total_bytes()
+        stores = self._model.decoder.stores
+        self._measured, self._host_measured = meter.total_bytes() + stores.device_bytes, stores.host_bytes
         if live is not None:
             known = {tensor.untyped_storage()._cdata for tensor in (loss, *self._model.parameters(), *self._model.constants())}
-            self._unaccounted = live.bytes_beside(known | meter.storages().keys())
+            self._unaccounted = live.bytes_beside(known | meter.storages().keys() | stores.storages())
         loss.backward()
         return loss.detach()
 
     def result(self, config: RunConfig, parallel: ParallelState) -> ActivationBytes:
         """The figures. One all-reduce over all ranks; waits for the device."""
-        sizes = Sizes.of(config, device=parallel.device.type)
-        most = torch.tensor([self._measured, self._unaccounted], device=parallel.device)
-        measured, unaccounted = all_reduce_(most, parallel.world_group, dist.ReduceOp.MAX).tolist()
-        return ActivationBytes(predicted=activation_bytes(config.model, self._model.decoder.plan, sizes), measured=measured,
+        sizes, plan = Sizes.of(config, device=parallel.device.type), self._model.decoder.plan
+        most = torch.tensor([self._measured, self._host_measured, self._unaccounted], device=parallel.device)
+        measured, host_measured, unaccounted = all_reduce_(most, parallel.world_group, dist.ReduceOp.MAX).tolist()
+        kept = ActivationBytes(predicted=activation_bytes(config.model, plan, sizes), measured=measured,
                                unaccounted=unaccounted if self._thorough else None)
+        if not any(segment.on_host for segment in plan.segments):
+            return kept
+        return replace(kept, host_predicted=host_bytes(config.model, plan, sizes), host_measured=host_measured)
 
 
 class TimelineRecorder:

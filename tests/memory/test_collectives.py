@@ -40,6 +40,8 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
         for method, count in (("uniform", 1), ("uniform", 2), ("uniform", 3), ("block", 1), ("block", 7)):
             configs[f"{method} {count}{' split' if split else ''}"] = full(method, count, split=split)
     configs["mixed"] = RecomputeConfig(recompute_policy="0:mlp;1:none;2:full@split" if can_split else "0:mlp;1:none;2:full")
+    for policy in ("*:ops(matmul)", "*:ops(collective)", "*:ops(collective/2,attention)", "0:ops(collective);1:none;2:mlp"):
+        configs[policy] = RecomputeConfig(recompute_policy=policy)
     plans = {name: plan_stage(config, NUM_LAYERS) for name, config in configs.items()}
     return plans | {f"{name}, whole tail": replace(plan, skip_tail=False) for name, plan in plans.items()}
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.memory.flops import LayerFlops, forward_flops, layer_flops, peak_flops, step_flops
+from megatron_lite.memory.flops import LayerFlops, forward_flops, hardware_flops, layer_flops, peak_flops, step_flops
+from megatron_lite.recompute.plan import keep_everything
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
@@ -18,10 +19,10 @@ from tests.support.ranks import run_ranks
 BATCH, SEQ_LENGTH = 3, 7
 
 
-def counted(config, parallel):
+def counted(config, parallel, loss_chunk_size=None):
     """FLOPs that torch counts on this rank: (forward, forward and backward)."""
     tokens, labels = sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)
-    model = build_tiny_model(config, parallel, dtype=torch.float32)
+    model = build_tiny_model(config, parallel, dtype=torch.float32, loss_chunk_size=loss_chunk_size)
     with FlopCounterMode(display=False) as counter:
         loss = model.loss(tokens, labels).mean()
         forward = counter.get_total_flops()
@@ -66,6 +67,21 @@ def test_a_flash_forward_costs_the_same(name):
             model.loss(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH))
     assert counter.get_flop_counts()["Global"][kernel] > 0
     assert counter.get_total_flops() == predicted(config, 1)[0]
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_a_loss_in_chunks_costs_the_logits_once_more(tp_size):
+    config, plan = variant_config("gpt2", attention_backend="unfused"), keep_everything(2)
+    sizes = dict(batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size))
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            return [counted(config, parallel, chunk_size) for chunk_size in (1, 5, 1000)]
+
+    forward, both = forward_flops(config, **sizes), hardware_flops(config, plan, device="cpu", loss_chunk_size=5, **sizes)
+    assert both == step_flops(config, **sizes) + 2 * BATCH * SEQ_LENGTH * config.hidden_size * padded_vocab_size(tp_size)
+    for of_ranks in zip(*(run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]), strict=True):
+        assert tuple(map(sum, zip(*of_ranks, strict=True))) == (forward, both)
 
 
 def test_a_hand_computed_case():

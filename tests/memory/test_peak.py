@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.memory.layer_tensors import Sizes
+from megatron_lite.memory.layer_tensors import CPU_RNG_STATE, Sizes
 from megatron_lite.memory.meter import KeptForBackward, kept_for_backward
 from megatron_lite.memory.peak import Moment, moments, peak
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute import checkpoint, discard, regions
+from megatron_lite.recompute import checkpoint, discard, offload, regions
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
@@ -50,6 +50,10 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
         for method, count in (("uniform", 1), ("uniform", 2), ("uniform", 3), ("block", 1), ("block", 7)):
             configs[f"{method} {count}{' split' if split else ''}"] = full(method, count, split=split)
     mixed = ["0:full;1:core_attn+pointwise;2:mlp", "0:none;1:full;2:layernorm"] + ["0:full@split;1:none;2:full@split"] * can_split
+    mixed += ["*:none@host", "*:full/2@host", "*:layernorm+activation@host",
+              "0:none@host; 1:full; 2:core_attn+mlp@host",
+              "0:full@host; 1:full; 2:mlp@host", "0:layernorm@host; 1-2:none"]
+    mixed += ["*:full@split+host", "0:none@host; 1:full@split+host; 2:full@split"] * can_split
     configs |= {policy: RecomputeConfig(recompute_policy=policy) for policy in mixed}
     return {name: plan_stage(config, NUM_LAYERS) for name, config in configs.items()}
 
@@ -57,9 +61,10 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
 @contextmanager
 def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[None]:
     """Appends to `watch` what is held whenever a tensor is saved, and whenever a lent tensor, a mask or a split input has been
-    made again: those live without being saved by anyone."""
+    made again, or a tensor has come back from host memory: those live without being saved by anyone."""
     unsaved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
     rebuild, redraw, gather = discard.rebuilt_outputs, regions.Redraw.again, checkpoint.start_all_gather_first_dim
+    call_back = offload._OnHost.call_back
 
     def look() -> None:
         held = {address: storage.num_bytes for address, storage in meter.storages().items()}
@@ -76,6 +81,12 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
         noted(started.result)
         return started
 
+    def calling_back(self: offload._OnHost) -> None:
+        is_new = self._returned is None
+        call_back(self)
+        if is_new and self._returned is not None:
+            noted(self._returned)
+
     def pack(tensor: Tensor) -> object:
         saved = meter.pack(tensor)
         look()
@@ -85,6 +96,7 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
         patch.setattr(discard, "rebuilt_outputs", lambda node: noted(rebuild(node)))
         patch.setattr(regions.Redraw, "again", lambda self, state: noted(redraw(self, state)))
         patch.setattr(checkpoint, "start_all_gather_first_dim", gathering)
+        patch.setattr(offload._OnHost, "call_back", calling_back)
         yield
 
 
@@ -130,6 +142,18 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout:
 def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> None:
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_mask_that_is_redrawn_before_anything_is_read_from_the_host_makes_it_an_upper_bound(variant: str) -> None:
+    """By no more than the mask and the states that are dropped with it."""
+    config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
+    plan = plan_stage(RecomputeConfig(recompute_policy="*:pointwise@host"), NUM_LAYERS)
+    with tp_state(1) as parallel:
+        found = measured(config, plan, parallel, sequence_parallel=False)
+    bound = predicted(config, plan, 1, sequence_parallel=False)
+    assert bound.forward == found.forward
+    assert found.replay <= bound.replay <= found.replay + BATCH * SEQ_LENGTH * config.hidden_size + CPU_RNG_STATE
 
 
 def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() -> None:

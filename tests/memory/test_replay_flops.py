@@ -48,6 +48,9 @@ def plans(num_layers: int) -> dict[str, RecomputePlan]:
         named |= {f"{method} {count}": full(method, count, num_layers=num_layers) for count in counts}
     for modules in chain.from_iterable(combinations(MODULES, size) for size in range(1, len(MODULES) + 1)):
         named["+".join(modules)] = selective(*modules, num_layers=num_layers)
+    for policy in ("*:ops(matmul)", "*:ops(attention)", "*:ops(matmul/2,attention)", "*:ops(matmul/3,collective)",
+                   "0:ops(max);1:full", "*:ops(aten.addmm.default)", "*:ops(aten.mm.default/2,aten.bmm.default)"):
+        named[policy] = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers)
     return named | {f"{name}, tail not skipped": without_tail_skip(plan) for name, plan in named.items()}
 
 
@@ -62,7 +65,7 @@ def counted(config: ModelConfig, plan: RecomputePlan | None, tp_size: int, *, se
 
 def predicted(config: ModelConfig, plan: RecomputePlan, tp_size: int = 1) -> int:
     return hardware_flops(config, plan, batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size),
-                          device="cpu")
+                          device="cpu", tp_size=tp_size)
 
 
 def wrong_figures(config: ModelConfig, named: dict[str, RecomputePlan], of_ranks: list[list[int]]) -> dict[str, tuple[int, int]]:

@@ -35,6 +35,7 @@ POLICIES = ["", FULL + "uniform", FULL + "uniform --recompute-num-layers 2", FUL
             FULL + "block --recompute-num-layers 3", FULL + "block --recompute-num-layers 9", SELECTIVE + "core_attn",
             SELECTIVE + "mlp layernorm", SELECTIVE + "pointwise", SELECTIVE + "core_attn pointwise",
             "--recompute-policy 0-1:full/2;2:core_attn+pointwise;3:mlp", "--recompute-policy 4:none;*:full/2",
+            "--recompute-policy 0-1:ops(matmul,attention);2-3:ops(matmul/2,collective,max,aten.baddbmm.default);4:full",
             FULL + "uniform --recompute-num-layers 2 --no-recompute-tail-skip", SELECTIVE + "mlp core_attn --recompute-verify"]
 SPLIT = [policy + " --distribute-saved-activations" for policy in POLICIES if policy.startswith(FULL)]
 SPLIT.append("--recompute-policy 0-2:full/2@split;3:none;*:full@split")
@@ -111,6 +112,7 @@ def test_neighbours_that_are_treated_alike_are_one_row(policy: str, runs: list[t
 NORMS, MLP = ("input_layernorm", "pre_mlp_layernorm"), ("linear_fc1", "activation")
 WHOLE_LAYER = ("input_layernorm", "linear_qkv", "core_attention", "linear_proj", "attention dropout", "pre_mlp_layernorm", *MLP,
                "linear_fc2", "mlp dropout")
+BETWEEN_MATMULS = ("attention dropout", "pre_mlp_layernorm", "activation", "mlp dropout")
 
 
 @pytest.mark.parametrize(("policy", "device", "rebuilt", "left_out"), [
@@ -125,6 +127,11 @@ WHOLE_LAYER = ("input_layernorm", "linear_qkv", "core_attention", "linear_proj",
     (SELECTIVE + "layernorm", "cpu", NORMS, None),
     (SELECTIVE + "activation", "cpu", ("activation",), None),
     (SELECTIVE + "dropout", "cpu", ("attention dropout", "mlp dropout"), None),
+    ("--recompute-policy *:ops(matmul)", "cpu", ("input_layernorm", "core_attention", *BETWEEN_MATMULS), "linear_fc2"),
+    ("--recompute-policy *:ops(matmul/2,attention) --attention-dropout 0", "cuda",
+     ("input_layernorm", "linear_proj", *BETWEEN_MATMULS), "linear_fc2"),
+    ("--recompute-policy *:ops(matmul,attention) --attention-dropout 0 --recompute-verify", "cuda",
+     ("input_layernorm", *BETWEEN_MATMULS), None),
 ])
 def test_what_runs_again_is_named(policy: str, device: str, rebuilt: tuple[str, ...], left_out: str | None) -> None:
     run = report_of(TINY + policy, device).runs[0]

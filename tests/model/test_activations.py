@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.model.activations import squared_relu, swiglu
+from megatron_lite.model.activations import squared_relu, swiglu, tanh_gelu
 
 
 def composed_swiglu(x: Tensor) -> Tensor:
@@ -31,7 +31,22 @@ def test_values_are_equal_gradients_too_and_only_the_input_is_kept(ours, compose
                                rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("function", [swiglu, squared_relu])
+@pytest.mark.parametrize("function", [swiglu, squared_relu, tanh_gelu])
 def test_gradients_are_those_of_finite_differences(function) -> None:  # type: ignore[no-untyped-def]
     x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     assert torch.autograd.gradcheck(function, x)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)])
+def test_the_tanh_gelu_is_torchs_to_rounding_and_keeps_its_input(dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.linspace(-12.0, 12.0, 3 * 50_001, dtype=torch.float64).view(3, 50_001).to(dtype).requires_grad_()  # several chunks
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        output = tanh_gelu(x)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]
+    exact = F.gelu(x.detach().double(), approximate="tanh")
+    rounding = 2**-8 * exact.abs() if dtype == torch.bfloat16 else 0.0
+    assert ((output.double() - exact).abs() <= tolerance + rounding).all()
+    expected = F.gelu(x, approximate="tanh")
+    grad = torch.ones_like(x)
+    assert torch.equal(torch.autograd.grad(output, x, grad)[0], torch.autograd.grad(expected, x, grad)[0])

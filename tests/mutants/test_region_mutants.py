@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.model import layer, norm
 from megatron_lite.recompute import checkpoint as engine
-from megatron_lite.recompute import discard, regions, runner, verify
+from megatron_lite.recompute import discard, regions, runner, saved, verify
 from megatron_lite.tensor_parallel import layers
 from tests.recompute import test_discard, test_tail, test_verify
 from tests.support.mutants import Mutant, assert_seen
@@ -62,7 +62,7 @@ def a_note_forgets_where_in_the_tensor_its_view_began(patch: Patch) -> None:
 
 
 def the_hooks_in_force_are_replaced(patch: Patch) -> None:
-    patch.setattr(discard, "_hooks_in_force", lambda: None)
+    patch.setattr(saved, "hooks_in_force", lambda: None)
 
 
 def a_note_holds_the_tensor_that_it_stands_for(patch: Patch) -> None:

@@ -51,7 +51,8 @@ def policy(name: str, text: str, **options: bool) -> Callable[[PreTrainedModel],
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("text", ["*:full", "every-2:full", "every-3+1:full; *:none", "0,3-4:full"])
+@pytest.mark.parametrize("text", ["*:full", "every-2:full", "every-3+1:full; *:none", "0,3-4:full", "*:full@host",
+                                  "every-2:none@host", "*:ops(matmul)", "*:ops(matmul/2)@host"])
 def test_gradients_are_those_of_the_plain_model_to_the_bit(name: str, text: str) -> None:
     kept, expected = outcome(name, lambda model: None)
     less, found = outcome(name, policy(name, text))
@@ -115,6 +116,7 @@ def test_the_layers_of_a_dictionary_are_counted_in_its_order() -> None:
     ("transformer.h", "*:full/2", "one by one"),
     ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
     ("transformer.h", "*:ops()", "expected an operator"),
+    ("transformer.h", "*:ops(aten.mmm.default)", "no operator aten.mmm.default"),
     ("transformer.h", "*:ful", "at character 3"),
 ])
 def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn: str, text: str, message: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.rng import RngStreams
@@ -26,10 +27,13 @@ MODELS = {
                                               squared_relu=True, attention_backend="unfused", add_bias_linear=False),
 }
 AUTOCAST = "autocast"
+ON_HOST = ("*:full@host", "*:none@host", "*:pointwise@host", "0:full/2; 1:none; *:ops(matmul)@host")
+OPS = ("*:ops(matmul)", "*:ops(matmul,attention)@host", "*:ops(matmul/2,attention,collective)")
 
 
 def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
-    """Every policy of Megatron's flags that is legal in the layout."""
+    """Every policy of Megatron's flags that is legal in the layout, and policies that keep the results of operators, or
+    keep something in host memory or in one allocation."""
     named = {"core_attn": RecomputeConfig(recompute_activations=True)}
     for modules in MODULE_SETS:
         named["+".join(modules)] = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
@@ -39,9 +43,14 @@ def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
                 named[f"{method} {count}{' split' if split else ''}"] = RecomputeConfig(
                     recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
                     distribute_saved_activations=split)
-    for name in ("uniform 2", "core_attn+layernorm+mlp", "pointwise"):
+    named |= {policy: RecomputeConfig(recompute_policy=policy) for policy in (*OPS, *ON_HOST)}
+    for policy in ("*:full/2@split", "*:full/2@split+host") if can_split else ("*:full/2", "*:full@host"):
+        named[f"{policy}, contiguous"] = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=True)
+        named[policy] = RecomputeConfig(recompute_policy=policy)
+    for name in ("uniform 2", "core_attn+layernorm+mlp", "pointwise", OPS[-1]):
         named[f"{name}, whole tail"] = replace(named[name], recompute_tail_skip=False)
         named[f"{name}, verified"] = replace(named[name], recompute_verify=True)
+    named["*:pointwise@host, verified"] = replace(named["*:pointwise@host"], recompute_verify=True)
     return named
 
 

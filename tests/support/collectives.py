@@ -1,4 +1,4 @@
-"""Records what a block of code sends: every c10d operator that torch dispatches, whoever called it."""
+"""Records what a block of code sends: every collective that torch dispatches, whoever called it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class Sent(NamedTuple):
-    """One collective: "allreduce_", "_allgather_base_", "_reduce_scatter_base_" .., and the largest tensor it touched."""
+    """One collective: "allreduce_", "_allgather_base_", "_reduce_scatter_base_" .., and the largest tensor it touched.
+
+    A functional one goes by the name of the in-place one that does the same.
+    """
 
     name: str
     shape: tuple[int, ...]
+
+
+FUNCTIONAL = {"all_reduce": "allreduce_", "all_gather_into_tensor": "_allgather_base_",
+              "reduce_scatter_tensor": "_reduce_scatter_base_"}
 
 
 class _Recorder(TorchDispatchMode):
@@ -26,11 +33,13 @@ class _Recorder(TorchDispatchMode):
         self.sent = sent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        results = func(*args, **(kwargs or {}))
+        name = func.name().split("::")[1]
+        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name != "wait_tensor"):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, results)) if isinstance(leaf, Tensor)]
             largest = max(tensors, key=Tensor.numel)
-            self.sent.append(Sent(func.name().removeprefix("c10d::"), tuple(largest.shape)))
-        return func(*args, **(kwargs or {}))
+            self.sent.append(Sent(FUNCTIONAL[name] if func.namespace == "_c10d_functional" else name, tuple(largest.shape)))
+        return results
 
 
 @contextmanager

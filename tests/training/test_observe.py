@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import pretrain_gpt
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import LoggingConfig
 from megatron_lite.memory.timeline import read_timeline
 from megatron_lite.model import mlp
 from megatron_lite.training.step import TrainingError
+from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -115,3 +117,14 @@ def test_a_run_too_short_for_a_timeline_says_so(tmp_path: Path, capsys: pytest.C
     config = tiny_run(training=dict(train_iters=1))
     run_to_end(replace(config, logging=LoggingConfig(memory_timeline=str(tmp_path / "t.json"))))
     assert "no memory timeline" in capsys.readouterr().out and not (tmp_path / "t.json").exists()
+
+
+def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    activate, calls = mlp.MLP._activate, iter(range(10**6))
+    monkeypatch.setattr(mlp.MLP, "_activate", lambda self, x: activate(self, x) * (1.0 + next(calls)))
+    status = pretrain_gpt.main([*SMALL_RUN, *MOCK, "--recompute-granularity", "full", "--recompute-method", "uniform",
+                                "--recompute-verify"])
+    error = capsys.readouterr().err.strip().splitlines()
+    assert status == 1 and len(error) == 1
+    assert "--recompute-verify: a replay is not what its forward was at layer 1, activation: tensor 0 [16, 2, 128]" in error[0]

@@ -1,0 +1,116 @@
+"""Draws what benchmarks/recompute.py measured: the step's time over the most bytes alive, one point per engine.
+
+    python benchmarks/recompute.py --json recompute.json && python benchmarks/pareto.py recompute.json --output pareto.svg
+
+One panel per setting. The line is our front: no point of ours is both smaller and faster than one on it. Says which points of
+others, if any, are both smaller and faster than every point of ours; the exit status is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PEERS = ("torch ", "transformers")
+# label, how the names begin, mark, colour
+KINDS = (("megatron_lite", "", "o", "tab:blue"), ("torch.utils.checkpoint", "torch ", "s", "tab:red"),
+         ("transformers", "transformers", "^", "tab:orange"))
+MIB = 2**20
+
+
+class Point(NamedTuple):
+    """time: of a step, over that of our `none` in the same rounds, the median."""
+
+    name: str
+    peak_mib: float
+    time: float
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a policy of this project."""
+        return not self.name.startswith(PEERS)
+
+    def dominates(self, other: Point) -> bool:
+        """No larger, no slower, and not equal in both."""
+        mine, others = (self.peak_mib, self.time), (other.peak_mib, other.time)
+        return mine != others and mine[0] <= others[0] and mine[1] <= others[1]
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other dominates, by size."""
+    kept = (point for point in points if not any(other.dominates(point) for other in points))
+    return sorted(kept, key=lambda point: point.peak_mib)
+
+
+def beyond_our_front(points: Sequence[Point], *, margin: float = 0.02) -> list[Point]:
+    """Peers that no point of ours matches: each of ours is larger or slower by more than the margin."""
+    ours = [point for point in points if point.is_ours]
+    return [peer for peer in points if not peer.is_ours and not any(
+        mine.peak_mib <= peer.peak_mib * (1.0 + margin) and mine.time <= peer.time * (1.0 + margin) for mine in ours)]
+
+
+def settings_of(report: dict[str, Any]) -> dict[str, list[Point]]:
+    """{title: points} of a report of recompute.py."""
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["tp_size"], row["sequence_parallel"], row["dtype"], row["dropout"]
+
+    panels = {}
+    for (tp_size, sequence_parallel, dtype, dropout), rows in itertools.groupby(sorted(report["rows"], key=key), key=key):
+        title = f"TP {tp_size}{' + SP' if sequence_parallel else ''}, {dtype}, dropout {dropout}"
+        panels[title] = [Point(row["engine"], row["peak_bytes"] / MIB, row["time_ratio"][0]) for row in rows]
+    return panels
+
+
+def draw(panels: dict[str, list[Point]], output: Path, subtitle: str) -> None:
+    """Writes the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(7.5 * columns, 5.2 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels):]:
+        axis.set_axis_off()
+    for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
+        line = front([point for point in points if point.is_ours])
+        axis.plot([point.peak_mib for point in line], [point.time for point in line], color="tab:blue", linewidth=1, zorder=1)
+        for label, prefix, mark, color in KINDS:
+            chosen = [point for point in points if (point.name.startswith(prefix) if prefix else point.is_ours)]
+            axis.scatter([point.peak_mib for point in chosen], [point.time for point in chosen], marker=mark, color=color, s=36,
+                         label=label, zorder=2)
+        for point in line:
+            axis.annotate(point.name, (point.peak_mib, point.time), textcoords="offset points", xytext=(5, 4), fontsize=7)
+        axis.set(title=title, xlabel="most bytes alive [MiB]", ylabel="step time / none")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(subtitle, fontsize=10)
+    figure.savefig(output, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 where a peer lies beyond our front."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json", type=Path, help="a report of recompute.py")
+    parser.add_argument("--output", type=Path, required=True, help="the picture: .svg or .png")
+    args = parser.parse_args(argv)
+    report = json.loads(args.json.read_text())
+    panels = settings_of(report)
+    draw(panels, args.output,
+         f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, {report['date'][:10]}")
+    status = 0
+    for title, points in panels.items():
+        for peer in beyond_our_front(points):
+            print(f"{title}: {peer.name} ({peer.peak_mib:.1f} MiB, {peer.time:.2f}) is beyond our front")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

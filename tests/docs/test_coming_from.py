@@ -1,0 +1,171 @@
+"""docs/coming-from.md: every row of its tables is translated, priced, measured and trained."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from arguments import parse_args
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.activations import activation_bytes, host_bytes
+from megatron_lite.memory.layer_tensors import Sizes
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.tools.translate_recompute import PARTITIONING, SYSTEMS
+from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.ranks import run_ranks
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
+MODEL = shlex.split(re.search(r"```\n(--num-layers [^`]*)```", PAGE)[1])  # type: ignore[index]
+
+
+class Row(NamedTuple):
+    """system: the heading above. theirs: JSON, or flags of Megatron. ours: flags."""
+
+    system: str
+    theirs: str
+    ours: tuple[str, ...]
+    figure: str
+    tp_size: int
+
+
+def tables() -> Iterator[tuple[str, str, list[str]]]:
+    """(heading above, last cell of the table's head, cells) of every row on the page."""
+    heading = last = ""
+    for line, following in zip(PAGE.splitlines(), [*PAGE.splitlines()[1:], ""], strict=True):
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+        elif line.startswith("|"):
+            cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+            if following.startswith("|---"):
+                last = cells[-1]
+            elif not line.startswith("|---"):
+                yield heading, last, cells
+
+
+def rows() -> list[Row]:
+    return [Row(heading.lower(), cells[0], tuple(shlex.split(cells[1])), cells[2], 2 if last.endswith("at TP 2") else 1)
+            for heading, last, cells in tables() if last.startswith("bytes")]
+
+
+def name(row: Row) -> str:
+    return f"{row.system} {row.theirs}"
+
+
+ROWS = rows()
+
+
+@lru_cache
+def parsed(words: tuple[str, ...], tp_size: int) -> RunConfig | str:
+    """The run of the page's model with these flags, or why there is none."""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        try:
+            return parse_args([*MODEL, "--tensor-model-parallel-size", str(tp_size), *words]).config
+        except SystemExit:
+            return shown.getvalue()
+
+
+def run_of(row: Row) -> RunConfig:
+    run = parsed(row.ours, row.tp_size)
+    assert isinstance(run, RunConfig), run
+    return run
+
+
+def figures(row: Row) -> tuple[int, int]:
+    """On the device, and in host memory."""
+    run = run_of(row)
+    plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
+    return activation_bytes(run.model, plan, sizes), host_bytes(run.model, plan, sizes)
+
+
+def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
+    assert {row.system for row in ROWS} == {"megatron", *SYSTEMS}
+    policies = {row.ours[1] for row in ROWS}
+    assert {"*:none", "*:full", "every-2+1:full", "*:full@split", "*:full@host", "*:full@split+host"} <= policies
+    assert any("ops(" in policy for policy in policies) and any("--contiguous-saved-activations" in row.ours for row in ROWS)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.system != "megatron"], ids=name)
+def test_the_preset_gives_the_flags_of_the_row(row: Row) -> None:
+    size = {"tp_size": row.tp_size} if row.system in PARTITIONING else {}
+    assert SYSTEMS[row.system](json.loads(row.theirs), **size).flags == row.ours
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.system == "megatron"], ids=name)
+def test_megatrons_flags_give_the_plan_of_the_policy(row: Row) -> None:
+    theirs = parsed(tuple(shlex.split(row.theirs)), row.tp_size)
+    assert isinstance(theirs, RunConfig), theirs
+    assert plan_stage(theirs.recompute, 5) == plan_stage(run_of(row).recompute, 5)
+    assert theirs.recompute.policy == run_of(row).recompute.policy
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_the_figure_is_the_predicted_one(row: Row) -> None:
+    device, host = figures(row)
+    assert row.figure == f"{device:,}" + (f" + {host:,} on the host" if host else "")
+
+
+class Outcome(NamedTuple):
+    kept_bytes: tuple[int, int]
+    loss: torch.Tensor
+    grads: list[torch.Tensor]
+
+
+def trained(run: RunConfig, plan: RecomputePlan | None) -> Outcome:
+    """One micro-batch of the page's model, forward and backward."""
+    with tp_state(run.parallel.tensor_model_parallel_size) as parallel:
+        fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank))
+        model = build_tiny_model(run.model, fresh, dtype=torch.float32, plan=plan)
+        tokens, labels = sample_tokens(batch=run.training.micro_batch_size, seq_length=run.data.seq_length)
+        with kept_for_backward(exclude=model.parameters()) as meter:
+            loss = model.loss(tokens, labels).mean()
+        stores = model.decoder.stores
+        kept_bytes = meter.total_bytes() + stores.device_bytes, stores.host_bytes  # before backward frees them
+        loss.backward()
+        return Outcome(kept_bytes, loss.detach(), [parameter.grad for parameter in model.parameters()])  # type: ignore[misc]
+
+
+def compared(rank: int, world_size: int, row: Row) -> tuple[tuple[int, int], bool]:
+    """Bytes measured, and whether the loss and every gradient are those without recomputation, to the bit."""
+    run = run_of(row)
+    kept = trained(run, None)
+    found = trained(run, plan_stage(run.recompute, run.model.num_layers))
+    assert len(kept.grads) == len(found.grads) > 10 and all(bool(grad.any()) for grad in kept.grads)
+    same = [torch.equal(one, other) for one, other in zip([kept.loss, *kept.grads], [found.loss, *found.grads], strict=True)]
+    return found.kept_bytes, all(same)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_a_run_measures_the_figure_and_its_gradients_are_unchanged_to_the_bit(row: Row) -> None:
+    found = [compared(0, 1, row)] if row.tp_size == 1 else run_ranks(compared, row.tp_size, row, detail=False)
+    assert found == [(figures(row), True)] * row.tp_size
+
+
+@pytest.mark.parametrize("cells", [cells for heading, last, cells in tables() if last == "error"], ids=lambda cells: cells[1])
+def test_what_is_refused_says_why(cells: list[str]) -> None:
+    system, config, message = cells
+    with pytest.raises(ValueError) as raised:
+        SYSTEMS[system.lower()](json.loads(config), **({"tp_size": 1} if system.lower() in PARTITIONING else {}))
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("cells", [cells for heading, last, cells in tables() if heading == "torchtitan" and last == "here"],
+                         ids=lambda cells: cells[1])
+def test_a_budget_for_the_compiler_is_a_run_without_a_policy(cells: list[str]) -> None:
+    words = tuple(shlex.split(cells[1]))
+    run = parsed(words, 1)
+    assert SYSTEMS["torchtitan"](json.loads(cells[0])).flags == words
+    assert isinstance(run, RunConfig) and run.training.torch_compile and run.recompute.activation_memory_budget == 0.5

@@ -1,0 +1,138 @@
+"""Mistakes in keeping the results of operators, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+
+from megatron_lite.config import operators
+from megatron_lite.memory import layer_operators
+from megatron_lite.parallel import collectives
+from megatron_lite.recompute import ops
+from megatron_lite.recompute.checkpoint import Randomness
+from megatron_lite.tensor_parallel import row_linear
+from tests.memory import test_layer_operators
+from tests.recompute import test_ops
+from tests.support.mutants import Mutant, assert_seen
+
+Patch = pytest.MonkeyPatch
+
+
+def only_products_without_bias_are_matmuls(patch: Patch) -> None:
+    patch.setitem(operators.GROUPS, "matmul", ("aten.mm.default",))
+
+
+def results_are_counted_over_the_whole_process(patch: Patch) -> None:
+    choices = {}
+
+    class Shared(operators.Choice):
+        def __new__(cls, names):
+            return choices.setdefault(tuple(names), super().__new__(cls))
+
+        def __init__(self, names):
+            if not hasattr(self, "_seen"):
+                super().__init__(names)
+
+    patch.setattr(ops, "Choice", Shared)
+
+
+def every_second_begins_with_the_second(patch: Patch) -> None:
+    class Late(operators.Choice):
+        def __init__(self, names):
+            super().__init__(names)
+            self._seen = [1] * len(self._seen)
+
+    patch.setattr(ops, "Choice", Late)
+
+
+def kept_results_stay_with_torch(patch: Patch) -> None:
+    patch.setattr(ops._Run, "save_results", lambda self: None)
+
+
+def a_replay_uses_the_results_up(patch: Patch) -> None:
+    @contextmanager
+    def replayed(self, reusing) -> Iterator[None]:
+        self._replaying = True
+        with self._results.under(reusing):
+            yield
+
+    patch.setattr(ops._Run, "_replayed", replayed)
+
+
+def random_numbers_go_on_in_the_replay(patch: Patch) -> None:
+    patch.setattr(Randomness, "replayed", lambda self: nullcontext())
+
+
+def a_replay_does_not_say_that_it_is_one(patch: Patch) -> None:
+    patch.setattr(ops, "recomputing", nullcontext)
+
+
+def draws_are_kept(patch: Patch) -> None:
+    patch.setattr(ops, "_check", lambda operator, name: None)
+
+
+def attention_with_dropout_is_kept(patch: Patch) -> None:
+    patch.setattr(ops, "_draws_dropout", lambda operator, args, kwargs: False)
+
+
+def collectives_write_in_place(patch: Patch) -> None:
+    for module in (collectives, row_linear):
+        patch.setattr(module, "results_may_be_kept", lambda: False)
+
+
+def nobody_looks_whether_a_result_was_written_to(patch: Patch) -> None:
+    def of(cls, value, operator):
+        return cls(value.val) if hasattr(value, "val") else value
+
+    patch.setattr(ops._SavedResult, "of", classmethod(of))
+
+
+def nobody_looks_whether_the_output_was_written_to(patch: Patch) -> None:
+    patch.setattr(ops._Saved, "tensor", lambda self: self._packed.detach())
+
+
+def the_tail_is_run_again(patch: Patch) -> None:
+    patch.setattr(ops.KeptResults, "enter_tail", lambda self: None)
+
+
+def the_list_forgets_that_sharded_linears_add_their_bias_apart(patch: Patch) -> None:
+    linear = layer_operators._linear
+    patch.setattr(layer_operators, "_linear", lambda bias: linear(True))
+
+
+FLASH = dict(backend="flash", policy="ops(matmul)", per_layer={test_ops.FLASH: 1})
+SECOND = dict(backend="flash", policy="ops(matmul/2,attention)", per_layer={"addmm": 1})
+
+MUTANTS = [
+    Mutant(only_products_without_bias_are_matmuls, test_ops.test_backward_runs_again_exactly_what_is_not_kept, FLASH),
+    Mutant(results_are_counted_over_the_whole_process,
+           test_ops.test_every_second_result_is_counted_anew_in_each_layer_and_each_forward),
+    Mutant(every_second_begins_with_the_second, test_layer_operators.test_a_replay_adds_exactly_what_the_peak_says,
+           dict(variant="gpt2", policy="*:ops(matmul/2,attention,collective)")),
+    Mutant(kept_results_stay_with_torch, test_ops.test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them),
+    Mutant(a_replay_uses_the_results_up, test_ops.test_backward_may_run_twice_and_finds_the_kept_results_again,
+           error="only allowed to backward once"),
+    Mutant(random_numbers_go_on_in_the_replay, test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is),
+    Mutant(a_replay_does_not_say_that_it_is_one, test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is),
+    Mutant(draws_are_kept, test_ops.test_operators_that_draw_random_numbers_are_refused, dict(name="aten.bernoulli.p")),
+    Mutant(attention_with_dropout_is_kept, test_ops.test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout,
+           dict(kernel=operators.GROUPS["attention"][1])),
+    Mutant(collectives_write_in_place, test_ops.test_no_collective_that_writes_in_place_runs_where_results_are_kept,
+           dict(sequence_parallel=False)),
+    Mutant(collectives_write_in_place, test_ops.test_the_layers_are_right_under_anybodys_selective_checkpoint),
+    Mutant(nobody_looks_whether_a_result_was_written_to, test_ops.test_a_result_that_is_written_to_later_is_an_error_in_forward),
+    Mutant(nobody_looks_whether_the_output_was_written_to,
+           test_ops.test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward),
+    Mutant(the_tail_is_run_again, test_ops.test_backward_runs_again_exactly_what_is_not_kept, SECOND,
+           error="not found in storage"),
+    Mutant(the_list_forgets_that_sharded_linears_add_their_bias_apart,
+           test_layer_operators.test_a_layers_operators_and_the_bytes_of_their_results_are_those_that_torch_dispatches,
+           dict(tp_size=2, sequence_parallel=True)),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_seen(mutant, monkeypatch)

@@ -1,0 +1,237 @@
+"""Mistakes in offloading and in the arena, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lite.recompute import arena, offload, pool, saved, stores
+from megatron_lite.recompute.arena import Arena
+from megatron_lite.recompute.offload import Offload, _Group, _OnHost
+from megatron_lite.recompute.pool import Piece, Pool, Slot
+from megatron_lite.recompute.stores import Stores
+from tests.recompute import test_arena, test_offload, test_saved
+from tests.support.mutants import Mutant, assert_seen
+
+Patch = pytest.MonkeyPatch
+
+
+def originals_are_freed_before_they_are_copied(patch: Patch) -> None:
+    patch.setattr(Offload, "finish", lambda self: self._leaving.clear())
+
+
+def originals_are_held_by_the_hooks(patch: Patch) -> None:
+    """Which the graph holds."""
+    finish = Offload.finish
+
+    def holding(self: Offload) -> None:
+        leaving, list_of_the_hooks = list(self._leaving), self._leaving
+        finish(self)
+        list_of_the_hooks.extend(leaving)
+
+    patch.setattr(Offload, "finish", holding)
+
+
+def a_buffer_is_given_to_two(patch: Patch) -> None:
+    take = Pool.take
+
+    def twice(self: Pool, num_bytes: int) -> Slot:
+        slot = take(self, num_bytes)
+        self.take_back(Piece(slot._whole, slot.last_use))
+        return slot
+
+    patch.setattr(Pool, "take", twice)
+
+
+def backward_does_not_wait_for_the_copy_back(patch: Patch) -> None:
+    call_back = _OnHost.call_back
+
+    def unawaited(self: _OnHost) -> None:
+        call_back(self)
+        self._is_awaited = True
+
+    patch.setattr(_OnHost, "call_back", unawaited)
+
+
+def a_copy_comes_back_from_the_buffer_of_another(patch: Patch) -> None:
+    init = _OnHost.__init__
+    slots: list[Slot] = []
+
+    def crossed(self: _OnHost, lanes, slot, group, device) -> None:
+        alike = [other for other in slots if other.memory.numel() == slot.memory.numel()]
+        slots.append(slot)
+        init(self, lanes, alike[0] if alike else slot, group, device)
+
+    patch.setattr(_OnHost, "__init__", crossed)
+
+
+def copies_come_back_when_they_are_read(patch: Patch) -> None:
+    patch.setattr(_Group, "call_back", lambda self: None)
+
+
+def all_copies_come_back_at_once(patch: Patch) -> None:
+    call_back = _Group.call_back
+
+    def all_before(self: _Group) -> None:
+        call_back(self)
+        if self.before is not None:
+            self.before.call_back()
+
+    patch.setattr(_Group, "call_back", all_before)
+
+
+def a_segment_holds_its_copies(patch: Patch) -> None:
+    """And they hold it: a cycle."""
+    patch.setattr(offload, "weakref", SimpleNamespace(ref=lambda value: lambda: value))
+
+
+def parameters_and_tables_are_moved(patch: Patch) -> None:
+    patch.setattr(stores, "_tensors", lambda shared: iter(()))
+
+
+def every_tensor_is_moved(patch: Patch) -> None:
+    patch.setattr(saved, "_can_move", lambda tensor, kind: True)
+
+
+def a_view_forgets_where_it_began(patch: Patch) -> None:
+    of = saved._View.of.__func__
+    patch.setattr(saved._View, "of",
+                  classmethod(lambda cls, tensor, moved: dataclasses.replace(of(cls, tensor, moved), offset=0)))
+
+
+def the_hooks_in_force_are_replaced(patch: Patch) -> None:
+    patch.setattr(saved, "hooks_in_force", lambda: None)
+
+
+def what_stays_is_held_as_it_is(patch: Patch) -> None:
+    patch.setattr(torch.Tensor, "detach", lambda self: self)
+
+
+def writes_on_the_way_go_unnoticed(patch: Patch) -> None:
+    patch.setattr(_OnHost, "torn", property(lambda self: False, lambda self, torn: None), raising=False)
+
+
+def the_pool_gives_new_buffers(patch: Patch) -> None:
+    patch.setattr(Pool, "take_back", lambda self, piece: None)
+
+
+def the_pool_keeps_buffers_that_nobody_asks_for(patch: Patch) -> None:
+    patch.setattr(Pool, "_make_room", lambda self, num_bytes: None)
+
+
+def a_buffer_forgets_its_last_use(patch: Patch) -> None:
+    patch.setattr(pool, "Piece", lambda memory, last_use=None: Piece(memory))
+
+
+def every_forward_makes_an_arena(patch: Patch) -> None:
+    real = Stores._arena
+
+    def anew(self: Stores, *args) -> Arena:
+        self._arenas.clear()
+        return real(self, *args)
+
+    patch.setattr(Stores, "_arena", anew)
+
+
+def an_arena_is_made_without_gradients_too(patch: Patch) -> None:
+    patch.setattr(stores, "torch", SimpleNamespace(**{**vars(torch), "is_grad_enabled": lambda: True}))
+
+
+def a_slot_is_free_as_soon_as_it_is_taken(patch: Patch) -> None:
+    take = Arena.take
+
+    def twice(self: Arena, num_bytes: int) -> Slot:
+        slot = take(self, num_bytes)
+        self._idle.insert(0, Piece(slot._whole))
+        return slot
+
+    patch.setattr(Arena, "take", twice)
+
+
+def a_slot_is_never_given_back(patch: Patch) -> None:
+    patch.setattr(Arena, "take_back", lambda self, piece: None)
+
+
+def a_full_arena_grows(patch: Patch) -> None:
+    take = Arena.take
+
+    def growing(self: Arena, num_bytes: int) -> Slot:
+        try:
+            return take(self, num_bytes)
+        except RuntimeError:
+            return Slot(self, Piece(torch.empty(num_bytes, dtype=torch.uint8)), num_bytes)
+
+    patch.setattr(Arena, "take", growing)
+
+
+def the_arena_has_slots_for_one_micro_batch(patch: Patch) -> None:
+    patch.setattr(Stores, "micro_batches", property(lambda self: 1, lambda self, number: None), raising=False)
+
+
+def the_input_is_not_copied_into_its_slot(patch: Patch) -> None:
+    """The tensor itself is kept, beside the slot."""
+    class Both(arena._InSlot):
+        def __init__(self, slot: Slot) -> None:
+            super().__init__(slot)
+            self.kept = slot.memory.clone()
+
+        def memory(self) -> torch.Tensor:
+            return self.kept
+
+    patch.setattr(arena, "_InSlot", Both)
+
+
+LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient
+FREED = test_offload.test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends
+ORDER = test_offload.test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other
+GROWS = test_offload.test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns
+ARENA = test_arena.test_gradients_are_the_same_bits_in_every_step
+UNITS, LAYERS = dict(policy="*:full@host"), dict(policy="*:none@host")
+
+MUTANTS = [
+    Mutant(originals_are_freed_before_they_are_copied, LATE, LAYERS),
+    Mutant(originals_are_freed_before_they_are_copied, LATE, UNITS),
+    Mutant(originals_are_held_by_the_hooks, FREED),
+    Mutant(a_buffer_is_given_to_two, LATE, UNITS),
+    Mutant(a_buffer_is_given_to_two, test_offload.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
+    Mutant(backward_does_not_wait_for_the_copy_back, LATE, UNITS),
+    Mutant(backward_does_not_wait_for_the_copy_back, LATE, LAYERS),
+    Mutant(a_copy_comes_back_from_the_buffer_of_another, LATE, UNITS),
+    Mutant(copies_come_back_when_they_are_read, ORDER),
+    Mutant(all_copies_come_back_at_once, ORDER),
+    Mutant(a_segment_holds_its_copies,
+           test_offload.test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once),
+    Mutant(parameters_and_tables_are_moved, test_offload.test_parameters_tables_and_states_of_generators_stay),
+    Mutant(every_tensor_is_moved, test_offload.test_parameters_tables_and_states_of_generators_stay),
+    Mutant(every_tensor_is_moved, test_saved.test_tensors_of_other_classes_stay),
+    Mutant(every_tensor_is_moved, test_saved.test_conjugated_and_negated_views_are_what_they_were,
+           dict(function=lambda x: (x * 2).conj() * x.exp())),
+    Mutant(a_view_forgets_where_it_began, test_saved.test_a_view_of_what_was_moved_is_what_it_was, dict(name="part")),
+    Mutant(the_hooks_in_force_are_replaced, test_offload.test_hooks_outside_get_what_stays_and_nothing_that_was_moved),
+    Mutant(the_hooks_in_force_are_replaced, test_offload.test_a_lent_tensor_is_neither_moved_nor_kept),
+    Mutant(what_stays_is_held_as_it_is, test_saved.test_an_output_that_stays_is_freed_with_its_graph_at_once),
+    Mutant(writes_on_the_way_go_unnoticed, test_offload.test_a_tensor_that_is_written_to_on_its_way_is_an_error),
+    Mutant(the_pool_gives_new_buffers, GROWS, dict(**UNITS, batches=(3,))),
+    Mutant(the_pool_keeps_buffers_that_nobody_asks_for,
+           test_offload.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
+    Mutant(a_buffer_forgets_its_last_use, test_offload.test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it),
+
+    Mutant(every_forward_makes_an_arena,
+           test_arena.test_there_is_one_allocation_for_each_kind_of_memory_of_the_size_that_the_plan_says,
+           dict(policy="*:full", sizes=[5 * test_arena.SLOT], micro_batches=1)),
+    Mutant(an_arena_is_made_without_gradients_too, test_arena.test_without_gradients_there_is_no_arena),
+    Mutant(a_slot_is_free_as_soon_as_it_is_taken, ARENA, dict(policy="*:full")),
+    Mutant(a_slot_is_never_given_back, ARENA, dict(policy="*:full"), error="slots are in use"),
+    Mutant(a_full_arena_grows, test_arena.test_more_forwards_in_flight_than_there_are_slots_is_an_error_that_names_the_flag),
+    Mutant(the_arena_has_slots_for_one_micro_batch, ARENA, dict(policy="*:full"), error="slots are in use"),
+    Mutant(the_input_is_not_copied_into_its_slot, test_arena.test_a_forward_leaves_no_storage_behind_for_a_unit,
+           dict(world_size=1, policy="*:full", size=test_arena.INPUT)),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: Patch) -> None:
+    assert_seen(mutant, monkeypatch)

@@ -1,0 +1,259 @@
+"""--contiguous-saved-activations: one allocation for the inputs of all units, slots that always come back, no bit changed."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.live_storages import LiveStorages
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.arena import ALIGNMENT, FLAG, Arena
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import run_ranks
+
+NUM_LAYERS = 5
+CPU = torch.device("cpu")
+INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
+SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
+POLICIES = ("*:full", "*:full/2", "*:full@host", "0:none; 1-2:full; 3:pointwise; 4:full", "0-1:full/2@host; *:full")
+
+
+def build(policy: str, parallel: ParallelState, *, contiguous: bool = True, micro_batches: int = 1) -> GPTModel:
+    recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
+    model = build_tiny_model(tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1), parallel, dtype=torch.float32,
+                             plan=plan_stage(recompute, NUM_LAYERS))
+    model.decoder.stores.micro_batches = micro_batches
+    return model
+
+
+def alone(policy: str, *, contiguous: bool = True, micro_batches: int = 1) -> GPTModel:
+    with tp_state(1) as parallel:
+        return build(policy, parallel, contiguous=contiguous, micro_batches=micro_batches)
+
+
+def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
+    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
+    model.context.rng.restore(RngStreams(CPU, seed=5, tp_rank=model.context.rank).snapshot())
+    for parameter in model.parameters():
+        parameter.grad = None
+    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+def in_use(model: GPTModel) -> int:
+    return model.decoder.stores.device_bytes + model.decoder.stores.host_bytes
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Sizes of the arenas that are made inside."""
+    made: list[int] = []
+    real = Arena.__init__
+
+    def noting(self: Arena, *args: Any, **facts: Any) -> None:
+        real(self, *args, **facts)
+        made.append(self._memory.numel())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "__init__", noting)
+        yield made
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
+    ours, plain = alone(policy, micro_batches=2), alone("*:none", contiguous=False)
+    for batches in ((3,), (3, 4), (4, 5)):
+        assert equal(step(ours, batches=batches), step(plain, batches=batches)) and in_use(ours) == 0
+
+
+@pytest.mark.parametrize(("policy", "sizes"), [
+    ("*:full", [5 * SLOT]), ("*:full/2", [3 * SLOT]), ("*:full@host", [5 * SLOT]),
+    ("0:none; 1-2:full; 3:pointwise; 4:full", [3 * SLOT]), ("0-1:full/2@host; *:full", [SLOT, 3 * SLOT])])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_there_is_one_allocation_for_each_kind_of_memory_of_the_size_that_the_plan_says(policy: str, sizes: list[int],
+                                                                                       micro_batches: int) -> None:
+    model = alone(policy, micro_batches=micro_batches)
+    with allocations() as made:
+        for _ in range(3):
+            step(model, batches=tuple(range(micro_batches)))
+    assert made == [size * micro_batches for size in sizes]
+    assert len(model.decoder.stores.storages()) == len(sizes)
+
+
+def second_step(rank: int, world_size: int, policy: str, contiguous: bool, size: int) -> tuple[int, int, int, int]:
+    """Of its forward: storages of that size that it leaves behind for backward; bytes in use in the stores; bytes of other
+    storages that it leaves behind. Of the whole step: bytes that it leaves behind."""
+    with tp_state(world_size) as parallel:
+        model = build(policy, parallel, contiguous=contiguous)
+        step(model)
+        stores, parameters = model.decoder.stores, list(model.parameters())
+        with kept_for_backward(exclude=parameters) as meter, LiveStorages() as live:
+            loss = model.loss(*sample_tokens()).mean()
+            known = {tensor.untyped_storage()._cdata for tensor in (loss, *parameters)}
+            beside = live.bytes_beside(known | meter.storages().keys() | stores.storages())
+            count, used = sum(storage.num_bytes == size for storage in meter.storages().values()), in_use(model)
+            loss.backward()
+            del loss
+            return count, used, beside, live.bytes_beside(stores.storages())
+
+
+@pytest.mark.parametrize(("world_size", "policy", "size"), [
+    (1, "*:full", INPUT), (1, "*:full@host", INPUT), (2, "*:full@split", INPUT // 2), (2, "*:full@split+host", INPUT // 2)])
+def test_a_forward_leaves_no_storage_behind_for_a_unit(world_size: int, policy: str, size: int) -> None:
+    head = 2 if world_size == 1 else 0  # the output of the last layer and its norm are as large as a unit's whole input
+    kept_apart = 0 if "host" in policy else NUM_LAYERS  # without the flag
+    for found in run_ranks(second_step, world_size, policy, True, size):
+        assert found == (head, NUM_LAYERS * size, 0, 0)
+    for found in run_ranks(second_step, world_size, policy, False, size):
+        assert found == (head + kept_apart, (NUM_LAYERS - kept_apart) * size, 0, 0)
+
+
+def test_more_forwards_in_flight_than_there_are_slots_is_an_error_that_names_the_flag() -> None:
+    model = alone("*:full/2", micro_batches=2)
+    losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
+    with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
+        model.loss(*sample_tokens(5))
+    assert in_use(model) == 6 * INPUT  # those of the two others alone
+    losses[0].backward()
+    assert in_use(model) == 3 * INPUT
+    losses.append(model.loss(*sample_tokens(5)).mean())
+    for loss in losses[1:]:
+        loss.backward()
+    assert in_use(model) == 0
+
+
+def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> None:
+    model, plain = alone("*:full"), alone("*:full", contiguous=False)
+    step(model)
+
+    def shorter(model: GPTModel, length: int) -> list[Tensor]:
+        model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+        model.zero_grad()
+        loss = model.loss(*sample_tokens(seq_length=length)).mean()
+        assert in_use(model) in (0, NUM_LAYERS * INPUT // SEQ_LENGTH * length)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    assert equal(shorter(model, SEQ_LENGTH - 5), shorter(plain, SEQ_LENGTH - 5))
+    with pytest.raises(RuntimeError, match=f"{FLAG}: the input of a unit has {INPUT // SEQ_LENGTH * 16} bytes"):
+        model.loss(*sample_tokens(seq_length=16))
+    assert in_use(model) == 0
+
+
+def test_without_gradients_there_is_no_arena() -> None:
+    model = alone("*:full")
+    with torch.no_grad():
+        model.loss(*sample_tokens())
+    assert model.decoder.stores.storages() == set()
+
+
+def test_an_evaluation_between_forward_and_backward_takes_no_slot() -> None:
+    model = alone("*:full")
+    loss = model.loss(*sample_tokens()).mean()
+    with torch.no_grad():
+        model.loss(*sample_tokens(4))
+    assert in_use(model) == NUM_LAYERS * INPUT
+    loss.backward()
+
+
+def test_a_graph_that_is_dropped_without_a_backward_gives_its_slots_back_at_once() -> None:
+    model = alone("*:full")
+    gc.disable()
+    try:
+        for _ in range(3):
+            loss = model.loss(*sample_tokens()).mean()
+            assert in_use(model) == NUM_LAYERS * INPUT
+            del loss
+            assert in_use(model) == 0
+    finally:
+        gc.enable()
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_exception_gives_the_slots_back(in_backward: bool) -> None:
+    model, plain = alone("*:full"), alone("*:full", contiguous=False)
+    runs = itertools.count()
+
+    def breaks(*_: Any) -> None:
+        if next(runs) == int(in_backward):  # the replay is its second run
+            raise Broken
+
+    handle = model.decoder.layers[3].mlp.register_forward_pre_hook(breaks)
+    try:
+        step(model)
+    except Broken:
+        handle.remove()
+    assert not model.decoder.layers[3].mlp._forward_pre_hooks and in_use(model) == 0
+    assert equal(step(model), step(plain))
+
+
+def test_two_backwards_through_a_retained_graph_equal_those_without() -> None:
+    def outcome(model: GPTModel) -> list[Tensor]:
+        model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+        loss = model.loss(*sample_tokens()).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    assert equal(outcome(alone("*:full")), outcome(alone("*:none", contiguous=False)))
+
+
+def test_the_input_of_a_unit_is_freed() -> None:
+    """It is a copy that is kept."""
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def alive(contiguous: bool) -> int:
+        model = alone("*:full", contiguous=contiguous)
+        inputs.clear()
+        for layer in model.decoder.layers:
+            layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+        loss = model.loss(*sample_tokens()).mean()
+        count = sum(memory() is not None for memory in inputs)
+        del loss
+        return count
+
+    assert (alive(True), alive(False)) == (0, NUM_LAYERS)
+
+
+def test_slots_are_disjoint_aligned_and_the_smallest_that_fits() -> None:
+    arena = Arena([700, 20, 700, 1500, 20], CPU)
+    assert arena._memory.numel() == 2 * 512 + 2 * 1024 + 1536
+    taken = [arena.take(size) for size in (20, 600, 10, 700, 1500)]
+    assert arena.bytes_in_use == 20 + 600 + 10 + 700 + 1500
+    starts = [int(slot.memory.storage_offset()) for slot in taken]
+    assert starts == [0, 1024, 512, 2048, 3072]
+    with pytest.raises(RuntimeError, match="all 5 slots are in use"):
+        arena.take(1)
+    del taken[3]
+    assert int(arena.take(530).memory.storage_offset()) == 2048
+    with pytest.raises(RuntimeError, match="the input of a unit has 1537 bytes"):
+        arena.take(1537)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(recompute_granularity="selective"), dict(recompute_policy="*:none@host"),
+                                   dict(recompute_policy="0:pointwise; *:core_attn")])
+def test_the_flag_needs_a_unit(flags: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{FLAG} is for the inputs of layers that are recomputed whole, and none is"):
+        RecomputeConfig(contiguous_saved_activations=True, **flags)

@@ -1,0 +1,484 @@
+"""Host offload: the same bits back, originals freed in time, buffers used again and never too early, whatever the device's haste.
+
+`Late` stands in for a device: each copy is made at the last moment that the order between streams allows. What is read, freed or
+written again too early shows as wrong bits or as a fault.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.offload import Lanes
+from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.pool import Pool, Slot
+from megatron_lite.recompute.regions import Regions
+from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.recompute.stores import Stores
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+
+NUM_LAYERS = 5
+CPU = torch.device("cpu")
+POLICIES = ("*:full@host", "*:full/2@host", "*:none@host", "*:pointwise@host", "*:core_attn+mlp@host", "*:ops(matmul)@host",
+            "0:full; 1:none@host; 2:none; *:full@host")
+CONTIGUOUS = "*:full@host, contiguous"
+
+Layer = Callable[..., Tensor]
+
+
+@pytest.fixture
+def rng() -> RngStreams:
+    return RngStreams(CPU, seed=3)
+
+
+class Late(Lanes):
+    """Makes a copy only when somebody waits for it, or for a later one of its direction. faults: what came too early."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, list[tuple[int, Callable[[], None]]]] = {"out": [], "back": []}
+        self.count = 0
+        self.faults: list[str] = []
+
+    def out(self, host: Tensor, source: Tensor, *, after: Any) -> tuple[str, int]:
+        original = weakref.ref(source.untyped_storage())
+
+        def make() -> None:
+            if original() is None:
+                self.faults.append("an original was freed before its copy was made")
+            else:
+                host.copy_(torch.empty(0, dtype=torch.uint8).set_(original()))
+
+        return self._queue("out", make, after)
+
+    def back(self, target: Tensor, host: Tensor, *, after: Any) -> tuple[str, int]:
+        target.fill_(255)  # not a number, in every floating-point format
+        place = weakref.ref(target.untyped_storage())
+
+        def make() -> None:
+            if place() is None:
+                self.faults.append("the place of a copy was freed before the copy was made")
+            else:
+                torch.empty(0, dtype=torch.uint8).set_(place()).copy_(host)
+
+        return self._queue("back", make, after)
+
+    def wait(self, mark: tuple[str, int]) -> None:
+        direction, number = mark
+        while self.queues[direction] and self.queues[direction][0][0] <= number:
+            self.queues[direction].pop(0)[1]()
+
+    def forsake(self, target: Tensor) -> None:
+        """As the allocator of a device does, it keeps the memory until the copy is over."""
+        self.wait(("back", self.count))
+
+    def _queue(self, direction: str, make: Callable[[], None], after: Any) -> tuple[str, int]:
+        def make_in_order() -> None:
+            if after is not None:
+                self.wait(after)
+            make()
+
+        self.count += 1
+        self.queues[direction].append((self.count, make_in_order))
+        return direction, self.count
+
+
+class Noting(Lanes):
+    """A CPU's copies, whose moments are noted in `events`."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def out(self, host: Tensor, source: Tensor, *, after: Any) -> None:
+        self.events.append(("out", source.numel()))
+        super().out(host, source, after=after)
+
+    def back(self, target: Tensor, host: Tensor, *, after: Any) -> None:
+        self.events.append(("back", target.numel()))
+        super().back(target, host, after=after)
+
+
+def config_of(policy: str) -> RecomputeConfig:
+    return RecomputeConfig(recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS)
+
+
+def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTModel:
+    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
+    with tp_state(1) as parallel:
+        model = build_tiny_model(tiny_config(**{"num_layers": NUM_LAYERS, **dropout, **overrides}), parallel, dtype=torch.float32,
+                                 plan=plan_stage(config_of(policy), NUM_LAYERS))
+    if lanes is not None:
+        model.decoder.stores.lanes = lanes
+    return model
+
+
+def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
+    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
+    draw_alike(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+def draw_alike(model: GPTModel) -> None:
+    model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+# --- the same bits, in any haste ---
+
+@pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
+def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: str) -> None:
+    """Two steps of two micro-batches in flight, so that buffers are used again, in both orders of their backwards."""
+    lanes = Late()
+    ours, plain = build(policy, lanes), build("*:none")
+    ours.decoder.stores.micro_batches = 2
+    for batches in ((3, 4), (4, 5)):
+        assert equal(step(ours, batches=batches), step(plain, batches=batches)) and lanes.faults == []
+    assert lanes.count > 0
+
+
+@pytest.mark.parametrize("policy", ["*:full/2@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
+def test_two_backwards_through_a_retained_graph_equal_those_without(policy: str) -> None:
+    def outcome(model: GPTModel) -> list[Tensor]:
+        draw_alike(model)
+        loss = model.loss(*sample_tokens()).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    lanes = Late()
+    assert equal(outcome(build(policy, lanes)), outcome(build("*:none"))) and lanes.faults == []
+
+
+def views(weight: Tensor, hidden: Tensor, _: Regions) -> Tensor:
+    """Saves one storage as it is, transposed, in part and detached, and a weight with a view of it."""
+    y = (hidden @ weight).view(6, 2, 2)
+    part, turned = y[1:, :, 0], y.transpose(0, 1)
+    return (part.square().sum() + (turned * y.detach().transpose(0, 1)).sum() + y[0].exp().sum()) * (hidden @ weight.t()).tanh()
+
+
+def grads_of(layer: Layer, policy: str, rng: RngStreams, lanes: Lanes) -> list[Tensor]:
+    """Of a leaf, through one layer that calls no region."""
+    leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    stores = Stores(CPU)
+    stores.lanes = lanes
+    run_layers(plan_stage(config_of(policy), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores).sum().backward()
+    assert stores.host_bytes == 0
+    return [leaf.grad]
+
+
+def test_all_views_of_a_storage_go_once_and_come_back_once(rng: RngStreams) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))
+    module.forward = partial(views, module.weight)
+    lanes = Noting()
+    assert equal(grads_of(module, "*:none@host", rng, lanes), grads_of(module, "*:none", rng, Lanes()))
+    whole, scalar = 6 * 4 * 4, 4
+    sizes = [num_bytes for event, num_bytes in lanes.events if event == "out"]
+    # hidden; hidden @ weight, whose views are saved; exp of a part; tanh; the factor before it
+    assert sorted(sizes) == sorted([whole, whole, 2 * 2 * 4, whole, scalar])
+    assert [event for event, _ in lanes.events].count("back") == len(sizes)
+
+
+def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -> None:
+    """It reads what is still on its way."""
+    def layer(hidden: Tensor, _: Regions) -> Tensor:
+        energy = hidden.tanh().exp().sum()
+        (force,) = torch.autograd.grad(energy, hidden, create_graph=True)
+        return force.square() + hidden.sin()
+
+    lanes = Late()
+    assert equal(grads_of(layer, "*:none@host", rng, lanes), grads_of(layer, "*:none", rng, Lanes())) and lanes.faults == []
+
+
+def test_a_storage_that_was_written_to_between_two_saves_goes_twice(rng: RngStreams) -> None:
+    """torch allows it where the first save is not read."""
+    def layer(hidden: Tensor, _: Regions) -> Tensor:
+        y = hidden * 1
+        y.square()
+        return y.add_(1.0).square()
+
+    assert equal(grads_of(layer, "*:none@host", rng, Lanes()), grads_of(layer, "*:none", rng, Lanes()))
+
+
+def test_a_tensor_that_is_written_to_on_its_way_is_an_error(rng: RngStreams) -> None:
+    """As it is without offload."""
+    def layer(hidden: Tensor, _: Regions) -> Tensor:
+        y = hidden * 1
+        z = y.square()
+        y.add_(1.0)
+        return z
+
+    for policy in ("*:none@host", "*:none"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            grads_of(layer, policy, rng, Late())
+
+
+def test_parameters_tables_and_states_of_generators_stay(rng: RngStreams) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(4, 4))
+    table = torch.ones(6, 4)
+
+    def forward(hidden: Tensor, tables: tuple[Tensor, Tensor], regions: Regions) -> Tensor:
+        return regions.run("core_attn", lambda x, unread: x.tanh(), hidden @ module.weight.t() * tables[0][:, :4])
+
+    module.forward = forward
+    lanes, stores = Noting(), Stores(CPU)
+    stores.lanes = lanes
+    leaf = torch.ones(6, 4, requires_grad=True)
+    plan = plan_stage(config_of("*:core_attn@host"), 1)
+    output = run_layers(plan, [module], leaf * 1, (table, table), rng=rng, tp_group=None, stores=stores)
+    assert [size for _, size in lanes.events] == [6 * 4 * 4] * 2  # the layer's input and the region's
+    output.sum().backward()
+
+
+# --- when memory is freed, and when it comes back ---
+
+def watched(number: int, alive: dict[int, weakref.ref[torch.UntypedStorage]], events: list[Any], hidden: Tensor, _: Regions,
+            ) -> Tensor:
+    """Saves one tensor, of number + 1 rows."""
+    events.append(("replay" if is_recomputing() else "forward", number, [one for one, memory in alive.items() if memory()]))
+    kept = hidden.repeat(number + 1, 1)
+    alive[number] = weakref.ref(kept.untyped_storage())
+    return hidden + kept.square().sum(0)
+
+
+def test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends(rng: RngStreams) -> None:
+    def alive_at(policy: str) -> list[list[int]]:
+        alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        events: list[Any] = []
+        stores = Stores(CPU)
+        stores.lanes = Late()
+        output = run_layers(plan_stage(config_of(policy), 4), [partial(watched, number, alive, events) for number in range(4)],
+                            torch.ones(1, 4, requires_grad=True), rng=rng, tp_group=None, stores=stores)
+        found = [*(before for *_, before in events), [number for number, memory in alive.items() if memory()]]
+        output.sum().backward()
+        return found
+
+    assert alive_at("*:none@host") == [[], [0], [1], [2], []]
+    assert alive_at("*:none") == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]  # what the test would see otherwise
+
+
+def test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other(rng: RngStreams) -> None:
+    lanes, stores = Noting(), Stores(CPU)
+    stores.lanes = lanes
+    events: list[Any] = lanes.events
+
+    def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
+        if is_recomputing():
+            events.append(("replay", number))
+        return hidden.repeat(2, 1).tanh()  # the input of unit n has 2**n rows of 4 bytes
+
+    output = run_layers(plan_stage(config_of("*:full@host"), 4), [partial(layer, number) for number in range(4)],
+                        torch.ones(1, 1, requires_grad=True) * 1, rng=rng, tp_group=None, stores=stores)
+    events.clear()
+    output.sum().backward()
+    assert events == [("back", 32), ("back", 16), ("replay", 3), ("back", 8), ("replay", 2), ("back", 4), ("replay", 1),
+                      ("replay", 0)]
+
+
+def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(rng: RngStreams) -> None:
+    """All of the layer, then all of the one before: the first read starts both."""
+    lanes, stores = Noting(), Stores(CPU)
+    stores.lanes = lanes
+
+    def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
+        return hidden.repeat(number + 2, 1).tanh().repeat(2, 1).sin().sum(0, keepdim=True)
+
+    output = run_layers(plan_stage(config_of("0-1:none@host; 2:none; *:none@host"), 4),
+                        [partial(layer, number) for number in range(4)], torch.ones(1, 1, requires_grad=True), rng=rng,
+                        tp_group=None, stores=stores)
+    lanes.events.clear()
+    output.sum().backward()
+    rows = [size // 4 for _, size in lanes.events]
+    assert rows == [10, 5, 6, 3, 4, 2]
+
+
+def test_a_buffer_goes_back_when_its_last_reader_is_done(rng: RngStreams) -> None:
+    stores = Stores(CPU)
+    in_use: list[int] = []
+
+    def layer(hidden: Tensor, _: Regions) -> Tensor:
+        for _ in range(3):
+            hidden = hidden.tanh()  # keeps its output
+            hidden.register_hook(lambda _: in_use.append(stores.host_bytes))
+        return hidden * 1
+
+    output = run_layers(plan_stage(config_of("*:none@host"), 1), [layer], torch.ones(5, requires_grad=True), rng=rng,
+                        tp_group=None, stores=stores)
+    output.sum().backward()
+    assert in_use == [60, 40, 20]
+
+
+# --- the pool ---
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
+def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(policy: str, batches: tuple[int, ...]) -> None:
+    model = build(policy)
+    pool = model.decoder.stores.pool
+    assert pool.num_bytes == 0
+    step(model, batches=batches)
+    first, buffers = pool.num_bytes, pool.storages()
+    assert first > 0 and pool.bytes_in_use == 0
+    for _ in range(2):
+        step(model, batches=batches)
+        assert (pool.num_bytes, pool.storages(), pool.bytes_in_use) == (first, buffers, 0)
+
+
+def test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once() -> None:
+    model = build("*:none@host")
+    pool = model.decoder.stores.pool
+    gc.disable()
+    try:
+        loss = model.loss(*sample_tokens()).mean()
+        taken = pool.bytes_in_use
+        assert taken > 0
+        del loss
+        assert pool.bytes_in_use == 0
+    finally:
+        gc.enable()
+    step(model)
+    assert pool.num_bytes == taken
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy: str, in_backward: bool) -> None:
+    lanes = Late()
+    model, plain = build(policy, lanes), build("*:none")
+    step(model), step(plain)
+
+    def breaks(*_: Any) -> None:
+        raise Broken
+
+    def breaks_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(breaks)
+
+    mlp = model.decoder.layers[2].mlp
+    handle = mlp.register_forward_hook(breaks_in_backward) if in_backward else mlp.register_forward_pre_hook(breaks)
+    try:
+        step(model)
+    except Broken:
+        handle.remove()
+    assert not mlp._forward_hooks and not mlp._forward_pre_hooks and model.decoder.stores.host_bytes == 0
+    assert equal(step(model), step(plain)) and lanes.faults == []
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
+def test_without_gradients_nothing_is_taken(policy: str) -> None:
+    model = build(policy)
+    with torch.no_grad():
+        model.loss(*sample_tokens())
+    assert model.decoder.stores.storages() == set()
+
+
+def test_a_plan_that_keeps_all_on_the_device_has_no_pool() -> None:
+    model = build("*:full; 0:pointwise")
+    step(model)
+    assert model.decoder.stores.storages() == set()
+
+
+def test_two_models_have_two_pools_and_a_copy_of_a_model_its_own() -> None:
+    model, other = build("*:full@host"), build("*:full@host")
+    step(model), step(other)
+    twin = copy.deepcopy(model)
+    step(twin)
+    stores = [each.decoder.stores.storages() for each in (model, other, twin)]
+    assert len(set.union(*stores)) == 3 * NUM_LAYERS
+
+
+def test_the_pool_never_holds_more_than_was_in_use_at_one_time() -> None:
+    pool, random = Pool(pinned=False), torch.Generator().manual_seed(1)
+    most = 0
+    held: list[Slot] = []
+    for number in torch.randint(1, 9, (300,), generator=random).tolist():
+        if number < 4 and held:
+            held.pop(number % len(held))
+        else:
+            held.append(pool.take(number))
+            assert held[-1].memory.numel() == number
+        in_use = sum(slot.memory.numel() for slot in held)
+        most = max(most, in_use)
+        assert pool.bytes_in_use == in_use and pool.num_bytes <= most
+        addresses = [slot.memory.data_ptr() for slot in held]
+        assert len(set(addresses)) == len(addresses)
+
+
+def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it() -> None:
+    pool = Pool(pinned=False)
+    slot = pool.take(8)
+    slot.last_use = "copy 7"
+    del slot
+    assert pool.take(8).last_use == "copy 7" and pool.take(9).last_use is None
+
+
+# --- beside other hooks ---
+
+def test_hooks_outside_get_what_stays_and_nothing_that_was_moved(rng: RngStreams) -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    module = nn.Module()
+    module.weight = weight
+    module.forward = lambda hidden, _: (hidden @ weight).tanh()
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.untyped_storage()._cdata)
+        return tensor.detach()
+
+    leaf = torch.ones(6, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run_layers(plan_stage(config_of("*:none@host"), 1), [module], leaf * 1, rng=rng, tp_group=None)
+        inside = list(seen)
+        output.square()
+    assert set(inside) == {weight.untyped_storage()._cdata} and len(seen) == len(inside) + 1  # the square's
+    output.sum().backward()
+    assert leaf.grad is not None
+
+
+def test_a_lent_tensor_is_neither_moved_nor_kept(rng: RngStreams) -> None:
+    lanes, stores = Noting(), Stores(CPU)
+    stores.lanes = lanes
+
+    def layer(hidden: Tensor, regions: Regions) -> Tensor:
+        return regions.lend("layernorm", torch.tanh, hidden).square()
+
+    leaf = torch.ones(6, 4, requires_grad=True)
+    output = run_layers(plan_stage(config_of("*:layernorm@host"), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores)
+    assert lanes.events == [("out", 6 * 4 * 4)]  # tanh's input, not the lent result
+    output.sum().backward()
+    assert torch.allclose(leaf.grad, 2 * torch.tanh(torch.ones(6, 4)) * (1 - torch.tanh(torch.ones(6, 4)) ** 2))
+
+
+def test_the_model_may_itself_run_in_a_checkpoint(rng: RngStreams) -> None:
+    """Whose replay moves what it saves, and gives it back in the same backward."""
+    model, plain = build("*:none@host"), build("*:none")
+    for each in (model, plain):
+        draw_alike(each)
+        checkpoint(lambda tokens, labels, each=each: each.loss(tokens, labels).mean(), *sample_tokens(),
+                   rng=each.context.rng).backward()
+    assert equal(*[[parameter.grad for parameter in each.parameters()] for each in (model, plain)])  # type: ignore[arg-type]
+    assert model.decoder.stores.host_bytes == 0

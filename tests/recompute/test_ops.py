@@ -1,0 +1,419 @@
+"""Policies that keep the results of operators: exactly the others run again, nothing that cannot be kept is, and the replay is
+the forward. Gradients of whole models: test_equality.py. Bytes and FLOPs: tests/memory/."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.operators import GROUPS, IN_GROUPS
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.live_storages import LiveStorages
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel import collectives
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute import ops
+from megatron_lite.recompute.ops import KeptResults, find_operators, keep_results
+from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.regions import Regions
+from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.recompute.verify import RecomputeMismatch
+from megatron_lite.tensor_parallel import row_linear
+from tests.support.collectives import recorded_collectives
+from tests.support.models import build_tiny_model, loss_and_grads, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import RankFailure, run_ranks
+
+NUM_LAYERS = 3
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture
+def rng() -> RngStreams:
+    return RngStreams(torch.device("cpu"), seed=3)
+
+
+class Dispatched(TorchDispatchMode):
+    """The operators that run, in order, each with whether it is part of a replay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen.append((str(func), is_recomputing()))
+        return func(*args, **(kwargs or {}))
+
+    def replayed(self, names: tuple[str, ...]) -> Counter[str]:
+        """How often operators of these names ran in replays."""
+        found = Counter(name.split(".")[1] for name, again in self.seen if again)
+        return Counter({name: found[name] for name in names if found[name]})
+
+
+def build(policy: str, *, sequence_parallel: bool = False, tail_skip: bool = True, parallel: ParallelState | None = None,
+          **overrides: object) -> GPTModel:
+    plan = plan_stage(RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip), NUM_LAYERS)
+    config = tiny_config(**{"num_layers": NUM_LAYERS, **overrides})
+    if parallel is not None:
+        return build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan)
+    with tp_state(1) as alone:
+        return build_tiny_model(config, alone, dtype=torch.float32, plan=plan)
+
+
+MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
+
+
+@pytest.mark.parametrize(("backend", "policy", "per_layer"), [
+    ("flash", "ops(matmul,attention)", {}),
+    ("flash", "ops(matmul)", {FLASH: 1}),
+    ("flash", "ops(attention)", {"addmm": 3}),
+    ("flash", "ops(matmul/2,attention)", {"addmm": 1}),  # qkv and fc1 are kept, proj is not
+    ("flash", "ops(matmul/3,attention)", {"addmm": 2}),
+    ("flash", "ops(max)", {"addmm": 3, FLASH: 1}),
+    ("flash", "ops(aten.mm.default)", {"addmm": 3, FLASH: 1}),  # a linear with bias is no mm
+    ("flash", "ops(aten.addmm.default/2)", {"addmm": 1, FLASH: 1}),
+    ("unfused", "ops(matmul)", {}),
+    ("unfused", "ops(attention)", {"addmm": 3, "baddbmm": 1, "bmm": 1}),
+    ("unfused", "ops(matmul/2)", {"addmm": 1, "baddbmm": 1}),  # kept: qkv, weights x value, fc1
+    ("unfused", "ops(aten.bmm.default)", {"addmm": 3, "baddbmm": 1}),
+])
+def test_backward_runs_again_exactly_what_is_not_kept(backend: str, policy: str, per_layer: dict[str, int]) -> None:
+    """With biases. The last matmul of a layer is never run again: backward does not read its result."""
+    model = build(f"0,2:{policy};1:none", attention_backend=backend, hidden_dropout=0.1, squared_relu=True)
+    loss = model.loss(*sample_tokens()).mean()
+    with Dispatched() as backward:
+        loss.backward()
+    assert backward.replayed(MATMULS) == Counter({name: 2 * count for name, count in per_layer.items()})
+    assert backward.replayed(("native_layer_norm", "relu")) == {"native_layer_norm": 4, "relu": 2}
+
+
+def test_without_tail_skip_the_whole_layer_runs_again_and_its_last_matmul_is_kept_too() -> None:
+    for policy, addmms in (("*:ops(attention)", 4), ("*:ops(matmul/3,attention)", 2), ("*:ops(matmul,attention)", 0)):
+        loss = build(policy, tail_skip=False, attention_backend="flash").loss(*sample_tokens()).mean()
+        with Dispatched() as backward:
+            loss.backward()
+        assert backward.replayed(("addmm",))["addmm"] == NUM_LAYERS * addmms
+
+
+def test_without_bias_a_linear_is_another_operator_of_the_same_group() -> None:
+    loss = build("*:ops(matmul)", attention_backend="unfused", add_bias_linear=False).loss(*sample_tokens()).mean()
+    with Dispatched() as backward:
+        loss.backward()
+    assert backward.replayed(MATMULS) == {}
+
+
+def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() -> None:
+    """A counter of the process would keep other results in the next layer, micro-batch or model."""
+    for model in (build("*:ops(matmul/2)", attention_backend="flash"), build("*:ops(matmul/2)", attention_backend="flash")):
+        kept = []
+        for _ in range(2):
+            with kept_for_backward(exclude=model.parameters()) as meter:
+                loss = model.loss(*sample_tokens()).mean()
+            kept.append(meter.total_bytes())
+            with Dispatched() as backward:
+                loss.backward()
+            assert backward.replayed(("addmm",)) == {"addmm": NUM_LAYERS}
+        assert kept[0] == kept[1]
+
+
+# Collectives
+
+
+def collectives_of_a_step(rank: int, world_size: int, policy: str, sequence_parallel: bool) -> tuple[Counter, list[str], list]:
+    """What the replays send, what the layers' forwards dispatch while results may be kept, and what is kept of it."""
+    watched, kept = [], []
+    decide = KeptResults.decide
+
+    def noted(self: KeptResults, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        decision = decide(self, context, operator, *args, **kwargs)
+        watched.append(str(operator))
+        if decision == CheckpointPolicy.MUST_SAVE:
+            kept.append(str(operator))
+        return decision
+
+    with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeptResults, "decide", noted)
+        model = build(policy, parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1)
+        loss = model.loss(*sample_tokens()).mean()
+        kept_again = build("*:none", parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1)
+        loss_again = kept_again.loss(*sample_tokens()).mean()
+        with recorded_collectives() as sent:
+            loss.backward()
+        with recorded_collectives() as expected:
+            loss_again.backward()
+    return Counter(sent) - Counter(expected), watched, kept
+
+
+@pytest.mark.parametrize(("sequence_parallel", "again"), [
+    (False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})])
+def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(sequence_parallel: bool,
+                                                                               again: dict[str, int]) -> None:
+    """Repeated are, in each layer: the gathers before qkv and fc1, the sum after proj; that after fc2 is the tail."""
+    for repeated, _, kept in run_ranks(collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False):
+        assert repeated == {} and sum(name.startswith("_c10d") for name in kept) == NUM_LAYERS * sum(again.values())
+    for repeated, _, _ in run_ranks(collectives_of_a_step, 2, "*:ops(matmul)", sequence_parallel, detail=False):
+        by_name = Counter()
+        for sent, count in repeated.items():
+            by_name[sent.name] += count
+        assert by_name == {name: NUM_LAYERS * count for name, count in again.items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_no_collective_that_writes_in_place_runs_where_results_are_kept(sequence_parallel: bool) -> None:
+    """What it returns is no tensor, and what it writes is not seen: kept or not, it would spoil what was kept before it."""
+    for _, watched, _ in run_ranks(collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False):
+        assert any(name.startswith("_c10d_functional.") for name in watched)
+        assert not [name for name in watched if name.startswith("c10d.")]
+
+
+def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
+    def work(rank: int, world_size: int) -> None:
+        with tp_state(world_size) as parallel:
+            keep_results(lambda x: collectives.all_reduce_(x * 2, parallel.tp_group), torch.ones(3, requires_grad=True),
+                         results=KeptResults(("matmul",), skip_tail=False), rng=parallel.rng)
+
+    with pytest.raises(RankFailure, match="does not see what a collective writes in place"):
+        run_ranks(work, 2, detail=False)
+
+
+def gradients_without_functional_collectives(rank: int, world_size: int) -> list[bool]:
+    outcomes = []
+    with tp_state(world_size) as parallel:
+        for policy in ("*:none", "*:ops(matmul)"):
+            outcomes.append(loss_and_grads(build(policy, parallel=parallel), parallel, micro_batches=1))
+    return [torch.equal(grad, outcomes[1].grads[name]) for name, grad in outcomes[0].grads.items()]
+
+
+def test_with_collectives_in_place_the_gradients_would_be_wrong_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why they are functional: the sum after proj overwrites the kept matmul, and the replay sums it a second time."""
+    assert all(map(all, run_ranks(gradients_without_functional_collectives, 2, detail=False)))
+    for module in (collectives, row_linear):
+        monkeypatch.setattr(module, "results_may_be_kept", lambda: False)
+    assert not any(map(all, run_ranks(gradients_without_functional_collectives, 2, detail=False)))
+
+
+def gradients_under_a_foreign_checkpoint(rank: int, world_size: int) -> list[bool]:
+    """Of a sharded linear under torch's own selective checkpoint, put around it by somebody else, and of the same without."""
+    names = [torch.ops.aten.mm.default, torch.ops._c10d_functional.all_reduce.default]
+    found = []
+    with tp_state(world_size) as parallel:
+        for wrap in (False, True):
+            model = build("*:none", parallel=parallel)
+            linear = model.decoder.layers[0].mlp.linear_fc2
+            leaf = torch.linspace(-1, 1, 6 * linear.weight.shape[1]).view(3, 2, -1).requires_grad_()
+
+            def run(x: Tensor, linear: Any = linear) -> Tensor:
+                return linear(x.sin()).cos()
+
+            output = checkpoint(run, leaf, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, names)
+                                ) if wrap else run(leaf)
+            output.square().sum().backward()
+            found.append((leaf.grad, linear.weight.grad, linear.bias.grad))
+    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
+
+
+def test_the_layers_are_right_under_anybodys_selective_checkpoint() -> None:
+    assert run_ranks(gradients_under_a_foreign_checkpoint, 2, detail=False) == [[True] * 3] * 2
+
+
+# What cannot be kept
+
+
+@pytest.mark.parametrize("name", ["aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"])
+def test_operators_that_draw_random_numbers_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}.*draws random numbers"):
+        find_operators((name,))
+
+
+def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(rng: RngStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why they are refused: the replay skips the first draw, and the second one then gets its numbers."""
+    def two_draws(x: Tensor) -> Tensor:
+        kept, repeated = (torch.native_dropout(x.sin(), 0.5, True)[0] for _ in range(2))
+        return (kept.exp() * repeated.exp()).sum()
+
+    def gradient() -> Tensor:
+        leaf = torch.linspace(0.1, 1.0, 64).requires_grad_()
+        with rng.drawn_from(state):
+            results = KeptResults(("aten.native_dropout.default/2",), skip_tail=True)
+            keep_results(two_draws, leaf, results=results, rng=rng).backward()
+        return leaf.grad
+
+    state, leaf = rng.state(), torch.linspace(0.1, 1.0, 64).requires_grad_()
+    with rng.drawn_from(state):
+        two_draws(leaf).backward()
+    with pytest.raises(InputError):
+        gradient()
+    monkeypatch.setattr(ops, "_check", lambda operator, name: None)
+    assert not torch.equal(gradient(), leaf.grad)
+
+
+@pytest.mark.parametrize("kernel", GROUPS["attention"])
+def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str) -> None:
+    results = KeptResults(("attention/2",), skip_tail=True)
+    operator = next(operator for operator, name in find_operators((kernel,)).items() if name == kernel)
+    position = [argument.name for argument in operator._schema.arguments].index("dropout_p")
+    before = [None] * position
+    assert results.decide(None, operator, *before, 0.1) == CheckpointPolicy.MUST_RECOMPUTE
+    assert results.decide(None, operator, dropout_p=0.1) == CheckpointPolicy.MUST_RECOMPUTE
+    assert results.decide(None, operator, *before, 0.0) == CheckpointPolicy.MUST_SAVE  # the first: those before did not count
+    assert results.decide(None, operator) == CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("aten.nothing.default", "has no operator aten.nothing.default"), ("nobody.mm.default", "has no operator"),
+    ("aten.mm.nothing", "has no operator"), ("aten.mm.out", "writes into its argument"),
+    ("aten.native_batch_norm.out", "writes into its argument")])
+def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_built(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build(f"1:ops(matmul,{name})")
+
+
+def test_a_result_that_is_written_to_later_is_an_error_in_forward(rng: RngStreams) -> None:
+    results = KeptResults(("matmul",), skip_tail=False)
+    with pytest.raises(RuntimeError, match=r"aten\.mm\.default is to be kept for backward, but was written to later"):
+        keep_results(lambda x: torch.mm(x, x).mul_(2).sin(), torch.ones(2, 2, requires_grad=True), results=results, rng=rng)
+
+
+def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(rng: RngStreams) -> None:
+    weight = torch.full((3, 3), 0.5, requires_grad=True)
+    output = keep_results(lambda x: torch.mm(x.sin(), weight), torch.ones(2, 3, requires_grad=True), rng=rng,
+                          results=KeptResults(("matmul",), skip_tail=False))
+    with torch.no_grad():
+        output.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_the_groups_hold_every_fused_attention_kernel_of_this_torch() -> None:
+    apart = {"_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"}  # not fused; of no device here
+    names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("aten::_scaled_dot_product") and "backward" not in name and "." not in name}
+    assert {f"aten.{name}.default" for name in names - apart} == set(GROUPS["attention"])
+    assert set(find_operators(tuple(GROUPS)).values()) == IN_GROUPS
+
+
+# The replay
+
+
+def three_products(x: Tensor, y: Tensor) -> Tensor:
+    return torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y).exp()
+
+
+def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams) -> None:
+    def gradients(run: Callable[..., Tensor]) -> list[Tensor]:
+        x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2).requires_grad_()
+        output = run(x, y).sum()
+        output.backward(retain_graph=True)
+        output.backward()
+        return [x.grad, y.grad]
+
+    kept = partial(keep_results, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
+    assert all(map(torch.equal, gradients(kept), gradients(three_products)))
+
+
+def test_a_replay_restores_streams_and_autocast_and_says_what_it_is(rng: RngStreams) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def layer(x: Tensor) -> Tensor:
+        with rng.fork(TENSOR_PARALLEL):
+            noise = torch.rand_like(x)
+        with rng.fork(DEFAULT):
+            noise = noise + torch.rand_like(x)
+        seen.append((is_recomputing(), rng.current, torch.is_autocast_enabled("cpu"), noise.sum().item()))
+        return (torch.mm(x, x) * noise).exp().sin()
+
+    leaf = torch.ones(3, 3, requires_grad=True)
+    with rng.fork(TENSOR_PARALLEL), torch.autocast("cpu", torch.bfloat16):
+        output = keep_results(layer, leaf, results=KeptResults(("matmul",), skip_tail=True), rng=rng)
+    torch.rand(5)  # other draws in between
+    before = rng.snapshot()
+    output.float().sum().backward()
+    after = rng.snapshot()
+    assert [one[0] for one in seen] == [False, True] and seen[0][1:] == seen[1][1:] == (TENSOR_PARALLEL, True, seen[0][3])
+    assert not is_recomputing() and after.current == before.current == DEFAULT
+    assert all(torch.equal(before.states[name], after.states[name]) for name in before.states)
+
+
+def test_where_gradients_are_off_the_layer_runs_without_a_checkpoint(rng: RngStreams) -> None:
+    with torch.no_grad():
+        output = keep_results(lambda x: (x * 2, collectives.results_may_be_kept()), torch.ones(2, requires_grad=True),
+                              results=KeptResults(("matmul",), skip_tail=True), rng=rng)
+    assert output[1] is False and not output[0].requires_grad
+
+
+def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -> None:
+    @contextmanager
+    def failing_in_replays() -> Iterator[None]:
+        yield
+        if is_recomputing():
+            raise ValueError("not again")
+
+    def layer(x: Tensor) -> Tensor:
+        torch.rand(2)
+        with failing_in_replays():
+            return torch.mm(x, x).sin().cos()
+
+    output = keep_results(layer, torch.ones(2, 2, requires_grad=True), results=KeptResults(("max",), skip_tail=False), rng=rng)
+    before = rng.state()
+    with pytest.raises(ValueError, match="not again"):
+        output.sum().backward()
+    assert not is_recomputing() and not collectives.results_may_be_kept() and torch.equal(before, rng.state())
+
+
+def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(rng: RngStreams) -> None:
+    calls = []
+
+    def layer(x: Tensor, regions: Regions) -> Tensor:
+        calls.append(is_recomputing())
+        product = regions.run("mlp", lambda one, _: torch.mm(one, one), x)
+        return regions.run("core_attn", lambda one, _: (one + len(calls) - 1).sin(), product)
+
+    plan = plan_stage(RecomputeConfig(recompute_policy="*:ops(matmul)", recompute_verify=True), 1)
+    output = run_layers(plan, [layer], torch.eye(3).requires_grad_(), rng=rng, tp_group=None)
+    with pytest.raises(RecomputeMismatch, match="layer 0, core_attn: tensor 0"):
+        output.sum().backward()
+    assert calls == [False, True]
+
+
+def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
+    model = build("*:ops(matmul,attention)", attention_backend="flash", hidden_dropout=0.1)
+    with LiveStorages() as live:
+        loss = model.loss(*sample_tokens()).mean()
+        loss.backward()
+    grads = {parameter.grad.untyped_storage()._cdata for parameter in model.parameters()}
+    assert live.bytes_beside(grads | {loss.untyped_storage()._cdata}) == 0
+
+
+def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(rng: RngStreams) -> None:
+    """Else nobody could count them or move them to the host."""
+    packed, unpacked = [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.clone())
+        return packed[-1]
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor)
+        return tensor
+
+    x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = keep_results(three_products, x, y, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
+    products = [torch.mm(x, y), torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y)]
+    assert [any(torch.equal(one, product) for one in packed) for product in products] == [True, True]
+    assert len(packed) == 2 + 2 + 2  # the inputs, the states of two streams, two products
+    output.sum().backward()
+    assert {id(one) for one in unpacked} == {id(one) for one in packed}

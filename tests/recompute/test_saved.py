@@ -1,0 +1,135 @@
+"""Saved-tensor hooks that put something else in place of a tensor: what they exchange, what they let pass, what they hold."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_lite.recompute.saved import bytes_of, exchanging, moving
+
+
+class Copied:
+    """A copy that is not the original."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = bytes_of(tensor.untyped_storage()).clone()
+
+    def memory(self) -> Tensor:
+        return self._bytes
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def moved_grad(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, int]:
+    """The gradient of a leaf where everything that the function saves is moved, and how many storages were."""
+    copies: list[int] = []
+
+    def move(tensor: Tensor) -> Copied:
+        copies.append(1)
+        return Copied(tensor)
+
+    with moving(move, kind="cpu", stay=()):
+        output = function(leaf)
+    (grad,) = torch.autograd.grad(output.abs().sum() if output.is_complex() else output.sum(), leaf)
+    return grad, len(copies)
+
+
+def plain_grad(function: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    output = function(leaf)
+    return torch.autograd.grad(output.abs().sum() if output.is_complex() else output.sum(), leaf)[0]
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: (x * 2).square(),
+    "transposed": lambda x: (x * 2).t().exp() * (x * 3).t(),
+    "part": lambda x: (x * 2)[1:3, 2:].square(),
+    "every second": lambda x: (x * 2)[::2, 1::2].square(),
+    "expanded": lambda x: (x * 2)[:1].expand(4, 6).square(),
+    "a scalar of it": lambda x: (x * 2)[2, 3].square(),
+    "bits of another type": lambda x: x * (x.detach() * 2).view(torch.int32)[1:, :].view(torch.float32).sum(),
+    "half": lambda x: (x.bfloat16() * 2).t()[1:].square().float(),
+    "integers": lambda x: x[torch.tensor([3, 1, 1])],
+    "bools": lambda x: torch.where(x > 0, x * 2, x * 3),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_what_was_moved_is_what_it_was(name: str) -> None:
+    leaf = numbers(4, 6).requires_grad_()
+    grad, count = moved_grad(VIEWS[name], leaf)
+    assert torch.equal(grad, plain_grad(VIEWS[name], leaf)) and count >= 1
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: (x * 2).conj() * x.exp(), lambda x: (x * 2).conj().imag * x.real, lambda x: (x * 2j).conj().view(6, 4) @ x])
+def test_conjugated_and_negated_views_are_what_they_were(function: Callable[[Tensor], Tensor]) -> None:
+    """Their bits lie in flags of the tensor, not in its memory."""
+    leaf = numbers(4, 6, dtype=torch.complex64).requires_grad_()
+    assert torch.equal(moved_grad(function, leaf)[0], plain_grad(function, leaf))
+
+
+class Labelled(Tensor):
+    pass
+
+
+def test_tensors_of_other_classes_stay() -> None:
+    leaf = numbers(4, 6).requires_grad_()
+    assert moved_grad(lambda x: x * numbers(4, 6).as_subclass(Labelled), leaf)[1] == 0
+
+
+def test_an_address_that_is_used_again_is_another_storage() -> None:
+    """With many temporaries of one size, freed as soon as they are copied."""
+    leaf, addresses = numbers(4, 6).requires_grad_(), []
+
+    def move(tensor: Tensor) -> Copied:
+        addresses.append(tensor.untyped_storage()._cdata)
+        return Copied(tensor)
+
+    def total(x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for number in range(1000):
+            total = total + (x * number).square().sum()
+        return total
+
+    with moving(move, kind="cpu", stay=()):
+        output = total(leaf)
+    assert len(addresses) == 1000 > len(set(addresses))
+    assert torch.equal(torch.autograd.grad(output, leaf)[0], plain_grad(total, leaf))
+
+
+def test_what_is_not_exchanged_goes_to_the_hooks_in_force_and_the_innermost_come_first() -> None:
+    calls: list[str] = []
+
+    def taking(name: str, wanted: int) -> Callable[[Tensor], Copied | None]:
+        def exchange(tensor: Tensor) -> Copied | None:
+            calls.append(f"{name} {tensor.numel()}")
+            return None
+
+        return exchange
+
+    leaf = numbers(3).requires_grad_()
+    with exchanging(taking("outer", 3)), exchanging(taking("inner", 3)):
+        output = leaf.square().sum().square()
+    assert calls == ["inner 3", "outer 3", "inner 1", "outer 1"]
+    output.backward()
+    assert torch.equal(leaf.grad, plain_grad(lambda x: x.square().sum().square(), leaf))
+
+
+def test_an_output_that_stays_is_freed_with_its_graph_at_once() -> None:
+    """Held as it is, it would hold the graph that holds it."""
+    gc.disable()
+    try:
+        with exchanging(lambda tensor: None):
+            output = numbers(3).requires_grad_().exp()
+        memory = StorageWeakRef(output.untyped_storage())
+        del output
+        assert memory.expired()
+    finally:
+        gc.enable()

@@ -1,0 +1,74 @@
+"""torch.compile on each layer, and the compiler's own memory budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.training.compiler import compile_layers_, memory_budget
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.runs import run_to_end, tiny_run
+
+NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:
+    torch._dynamo.reset()
+    with tp_state(1) as parallel:
+        model = build_tiny_model(tiny_config(num_layers=2), parallel, dtype=torch.float64)
+        if compiled:
+            compile_layers_(model)
+        with memory_budget(budget), kept_for_backward(exclude=model.parameters()) as meter:
+            loss = model.loss(*sample_tokens()).mean()
+        kept = meter.total_bytes()
+        loss.backward()
+    return kept, [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
+    _, expected = kept_and_grads(None, compiled=False)
+    kept = []
+    for budget in (1.0, 0.5, 0.0):
+        bytes_kept, grads = kept_and_grads(budget, compiled=True)
+        kept.append(bytes_kept)
+        for mine, other in zip(grads, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+    assert kept[0] > kept[1] > kept[2]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
+    config = tiny_run(metrics=tmp_path / "m", model=NO_DROPOUT, training=dict(train_iters=3, torch_compile=True))
+    run_to_end(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
+    compiled = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    run_to_end(tiny_run(metrics=tmp_path / "eager", model=NO_DROPOUT, training=dict(train_iters=3)))
+    eager = [json.loads(line) for line in (tmp_path / "eager").read_text().splitlines()]
+    assert [row["lm_loss"] for row in compiled] == pytest.approx([row["lm_loss"] for row in eager], rel=1e-5)
+    assert {row["activation_bytes_predicted"] for row in compiled} == {None}
+
+
+@pytest.mark.parametrize(("training", "recompute", "tp_size", "message"), [
+    ({}, dict(activation_memory_budget=0.5), 1, "--activation-memory-budget 0.5 is a setting of torch's compiler"),
+    (dict(torch_compile=True), dict(recompute_policy="*:full"), 1, "instead of a recompute policy"),
+    (dict(torch_compile=True), {}, 2, "--torch-compile needs --tensor-model-parallel-size 1 (got 2)"),
+    (dict(torch_compile=True), dict(activation_memory_budget=3e9), 1, "a ratio between 0 (keep least) and 1"),
+])
+def test_what_does_not_go_together_is_refused(training: dict[str, object], recompute: dict[str, object], tp_size: int,
+                                             message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        replace(tiny_run(tp_size=tp_size, training=training), recompute=RecomputeConfig(**recompute))  # type: ignore[arg-type]
+    assert message in str(raised.value)
+
+
+def test_dropout_under_a_budget_is_a_warning() -> None:
+    budget = RecomputeConfig(activation_memory_budget=0.5)
+    config: RunConfig = replace(tiny_run(training=dict(torch_compile=True)), recompute=budget)
+    assert any("every dropout ends a graph" in warning for warning in config.recompute_warnings())
