@@ -74,6 +74,10 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if config.model.attention_softmax_in_fp32 and config.model.attention_backend != "unfused":
         notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
                        "--attention-backend unfused never takes it")
+    tokens, chunk_size = config.data.seq_length * config.training.micro_batch_size, config.training.loss_chunk_size
+    if chunk_size is not None and chunk_size >= tokens:
+        notices.append(f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at once: their logits are not "
+                       "kept, but exist")
     notices += config.recompute_warnings()
     return ParsedArguments(config, dump_config, explain_recompute, tuple(notices))
 

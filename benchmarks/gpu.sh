@@ -48,7 +48,7 @@ for preset in $PRESETS; do
 done
 
 echo "[3/4] Recomputation, $preset"
-timeout 60 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --tp 1 --preset "$preset" --dtype bf16 --dropout 0.1 \
+timeout 100 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --tp 1 --preset "$preset" --dtype bf16 --dropout 0.1 \
     --repeats 3 --steps-per-round 1 --json "$parts/recompute.json"
 recompute_status=$?
 

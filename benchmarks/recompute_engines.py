@@ -64,9 +64,10 @@ def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[
         table["uniform 1, distribute"] = {**unit, "distribute_saved_activations": True}
     for modules in ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation", "core_attn+layernorm+mlp"):
         table[modules] = dict(recompute_granularity="selective", recompute_modules=tuple(modules.split("+")))
-    for policy in ("*:pointwise", "*:pointwise+core_attn", "every-2:full", "every-2:full; *:pointwise+core_attn",
-                   "*:ops(matmul,attention)", "*:ops(matmul/2,attention)", "*:full@host", "*:pointwise@host"):
+    for policy in ("*:pointwise", "*:pointwise+core_attn", "every-2:full", "*:ops(matmul,attention)", "*:ops(matmul/2,attention)",
+                   "*:full@host", "*:pointwise@host", "*:none@host"):
         table[policy] = dict(recompute_policy=policy)
+    table["every-2:full, else pointwise"] = dict(recompute_policy="every-2:full; *:pointwise+core_attn")
     return table
 
 
@@ -74,7 +75,7 @@ def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[
 # The last number: around every n-th layer, as torchtune does it.
 TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module], int]] = {
     "torch layers": ("uniform 1", lambda layer: layer, 1),
-    "torch every 2nd layer": ("every-2:full", lambda layer: layer, 2),
+    "torch every-2": ("every-2:full", lambda layer: layer, 2),
     "torch core_attn": ("core_attn", lambda layer: layer.self_attention.core_attention, 1),
     "torch mlp": ("mlp", lambda layer: layer.mlp, 1),
 }

@@ -260,7 +260,7 @@ def test_dump_config_is_told_apart_from_a_run() -> None:
 def test_the_arguments_table_has_megatrons_form() -> None:
     lines = arguments_table(parse("").config).split("\n")
     assert lines[0] == "------------------------ arguments ------------------------"
-    assert lines[1] == "  adam_beta1 ...................................... 0.9"
+    assert "  adam_beta1 ...................................... 0.9" in lines
     assert lines[-1] == "-------------------- end of arguments ---------------------"
     names = [line.split()[0] for line in lines[1:-1]]
     assert names == sorted(names) and {"num_layers", "lr", "data_path", "tensor_model_parallel_size"} <= set(names)

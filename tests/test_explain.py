@@ -80,9 +80,11 @@ def test_it_is_told_apart_from_a_run() -> None:
 
 @pytest.mark.parametrize("recompute", [
     RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="block"),
-    RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise"))])
+    RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")),
+    RecomputeConfig(recompute_policy="0:full@host; *:none@host", contiguous_saved_activations=True)])
 def test_the_bytes_that_it_announces_are_those_that_training_measures(recompute: RecomputeConfig) -> None:
     config = replace(tiny_run(training=dict(train_iters=1, eval_iters=0)), recompute=recompute)
     measured = run_to_end(config).activation_bytes
     assert measured is not None
-    assert explain(config, "cpu").own.kept_bytes == measured.measured
+    announced = explain(config, "cpu").own
+    assert (announced.kept_bytes, announced.host_bytes) == (measured.measured, measured.host_measured or 0)

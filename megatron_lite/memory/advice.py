@@ -36,6 +36,7 @@ def notes(config: RunConfig, sizes: Sizes, *, own: Priced, without: Priced, poli
         found += _distributed(config, sizes, own)
         found += _peak(own, without)
         found += _whole_tail(config, sizes, own)
+        found += _host(sizes, own)
     if head_bytes > layers_bytes:
         found.append(Note("head", f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
                                   "Recomputing layers does not lower the head; a smaller --micro-batch-size does, and so does "
@@ -93,8 +94,10 @@ def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
 def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
     if not any(segment.split for segment in own.plan.segments):
         return
-    whole = with_flags(config, recompute_policy=str(own.plan).replace("@split", ""))
-    saved = price(whole, sizes.device).kept_bytes - own.kept_bytes
+    policy = str(own.plan).replace("@split+host", "@host").replace("@split", "")
+    whole = with_flags(config, recompute_policy=policy)
+    priced = price(whole, sizes.device)
+    saved = priced.kept_bytes + priced.host_bytes - own.kept_bytes - own.host_bytes
     text = f"Splitting the inputs of units over the ranks frees {size(saved)}, for one all-gather per unit in backward."
     if sizes.seq_length % sizes.tp_size == 0:
         sequence = price(replace(whole, parallel=replace(config.parallel, sequence_parallel=True)), sizes.device)
@@ -102,6 +105,14 @@ def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]
             text += (" --sequence-parallel in its place splits these inputs too, and norms and dropouts besides: "
                      f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}.")
     yield Note("distribute", text)
+
+
+def _host(sizes: Sizes, own: Priced) -> Iterator[Note]:
+    if own.host_bytes and sizes.device == "cpu":
+        yield Note("host", f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same memory.")
+    elif own.host_bytes:
+        yield Note("host", f"@host copies {size(own.host_bytes)} to the host in forward and as much back in backward, for every "
+                           "micro-batch. Where that takes longer than the layers between, the device waits.")
 
 
 def _peak(own: Priced, without: Priced) -> Iterator[Note]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.recompute_modules import POINTWISE
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.activations import activation_bytes
+from megatron_lite.memory.activations import activation_bytes, host_bytes
 from megatron_lite.memory.flops import replay_flops, step_flops
 from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.memory.peak import Moment, peak
@@ -25,7 +25,10 @@ LONGEST_NAME = 45
 
 
 class Priced(NamedTuple):
-    """One setting of the recompute flags. model_flops: forward and backward; replay_flops: what comes on top."""
+    """One setting of the recompute flags. model_flops: forward and backward; replay_flops: what comes on top.
+
+    host_bytes: kept in host memory, beside the kept_bytes on the device.
+    """
 
     recompute: RecomputeConfig
     plan: RecomputePlan
@@ -33,6 +36,7 @@ class Priced(NamedTuple):
     peak: Moment
     model_flops: int
     replay_flops: int
+    host_bytes: int = 0
 
     @property
     def extra_flops(self) -> float:
@@ -48,7 +52,7 @@ def price(config: RunConfig, device: str) -> Priced:
     again = replay_flops(config.model, plan, batch=batch, seq_length=seq_length, device=device,
                          tp_size=sizes.tp_size)
     return Priced(config.recompute, plan, activation_bytes(config.model, plan, sizes), peak(config.model, plan, sizes),
-                  model_flops // sizes.tp_size, again // sizes.tp_size)
+                  model_flops // sizes.tp_size, again // sizes.tp_size, host_bytes(config.model, plan, sizes))
 
 
 def with_flags(config: RunConfig, **flags: object) -> RunConfig:
@@ -122,6 +126,7 @@ def flags_of(recompute: RecomputeConfig) -> str:
     if recompute.recompute_policy is not None:
         words += ["--recompute-policy", shlex.quote(recompute.recompute_policy)]
     switches = (("--distribute-saved-activations", recompute.distribute_saved_activations),
+                ("--contiguous-saved-activations", recompute.contiguous_saved_activations),
                 ("--no-recompute-tail-skip", not recompute.recompute_tail_skip),
                 ("--recompute-verify", recompute.recompute_verify))
     return " ".join([*words, *(flag for flag, given in switches if given)])

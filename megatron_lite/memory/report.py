@@ -39,12 +39,14 @@ class Part(NamedTuple):
 class LayerRun:
     """Neighbouring segments of the plan that are treated alike, `count` of them. Each figure is of one: a layer, or a unit.
 
-    rebuilt: the operations that backward runs again, in each of its layers. left_out: of them, what only an unread value needs.
+    kept: on the device; moved: in host memory. rebuilt: the operations that backward runs again, in each of its layers.
+    left_out: of them, what only an unread value needs.
     """
 
     segment: Segment
     count: int
     kept: tuple[KeptTensor, ...]
+    moved: tuple[KeptTensor, ...]
     rebuilt: tuple[str, ...]
     left_out: str | None
     replay_flops: int
@@ -143,14 +145,17 @@ def _runs(config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes
     for _, alike in itertools.groupby(plan.segments, key=lambda segment: replace(segment, first_layer=0)):
         segment, *others = alike
         layers = range(segment.first_layer, segment.first_layer + segment.num_layers)
-        yield LayerRun(segment=segment, count=1 + len(others), kept=_kept_in(terms, layers),
+        yield LayerRun(segment=segment, count=1 + len(others), kept=_kept_in(terms, layers, on_host=False),
+                       moved=_kept_in(terms, layers, on_host=True),
                        rebuilt=_rebuilt(config, plan, segment, sizes), left_out=_left_out(config, plan, segment, sizes),
                        replay_flops=sum(sum(again[layer]) for layer in layers) // sizes.tp_size,
                        exchange=segment_collectives(config.model, plan, segment, sizes))
 
 
-def _kept_in(terms: tuple[Term, ...], layers: range) -> tuple[KeptTensor, ...]:
-    return _largest_first(term for term in terms if term.layer in layers and term.tensor.name != ROTARY_TABLES)
+def _kept_in(terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None) -> tuple[KeptTensor, ...]:
+    """on_host: those in host memory, or those on the device; both without it."""
+    return _largest_first(term for term in terms if term.layer in layers and term.tensor.name != ROTARY_TABLES
+                          and on_host in (None, term.on_host))
 
 
 def _largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:

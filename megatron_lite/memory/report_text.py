@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from megatron_lite.memory.collectives import Collective, Exchange
 from megatron_lite.memory.layer_tensors import KeptTensor
-from megatron_lite.memory.peak import Moment
-from megatron_lite.memory.prices import flags_of, region_names, short_name
+from megatron_lite.memory.prices import Priced, flags_of, region_names, short_name
 from megatron_lite.memory.report import LayerRun, Part, Report
 from megatron_lite.memory.units import GIB, ByteUnit, flops, percent, size
 from megatron_lite.recompute.plan import Segment
@@ -63,7 +63,9 @@ def _run(run: LayerRun, report: Report) -> Iterator[str]:
     split = f", 1/{report.sizes.tp_size} of it on each rank" if run.segment.split else ""
     each = "unit" if run.segment.num_layers > 1 else "layer"
     yield f"  {_layers_name(run.segment.first_layer, run.last_layer)}: {_treatment(run)}{split}"
-    yield from _field("keeps", _kept(run.kept, each=f" a {each}: "))
+    yield from _field("keeps", _kept(run.kept, each=f" a {each}: ") if run.kept else "nothing on the device")
+    if run.moved:
+        yield from _field("on the host", _kept(run.moved, each=f" a {each}: "))
     if run.rebuilt:
         names = "all of it" if run.segment.unit else ", ".join(run.rebuilt)
         left_out = f"; {run.left_out} left out" if run.left_out else ""
@@ -107,9 +109,11 @@ def _totals(report: Report) -> Iterator[str]:
         rows.append((name, run.count * run.kept_bytes, f"{run.count} x {run.kept_bytes:,}" if run.count > 1 else ""))
     rows += [("head", report.head.kept_bytes, f"logits: {logits.num_bytes:,}"), ("", 0, ""),
              ("kept in all", own.kept_bytes, "logged as activation_bytes_predicted")]
+    if own.host_bytes:
+        rows.append(("kept in host memory", own.host_bytes, "as activation_host_bytes_predicted"))
     if own.plan.segments != without.plan.segments:
         rows.append((NO_RECOMPUTATION, without.kept_bytes, f"this run keeps {own.kept_bytes / without.kept_bytes:.1%} of it"))
-    rows += [("", 0, ""), ("held at the peak", own.peak.held_bytes, _when(own.peak))]
+    rows += [("", 0, ""), ("held at the peak", own.peak.held_bytes, _when(own))]
     if own.plan.segments != without.plan.segments:
         share = own.peak.held_bytes / without.peak.held_bytes
         rows.append((NO_RECOMPUTATION, without.peak.held_bytes, f"this run holds {share:.1%} of it"))
@@ -188,11 +192,14 @@ def _sent(collectives: Sequence[Collective]) -> str:
     return ", ".join(f"{number} {kind} of {size(num_bytes)}" for (kind, num_bytes), number in counts.items())
 
 
-def _when(moment: Moment) -> str:
-    if moment.first_layer is None or moment.last_layer is None:
+def _when(priced: Priced) -> str:
+    first, last, _ = priced.peak
+    if first is None or last is None:
         return "when the forward ends"
-    are = "is" if moment.first_layer == moment.last_layer else "are"
-    return f"when {_layers_name(moment.first_layer, moment.last_layer)} {are} rebuilt"
+    segment = next(segment for segment in priced.plan.segments if segment.first_layer == first)
+    if not (segment.unit or segment.regions or segment.ops):
+        return f"when {_layers_name(first, last)} has come back"
+    return f"when {_layers_name(first, last)} {'is' if first == last else 'are'} rebuilt"
 
 
 def _layers_name(first: int, last: int) -> str:
@@ -200,6 +207,8 @@ def _layers_name(first: int, last: int) -> str:
 
 
 def _segment_name(segment: Segment) -> str:
+    if segment.on_host:
+        return f"{_segment_name(replace(segment, store='split' if segment.split else 'device'))}, host"
     if segment.unit:
         return "unit, split" if segment.split else "unit"
     if segment.ops:

@@ -105,7 +105,7 @@ def row_statistics(rows: Tensor, column: Tensor) -> RowStatistics:
     maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
     if rows.shape[1]:
-        for part in _cached_rows(rows):
+        for part in cached_rows(rows):
             maximum[part] = rows[part].amax(-1).to(dtype)
             total[part] = torch.softmax(rows[part], -1, dtype=dtype).amax(-1).reciprocal_()
         at_label = rows.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(dtype)
@@ -131,13 +131,13 @@ def write_gradient_(grad: Tensor, logits: Tensor, factors: GradientFactors, *, n
     """Fills grad [n, columns], which may be the logits themselves. Columns from num_ids on get 0."""
     grad[:, num_ids:] = 0.0
     rows = logits[:, :num_ids]
-    for part in _cached_rows(rows) if num_ids else ():
+    for part in cached_rows(rows) if num_ids else ():
         softmax, at_label, column = factors.of_rows(part)
         gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)
         grad[part, :num_ids] = gradient.scatter_add_(-1, column, at_label)
 
 
-def _cached_rows(rows: Tensor) -> list[slice]:
+def cached_rows(rows: Tensor) -> list[slice]:
     """Row ranges whose float32 form stays in a CPU core's cache, or takes at most 256 MiB of a GPU."""
     limit = 2**20 if rows.device.type == "cpu" else 2**28
     step = max(1, limit // (4 * rows.shape[-1]))

@@ -23,6 +23,7 @@ from megatron_lite.tensor_parallel.column_linear import autocast_operands
 from megatron_lite.tensor_parallel.cross_entropy import (
     LocalLabels,
     RowStatistics,
+    cached_rows,
     combined,
     gradient_factors,
     local_labels,
@@ -100,10 +101,10 @@ def _logits_by_chunk(rows: Tensor, weight: Tensor, chunk_size: int) -> Iterator[
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Adds left x right to the total, which is not read if `first`."""
+    """Adds left x right to the total, which is not read if `first`. A bf16 product is added while it is still in the cache."""
     if total.dtype == right.dtype:
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
-    elif first:
-        total.copy_(left.mm(right))
-    else:
-        total.add_(left.mm(right))
+        return
+    for part in cached_rows(total):
+        write_ = total[part].copy_ if first else total[part].add_
+        write_(left[part].mm(right))

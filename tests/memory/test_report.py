@@ -10,7 +10,7 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.activations import activation_bytes
+from megatron_lite.memory.activations import activation_bytes, host_bytes
 from megatron_lite.memory.collectives import Collective, Exchange, plan_collectives
 from megatron_lite.memory.flops import replay_flops, step_flops
 from megatron_lite.memory.layer_tensors import Sizes
@@ -36,9 +36,12 @@ POLICIES = ["", FULL + "uniform", FULL + "uniform --recompute-num-layers 2", FUL
             SELECTIVE + "mlp layernorm", SELECTIVE + "pointwise", SELECTIVE + "core_attn pointwise",
             "--recompute-policy 0-1:full/2;2:core_attn+pointwise;3:mlp", "--recompute-policy 4:none;*:full/2",
             "--recompute-policy 0-1:ops(matmul,attention);2-3:ops(matmul/2,collective,max,aten.baddbmm.default);4:full",
+            "--recompute-policy 0-1:full/2@host;2:core_attn+pointwise@host;3:none@host;*:ops(matmul)@host",
+            "--recompute-policy *:full@host --contiguous-saved-activations",
             FULL + "uniform --recompute-num-layers 2 --no-recompute-tail-skip", SELECTIVE + "mlp core_attn --recompute-verify"]
 SPLIT = [policy + " --distribute-saved-activations" for policy in POLICIES if policy.startswith(FULL)]
-SPLIT.append("--recompute-policy 0-2:full/2@split;3:none;*:full@split")
+SPLIT += ["--recompute-policy 0-2:full/2@split;3:none;*:full@split",
+          "--recompute-policy 0-2:full/2@split+host;3:full@split;*:none --contiguous-saved-activations"]
 LAYOUTS = {"": POLICIES, "--tensor-model-parallel-size 2 ": POLICIES + SPLIT,
            "--tensor-model-parallel-size 2 --sequence-parallel ": POLICIES}
 CASES = [(model + layout, policy) for model in (TINY, LLAMA) for layout, policies in LAYOUTS.items() for policy in policies]
@@ -69,6 +72,8 @@ def test_the_parts_add_up_to_the_whole(run: str, policy: str) -> None:
         assert [layer for one in report.runs for layer in range(one.segment.first_layer, one.last_layer + 1)] == [0, 1, 2, 3, 4]
         parts = report.embedding.kept_bytes + report.rotary_tables.kept_bytes + report.head.kept_bytes
         assert parts + sum(one.count * one.kept_bytes for one in report.runs) == activation_bytes(config.model, plan, sizes)
+        moved = sum(one.count * tensor.num_bytes for one in report.runs for tensor in one.moved)
+        assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
         again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
         assert sizes.tp_size * sum(one.count * one.replay_flops for one in report.runs) == again
         sent = report.embedding.exchange
@@ -241,6 +246,14 @@ def test_states_of_random_streams_can_outweigh_what_a_small_region_frees() -> No
     assert report.own.kept_bytes - report.without.kept_bytes == 5 * (2 * 5056 - 3 * 4 * 12 * 12 * 4)
     assert note(report, "peak").startswith("The peak does not drop: ")
     assert "core_attn -" not in note(report_of(GPT_22B + UNFUSED + SELECTIVE + "core_attn"), "regions")
+
+
+def test_what_goes_to_the_host_is_named_and_on_a_cpu_so_is_that_it_frees_nothing() -> None:
+    """s 12, b 3, h 32 in float32: 4608 bytes for each of 5 units."""
+    run = TINY + "--recompute-policy *:full@host"
+    assert note(report_of(run), "host").startswith("@host copies 22.500 KiB to the host in forward and as much back")
+    assert note(report_of(run, "cpu"), "host") == "On a CPU @host frees nothing: it copies 22.500 KiB within the same memory."
+    assert "host" not in topics(report_of(run.replace("@host", "")))
 
 
 def test_distributed_inputs_are_compared_with_sequence_parallelism() -> None:

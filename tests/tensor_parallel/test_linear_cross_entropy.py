@@ -131,6 +131,13 @@ def test_the_flag_reaches_the_model():
             assert build_model(config, parallel).loss_chunk_size == chunk_size
 
 
+def test_a_chunk_that_takes_the_whole_micro_batch_is_told_to_the_user():
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 4 --seq-length 4"
+    for chunk_size, told in ((11, False), (12, True)):
+        notices = parse_args(f"{sizes} --micro-batch-size 3 --vocab-size 20 --loss-chunk-size {chunk_size}".split()).notices
+        assert any("--loss-chunk-size 12 takes all 12 tokens" in notice for notice in notices) == told
+
+
 def test_a_chunk_has_at_least_one_token():
     with pytest.raises(ValueError, match=r"--loss-chunk-size must be at least 1 \(got 0\)"):
         TrainingConfig(micro_batch_size=1, loss_chunk_size=0)
@@ -173,6 +180,15 @@ def test_the_weights_gradient_of_bf16_does_not_decay_with_the_number_of_chunks()
     for chunk_size in (600, 1):
         error = (on_one_rank(case, chunk_size).grad_weight.double() - expected).abs().max()
         assert error <= 2**-7 * expected.abs().max()  # the logits' gradient and the result are each rounded to 8 bits
+
+
+def test_a_bf16_weight_of_several_blocks_gets_the_gradient_that_it_gets_with_all_logits():
+    """Its gradient in float32 is 1.2 MB, and products are added 1 MiB at a time."""
+    case = wide(torch.bfloat16, h=1024)
+    expected = on_one_rank(case, None).grad_weight.float()
+    for chunk_size in (60, 7):
+        difference = (on_one_rank(case, chunk_size).grad_weight - expected).abs().max()
+        assert difference <= 2**-7 * expected.abs().max()  # each is rounded to 8 bits
 
 
 def test_a_bf16_weight_that_collects_float32_gradients_gets_the_sum_unrounded():

@@ -29,6 +29,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "block, whole tail": dict(**FULL, recompute_method="block", recompute_tail_skip=False),
     "core_attn": dict(recompute_activations=True),
     "pointwise": dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "activation")),
+    "layers on the host": dict(recompute_policy="*:none@host"),
+    "split, on the host": dict(recompute_policy="*:full@split+host", contiguous_saved_activations=True, recompute_verify=True),
     "mlp, verified": dict(recompute_granularity="selective", recompute_modules=("mlp", "layernorm"), recompute_verify=True),
 }
 
@@ -48,9 +50,12 @@ def test_fifty_iterations_with_dropout_log_the_same_text_under_every_policy(tmp_
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         texts[name] = [(json.dumps(row["lm_loss"]), json.dumps(row["grad_norm"])) for row in rows]
         assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in rows), name
+        assert all(row["activation_host_bytes_predicted"] == row["activation_host_bytes_measured"] for row in rows), name
+        assert (rows[0]["activation_host_bytes_measured"] is not None) == ("on the host" in name)
         kept[name] = rows[0]["activation_bytes_measured"]
     assert len(set(texts["none"])) == 50 and all(text == texts["none"] for text in texts.values())
     assert kept["units of 2, split"] < kept["uniform"] < kept["block"] < kept["none"] > kept["pointwise"]
+    assert kept["layers on the host"] < kept["split, on the host"] < kept["uniform"]
 
 
 def _keep_a_tensor(monkeypatch: pytest.MonkeyPatch, kept: list[torch.Tensor], *, by_the_graph: bool) -> None:
@@ -83,6 +88,13 @@ def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
     else:
         run_to_end(config)
         assert sum(message in line and line.startswith("warning") for line in capsys.readouterr().out.splitlines()) == 1
+
+
+def test_bytes_in_host_memory_that_were_not_predicted_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _keep_a_tensor(monkeypatch, [], by_the_graph=True)
+    recompute = RecomputeConfig(recompute_policy="0:none@host; *:full", recompute_verify=True)
+    with pytest.raises(TrainingError, match=r"keeps \d+ bytes in host memory, and \d+ were predicted"):
+        run_to_end(replace(tiny_run(training=dict(train_iters=1)), recompute=recompute))
 
 
 def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(monkeypatch: pytest.MonkeyPatch) -> None:
