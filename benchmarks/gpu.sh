@@ -49,7 +49,9 @@ done
 
 echo "[3/4] Recomputation, $preset"
 timeout 100 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --tp 1 --preset "$preset" --dtype bf16 --dropout 0.1 \
-    --repeats 3 --steps-per-round 1 --json "$parts/recompute.json"
+    --repeats 3 --steps-per-round 1 --json "$parts/recompute.json" --engines none "uniform 1" "uniform 2" core_attn mlp \
+    "*:pointwise" "*:full@host" "torch layers, reentrant" "torch layers, non-reentrant" "torch mlp, reentrant" \
+    "transformers, none" "transformers, reentrant"
 recompute_status=$?
 
 echo "[4/4] Report"
