@@ -64,6 +64,7 @@ FAULTS = [
     ("--recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute-granularity"),
     ("--recompute-modules mlp", "--recompute-modules mlp needs --recompute-granularity"),
     ("--distribute-saved-activations", "--distribute-saved-activations needs --recompute-granularity"),
+    ("--contiguous-saved-activations", "--contiguous-saved-activations is for the inputs of layers that are recomputed whole"),
     ("--recompute-activations --recompute-method block", "--recompute-method block belongs to --recompute-granularity full"),
     ("--recompute-activations --recompute-num-layers 2", "--recompute-num-layers 2 belongs to --recompute-granularity full"),
     ("--recompute-activations --distribute-saved-activations", "belongs to --recompute-granularity full (got selective)"),

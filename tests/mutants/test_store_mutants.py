@@ -13,7 +13,7 @@ from megatron_lite.recompute.arena import Arena
 from megatron_lite.recompute.offload import Offload, _Group, _OnHost
 from megatron_lite.recompute.pool import Piece, Pool, Slot
 from megatron_lite.recompute.stores import Stores
-from tests.recompute import test_arena, test_offload, test_saved
+from tests.recompute import test_arena, test_offload, test_pool, test_saved
 from tests.support.mutants import Mutant, assert_seen
 
 Patch = pytest.MonkeyPatch
@@ -187,7 +187,7 @@ def the_input_is_not_copied_into_its_slot(patch: Patch) -> None:
 LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient
 FREED = test_offload.test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends
 ORDER = test_offload.test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other
-GROWS = test_offload.test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns
+GROWS = test_pool.test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns
 ARENA = test_arena.test_gradients_are_the_same_bits_in_every_step
 UNITS, LAYERS = dict(policy="*:full@host"), dict(policy="*:none@host")
 
@@ -196,14 +196,14 @@ MUTANTS = [
     Mutant(originals_are_freed_before_they_are_copied, LATE, UNITS),
     Mutant(originals_are_held_by_the_hooks, FREED),
     Mutant(a_buffer_is_given_to_two, LATE, UNITS),
-    Mutant(a_buffer_is_given_to_two, test_offload.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
+    Mutant(a_buffer_is_given_to_two, test_pool.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
     Mutant(backward_does_not_wait_for_the_copy_back, LATE, UNITS),
     Mutant(backward_does_not_wait_for_the_copy_back, LATE, LAYERS),
     Mutant(a_copy_comes_back_from_the_buffer_of_another, LATE, UNITS),
     Mutant(copies_come_back_when_they_are_read, ORDER),
     Mutant(all_copies_come_back_at_once, ORDER),
     Mutant(a_segment_holds_its_copies,
-           test_offload.test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once),
+           test_pool.test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once),
     Mutant(parameters_and_tables_are_moved, test_offload.test_parameters_tables_and_states_of_generators_stay),
     Mutant(every_tensor_is_moved, test_offload.test_parameters_tables_and_states_of_generators_stay),
     Mutant(every_tensor_is_moved, test_saved.test_tensors_of_other_classes_stay),
@@ -216,8 +216,8 @@ MUTANTS = [
     Mutant(writes_on_the_way_go_unnoticed, test_offload.test_a_tensor_that_is_written_to_on_its_way_is_an_error),
     Mutant(the_pool_gives_new_buffers, GROWS, dict(**UNITS, batches=(3,))),
     Mutant(the_pool_keeps_buffers_that_nobody_asks_for,
-           test_offload.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
-    Mutant(a_buffer_forgets_its_last_use, test_offload.test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it),
+           test_pool.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
+    Mutant(a_buffer_forgets_its_last_use, test_pool.test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it),
 
     Mutant(every_forward_makes_an_arena,
            test_arena.test_there_is_one_allocation_for_each_kind_of_memory_of_the_size_that_the_plan_says,

@@ -89,4 +89,4 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch
     (2, True, torch.float32), (2, False, torch.bfloat16), (2, True, torch.bfloat16), (2, False, AUTOCAST), (2, True, AUTOCAST),
     (4, False, torch.bfloat16), (4, True, torch.float32)])
 def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> None:
-    assert run_ranks(faults, tp_size, sequence_parallel, precision, detail=False) == [{}] * tp_size
+    assert run_ranks(faults, tp_size, sequence_parallel, precision, detail=False, timeout=280) == [{}] * tp_size

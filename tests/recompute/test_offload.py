@@ -1,13 +1,7 @@
-"""Host offload: the same bits back, originals freed in time, buffers used again and never too early, whatever the device's haste.
-
-`Late` stands in for a device: each copy is made at the last moment that the order between streams allows. What is read, freed or
-written again too early shows as wrong bits or as a fault.
-"""
+"""Host offload: the same bits back, originals freed in time, copies back early enough, whatever the device's haste."""
 
 from __future__ import annotations
 
-import copy
-import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,24 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.offload import Lanes
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.pool import Pool, Slot
 from megatron_lite.recompute.regions import Regions
 from megatron_lite.recompute.runner import run_layers
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
-
-NUM_LAYERS = 5
-CPU = torch.device("cpu")
-POLICIES = ("*:full@host", "*:full/2@host", "*:none@host", "*:pointwise@host", "*:core_attn+mlp@host", "*:ops(matmul)@host",
-            "0:full; 1:none@host; 2:none; *:full@host")
-CONTIGUOUS = "*:full@host, contiguous"
+from tests.support.models import sample_tokens
+from tests.support.offload import CONTIGUOUS, CPU, POLICIES, Late, Noting, build, config_of, draw_alike, equal, step
 
 Layer = Callable[..., Tensor]
 
@@ -44,109 +31,9 @@ def rng() -> RngStreams:
     return RngStreams(CPU, seed=3)
 
 
-class Late(Lanes):
-    """Makes a copy only when somebody waits for it, or for a later one of its direction. faults: what came too early."""
-
-    def __init__(self) -> None:
-        self.queues: dict[str, list[tuple[int, Callable[[], None]]]] = {"out": [], "back": []}
-        self.count = 0
-        self.faults: list[str] = []
-
-    def out(self, host: Tensor, source: Tensor, *, after: Any) -> tuple[str, int]:
-        original = weakref.ref(source.untyped_storage())
-
-        def make() -> None:
-            if original() is None:
-                self.faults.append("an original was freed before its copy was made")
-            else:
-                host.copy_(torch.empty(0, dtype=torch.uint8).set_(original()))
-
-        return self._queue("out", make, after)
-
-    def back(self, target: Tensor, host: Tensor, *, after: Any) -> tuple[str, int]:
-        target.fill_(255)  # not a number, in every floating-point format
-        place = weakref.ref(target.untyped_storage())
-
-        def make() -> None:
-            if place() is None:
-                self.faults.append("the place of a copy was freed before the copy was made")
-            else:
-                torch.empty(0, dtype=torch.uint8).set_(place()).copy_(host)
-
-        return self._queue("back", make, after)
-
-    def wait(self, mark: tuple[str, int]) -> None:
-        direction, number = mark
-        while self.queues[direction] and self.queues[direction][0][0] <= number:
-            self.queues[direction].pop(0)[1]()
-
-    def forsake(self, target: Tensor) -> None:
-        """As the allocator of a device does, it keeps the memory until the copy is over."""
-        self.wait(("back", self.count))
-
-    def _queue(self, direction: str, make: Callable[[], None], after: Any) -> tuple[str, int]:
-        def make_in_order() -> None:
-            if after is not None:
-                self.wait(after)
-            make()
-
-        self.count += 1
-        self.queues[direction].append((self.count, make_in_order))
-        return direction, self.count
-
-
-class Noting(Lanes):
-    """A CPU's copies, whose moments are noted in `events`."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-
-    def out(self, host: Tensor, source: Tensor, *, after: Any) -> None:
-        self.events.append(("out", source.numel()))
-        super().out(host, source, after=after)
-
-    def back(self, target: Tensor, host: Tensor, *, after: Any) -> None:
-        self.events.append(("back", target.numel()))
-        super().back(target, host, after=after)
-
-
-def config_of(policy: str) -> RecomputeConfig:
-    return RecomputeConfig(recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS)
-
-
-def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTModel:
-    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
-    with tp_state(1) as parallel:
-        model = build_tiny_model(tiny_config(**{"num_layers": NUM_LAYERS, **dropout, **overrides}), parallel, dtype=torch.float32,
-                                 plan=plan_stage(config_of(policy), NUM_LAYERS))
-    if lanes is not None:
-        model.decoder.stores.lanes = lanes
-    return model
-
-
-def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
-    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
-    draw_alike(model)
-    for parameter in model.parameters():
-        parameter.grad = None
-    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
-        loss.backward()
-    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
-
-
-def draw_alike(model: GPTModel) -> None:
-    model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(map(torch.equal, first, second))
-
-
-# --- the same bits, in any haste ---
-
 @pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
 def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: str) -> None:
-    """Two steps of two micro-batches in flight, so that buffers are used again, in both orders of their backwards."""
+    """Two steps of two micro-batches in flight, so that buffers are used again."""
     lanes = Late()
     ours, plain = build(policy, lanes), build("*:none")
     ours.decoder.stores.micro_batches = 2
@@ -250,8 +137,6 @@ def test_parameters_tables_and_states_of_generators_stay(rng: RngStreams) -> Non
     output.sum().backward()
 
 
-# --- when memory is freed, and when it comes back ---
-
 def watched(number: int, alive: dict[int, weakref.ref[torch.UntypedStorage]], events: list[Any], hidden: Tensor, _: Regions,
             ) -> Tensor:
     """Saves one tensor, of number + 1 rows."""
@@ -327,116 +212,6 @@ def test_a_buffer_goes_back_when_its_last_reader_is_done(rng: RngStreams) -> Non
     output.sum().backward()
     assert in_use == [60, 40, 20]
 
-
-# --- the pool ---
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
-def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(policy: str, batches: tuple[int, ...]) -> None:
-    model = build(policy)
-    pool = model.decoder.stores.pool
-    assert pool.num_bytes == 0
-    step(model, batches=batches)
-    first, buffers = pool.num_bytes, pool.storages()
-    assert first > 0 and pool.bytes_in_use == 0
-    for _ in range(2):
-        step(model, batches=batches)
-        assert (pool.num_bytes, pool.storages(), pool.bytes_in_use) == (first, buffers, 0)
-
-
-def test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once() -> None:
-    model = build("*:none@host")
-    pool = model.decoder.stores.pool
-    gc.disable()
-    try:
-        loss = model.loss(*sample_tokens()).mean()
-        taken = pool.bytes_in_use
-        assert taken > 0
-        del loss
-        assert pool.bytes_in_use == 0
-    finally:
-        gc.enable()
-    step(model)
-    assert pool.num_bytes == taken
-
-
-class Broken(Exception):
-    pass
-
-
-@pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy: str, in_backward: bool) -> None:
-    lanes = Late()
-    model, plain = build(policy, lanes), build("*:none")
-    step(model), step(plain)
-
-    def breaks(*_: Any) -> None:
-        raise Broken
-
-    def breaks_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(breaks)
-
-    mlp = model.decoder.layers[2].mlp
-    handle = mlp.register_forward_hook(breaks_in_backward) if in_backward else mlp.register_forward_pre_hook(breaks)
-    try:
-        step(model)
-    except Broken:
-        handle.remove()
-    assert not mlp._forward_hooks and not mlp._forward_pre_hooks and model.decoder.stores.host_bytes == 0
-    assert equal(step(model), step(plain)) and lanes.faults == []
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
-def test_without_gradients_nothing_is_taken(policy: str) -> None:
-    model = build(policy)
-    with torch.no_grad():
-        model.loss(*sample_tokens())
-    assert model.decoder.stores.storages() == set()
-
-
-def test_a_plan_that_keeps_all_on_the_device_has_no_pool() -> None:
-    model = build("*:full; 0:pointwise")
-    step(model)
-    assert model.decoder.stores.storages() == set()
-
-
-def test_two_models_have_two_pools_and_a_copy_of_a_model_its_own() -> None:
-    model, other = build("*:full@host"), build("*:full@host")
-    step(model), step(other)
-    twin = copy.deepcopy(model)
-    step(twin)
-    stores = [each.decoder.stores.storages() for each in (model, other, twin)]
-    assert len(set.union(*stores)) == 3 * NUM_LAYERS
-
-
-def test_the_pool_never_holds_more_than_was_in_use_at_one_time() -> None:
-    pool, random = Pool(pinned=False), torch.Generator().manual_seed(1)
-    most = 0
-    held: list[Slot] = []
-    for number in torch.randint(1, 9, (300,), generator=random).tolist():
-        if number < 4 and held:
-            held.pop(number % len(held))
-        else:
-            held.append(pool.take(number))
-            assert held[-1].memory.numel() == number
-        in_use = sum(slot.memory.numel() for slot in held)
-        most = max(most, in_use)
-        assert pool.bytes_in_use == in_use and pool.num_bytes <= most
-        addresses = [slot.memory.data_ptr() for slot in held]
-        assert len(set(addresses)) == len(addresses)
-
-
-def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it() -> None:
-    pool = Pool(pinned=False)
-    slot = pool.take(8)
-    slot.last_use = "copy 7"
-    del slot
-    assert pool.take(8).last_use == "copy 7" and pool.take(9).last_use is None
-
-
-# --- beside other hooks ---
 
 def test_hooks_outside_get_what_stays_and_nothing_that_was_moved(rng: RngStreams) -> None:
     weight = nn.Parameter(torch.ones(4, 4))

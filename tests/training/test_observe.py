@@ -44,7 +44,7 @@ def _train_each(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_fifty_iterations_with_dropout_log_the_same_text_under_every_policy(tmp_path: Path) -> None:
-    run_ranks(_train_each, 2, tmp_path, detail=False)
+    run_ranks(_train_each, 2, tmp_path, detail=False, timeout=280)
     texts, kept = {}, {}
     for name in POLICIES:
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]

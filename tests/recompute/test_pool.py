@@ -1,0 +1,121 @@
+"""The pool of host memory: it grows in the first step only, every buffer returns whatever happens, none is taken without need."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.recompute.pool import Pool, Slot
+from tests.support.models import sample_tokens
+from tests.support.offload import CONTIGUOUS, NUM_LAYERS, POLICIES, Late, build, equal, step
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
+def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(policy: str, batches: tuple[int, ...]) -> None:
+    model = build(policy)
+    pool = model.decoder.stores.pool
+    assert pool.num_bytes == 0
+    step(model, batches=batches)
+    first, buffers = pool.num_bytes, pool.storages()
+    assert first > 0 and pool.bytes_in_use == 0
+    for _ in range(2):
+        step(model, batches=batches)
+        assert (pool.num_bytes, pool.storages(), pool.bytes_in_use) == (first, buffers, 0)
+
+
+def test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once() -> None:
+    model = build("*:none@host")
+    pool = model.decoder.stores.pool
+    gc.disable()
+    try:
+        loss = model.loss(*sample_tokens()).mean()
+        taken = pool.bytes_in_use
+        assert taken > 0
+        del loss
+        assert pool.bytes_in_use == 0
+    finally:
+        gc.enable()
+    step(model)
+    assert pool.num_bytes == taken
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy: str, in_backward: bool) -> None:
+    lanes = Late()
+    model, plain = build(policy, lanes), build("*:none")
+    step(model), step(plain)
+
+    def breaks(*_: Any) -> None:
+        raise Broken
+
+    def breaks_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(breaks)
+
+    mlp = model.decoder.layers[2].mlp
+    handle = mlp.register_forward_hook(breaks_in_backward) if in_backward else mlp.register_forward_pre_hook(breaks)
+    try:
+        step(model)
+    except Broken:
+        handle.remove()
+    assert not mlp._forward_hooks and not mlp._forward_pre_hooks and model.decoder.stores.host_bytes == 0
+    assert equal(step(model), step(plain)) and lanes.faults == []
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
+def test_without_gradients_nothing_is_taken(policy: str) -> None:
+    model = build(policy)
+    with torch.no_grad():
+        model.loss(*sample_tokens())
+    assert model.decoder.stores.storages() == set()
+
+
+def test_a_plan_that_keeps_all_on_the_device_has_no_pool() -> None:
+    model = build("*:full; 0:pointwise")
+    step(model)
+    assert model.decoder.stores.storages() == set()
+
+
+def test_two_models_have_two_pools_and_a_copy_of_a_model_its_own() -> None:
+    model, other = build("*:full@host"), build("*:full@host")
+    step(model), step(other)
+    twin = copy.deepcopy(model)
+    step(twin)
+    stores = [each.decoder.stores.storages() for each in (model, other, twin)]
+    assert len(set.union(*stores)) == 3 * NUM_LAYERS
+
+
+def test_the_pool_never_holds_more_than_was_in_use_at_one_time() -> None:
+    pool, random = Pool(pinned=False), torch.Generator().manual_seed(1)
+    most = 0
+    held: list[Slot] = []
+    for number in torch.randint(1, 9, (300,), generator=random).tolist():
+        if number < 4 and held:
+            held.pop(number % len(held))
+        else:
+            held.append(pool.take(number))
+            assert held[-1].memory.numel() == number
+        in_use = sum(slot.memory.numel() for slot in held)
+        most = max(most, in_use)
+        assert pool.bytes_in_use == in_use and pool.num_bytes <= most
+        addresses = [slot.memory.data_ptr() for slot in held]
+        assert len(set(addresses)) == len(addresses)
+
+
+def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it() -> None:
+    pool = Pool(pinned=False)
+    slot = pool.take(8)
+    slot.last_use = "copy 7"
+    del slot
+    assert pool.take(8).last_use == "copy 7" and pool.take(9).last_use is None

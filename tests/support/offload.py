@@ -1,0 +1,125 @@
+"""Models whose policies put things in host memory, and stand-ins for the copies of a device.
+
+`Late` makes each copy at the last moment that the order between streams allows. What is read, freed or written again too early
+shows as wrong bits or as a fault.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.offload import Lanes
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+
+NUM_LAYERS = 5
+CPU = torch.device("cpu")
+POLICIES = ("*:full@host", "*:full/2@host", "*:none@host", "*:pointwise@host", "*:core_attn+mlp@host", "*:ops(matmul)@host",
+            "0:full; 1:none@host; 2:none; *:full@host")
+CONTIGUOUS = "*:full@host, contiguous"
+
+
+class Late(Lanes):
+    """Makes a copy only when somebody waits for it, or for a later one of its direction. faults: what came too early."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, list[tuple[int, Callable[[], None]]]] = {"out": [], "back": []}
+        self.count = 0
+        self.faults: list[str] = []
+
+    def out(self, host: Tensor, source: Tensor, *, after: Any) -> tuple[str, int]:
+        original = weakref.ref(source.untyped_storage())
+
+        def make() -> None:
+            if original() is None:
+                self.faults.append("an original was freed before its copy was made")
+            else:
+                host.copy_(torch.empty(0, dtype=torch.uint8).set_(original()))
+
+        return self._queue("out", make, after)
+
+    def back(self, target: Tensor, host: Tensor, *, after: Any) -> tuple[str, int]:
+        target.fill_(255)  # not a number, in every floating-point format
+        place = weakref.ref(target.untyped_storage())
+
+        def make() -> None:
+            if place() is None:
+                self.faults.append("the place of a copy was freed before the copy was made")
+            else:
+                torch.empty(0, dtype=torch.uint8).set_(place()).copy_(host)
+
+        return self._queue("back", make, after)
+
+    def wait(self, mark: tuple[str, int]) -> None:
+        direction, number = mark
+        while self.queues[direction] and self.queues[direction][0][0] <= number:
+            self.queues[direction].pop(0)[1]()
+
+    def forsake(self, target: Tensor) -> None:
+        """As the allocator of a device does, it keeps the memory until the copy is over."""
+        self.wait(("back", self.count))
+
+    def _queue(self, direction: str, make: Callable[[], None], after: Any) -> tuple[str, int]:
+        def make_in_order() -> None:
+            if after is not None:
+                self.wait(after)
+            make()
+
+        self.count += 1
+        self.queues[direction].append((self.count, make_in_order))
+        return direction, self.count
+
+
+class Noting(Lanes):
+    """A CPU's copies, whose moments are noted in `events`."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def out(self, host: Tensor, source: Tensor, *, after: Any) -> None:
+        self.events.append(("out", source.numel()))
+        super().out(host, source, after=after)
+
+    def back(self, target: Tensor, host: Tensor, *, after: Any) -> None:
+        self.events.append(("back", target.numel()))
+        super().back(target, host, after=after)
+
+
+def config_of(policy: str) -> RecomputeConfig:
+    return RecomputeConfig(recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS)
+
+
+def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTModel:
+    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
+    with tp_state(1) as parallel:
+        model = build_tiny_model(tiny_config(**{"num_layers": NUM_LAYERS, **dropout, **overrides}), parallel, dtype=torch.float32,
+                                 plan=plan_stage(config_of(policy), NUM_LAYERS))
+    if lanes is not None:
+        model.decoder.stores.lanes = lanes
+    return model
+
+
+def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
+    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
+    draw_alike(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for loss in [model.loss(*sample_tokens(batch)).mean() for batch in batches]:
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+
+def draw_alike(model: GPTModel) -> None:
+    model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
