@@ -9,18 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from arguments import parse_args
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron_lite.tensor_parallel.mappings import copy_to_tensor_parallel_region
-from megatron_lite.training.build import build_model
 from tests.support.collectives import recorded_collectives
-from tests.support.equality import differences, variant_config
-from tests.support.models import build_tiny_model, loss_and_grads, sample_tokens, tp_state
+from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 S, B, H, V = 8, 3, 5, 11
@@ -121,26 +116,6 @@ def test_one_chunk_gives_the_bits_of_logits_that_are_kept(tp_size, sequence_para
     kept, one_chunk = sharded(sample(dtype), tp_size, sequence_parallel, (None, S * B))
     for theirs, ours in zip(kept, one_chunk, strict=True):
         assert all(map(torch.equal, theirs, ours))
-
-
-def test_the_flag_reaches_the_model():
-    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 4 --seq-length 4"
-    with tp_state(1) as parallel:
-        for flags, chunk_size in (("", None), ("--loss-chunk-size 3", 3)):
-            config = parse_args(f"{sizes} --micro-batch-size 1 --vocab-size 20 {flags}".split()).config
-            assert build_model(config, parallel).loss_chunk_size == chunk_size
-
-
-def test_a_chunk_that_takes_the_whole_micro_batch_is_told_to_the_user():
-    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 4 --seq-length 4"
-    for chunk_size, told in ((11, False), (12, True)):
-        notices = parse_args(f"{sizes} --micro-batch-size 3 --vocab-size 20 --loss-chunk-size {chunk_size}".split()).notices
-        assert any("--loss-chunk-size 12 takes all 12 tokens" in notice for notice in notices) == told
-
-
-def test_a_chunk_has_at_least_one_token():
-    with pytest.raises(ValueError, match=r"--loss-chunk-size must be at least 1 \(got 0\)"):
-        TrainingConfig(micro_batch_size=1, loss_chunk_size=0)
 
 
 def wide(dtype, *, tokens=60, h=32, vocabulary=300) -> Case:
@@ -324,42 +299,3 @@ def test_nothing_of_the_size_of_the_vocabulary_is_kept():
         losses = losses_of(hidden, weight, case.labels, 8, tp_group=None, sequence_parallel=False, first_id=0, num_ids=2048)
     assert losses.requires_grad
     assert live.total_bytes() == 96 * (8 + 1 + 4 + 4)  # columns, whether they are here, shares, losses
-
-
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])  # tied, untied
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
-def test_a_model_trains_alike_with_its_loss_in_chunks(variant, tp_size, sequence_parallel):
-    """One chunk: the same bits, in bf16 too. Several: float64 to 1e-12."""
-
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            def outcome(dtype, chunk_size):
-                model = build_tiny_model(variant_config(variant), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
-                                         loss_chunk_size=chunk_size)
-                return loss_and_grads(model, parallel)
-
-            exact = {max(differences(outcome(dtype, None), outcome(dtype, 36)).values())
-                     for dtype in (torch.float64, torch.bfloat16)}
-            return exact, max(differences(outcome(torch.float64, None), outcome(torch.float64, 7)).values())
-
-    for exact, several in run_ranks(work, tp_size, detail=False) if tp_size > 1 else [work(0, 1)]:
-        assert exact == {0.0} and several <= 1e-12
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_under_autocast_a_float32_model_has_the_bits_that_it_has_with_all_logits(tp_size):
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            def outcome(chunk_size):
-                model = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.float32, loss_chunk_size=chunk_size)
-                buffer = GradBuffer(dict(model.named_parameters()), parallel)
-                with torch.autocast("cpu", torch.bfloat16):
-                    losses = model.loss(*sample_tokens())
-                losses.mean().backward()
-                return losses.detach(), *(grad.clone() for grad in buffer.grads.values())
-
-            kept, one_chunk, several = outcome(None), outcome(36), outcome(7)
-            return all(map(torch.equal, kept, one_chunk)), (kept[0] - several[0]).abs().max().item(), several[0].dtype
-
-    for equal, error, dtype in run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]:
-        assert equal and error <= 2**-6 and dtype == torch.float32
