@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_one_of
+from megatron_lite.config.checks import flag, require_at_least, require_one_of
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the mesh axes. The data-parallel size is what remains: world size / tensor-parallel size.
+    """Sizes of the mesh axes. The data-parallel size is what remains of the world.
 
-    `distributed_backend="auto"` is nccl where CUDA is used and gloo elsewhere; "gloo" also keeps the run on the CPU.
+    num_layers_per_virtual_pipeline_stage or num_virtual_stages_per_pipeline_rank: two ways to give each pipeline rank several
+    shorter stages. decoder_first_pipeline_num_layers, decoder_last_..: layers of the first and last pipeline rank; the others
+    share the rest. `distributed_backend="auto"` is nccl where CUDA is used and gloo elsewhere; "gloo" also keeps the run on the
+    CPU. config/stages.py has the layers of each stage.
     """
 
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    overlap_p2p_comm: bool = True
+    context_parallel_size: int = 1
     distributed_backend: str = "auto"
     distributed_timeout_minutes: int = 10
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "tensor_model_parallel_size", "distributed_timeout_minutes")
+        require_at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+                         "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+                         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_timeout_minutes")
         require_one_of(self, "distributed_backend", DISTRIBUTED_BACKENDS)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
+        if self.num_layers_per_virtual_pipeline_stage is not None and self.num_virtual_stages_per_pipeline_rank is not None:
+            raise ValueError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the "
+                             "number of virtual stages: set one")
+        for field in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+                      "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+            if getattr(self, field) is not None and self.pipeline_model_parallel_size == 1:
+                raise ValueError(f"{flag(field)} needs --pipeline-model-parallel-size > 1 (got 1)")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """World size / tensor-parallel size. ValueError where it does not divide."""
-        if world_size % self.tensor_model_parallel_size:
-            raise ValueError(f"world size {world_size} is not divisible by --tensor-model-parallel-size "
-                             f"{self.tensor_model_parallel_size}: start a multiple of "
-                             f"{self.tensor_model_parallel_size} processes (torchrun --nproc_per_node, srun --ntasks)")
-        return world_size // self.tensor_model_parallel_size
+        """World size / the ranks of one model. ValueError where it does not divide, with the arithmetic."""
+        axes = {"--tensor-model-parallel-size": self.tensor_model_parallel_size,
+                "--context-parallel-size": self.context_parallel_size,
+                "--pipeline-model-parallel-size": self.pipeline_model_parallel_size}
+        ranks = math.prod(axes.values())
+        if world_size % ranks:
+            named = [f"{name} {size}" for name, size in axes.items() if size > 1]
+            product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")
+            raise ValueError(f"world size {world_size} is not a multiple of {product}: start a multiple of {ranks} processes "
+                             "(torchrun --nproc_per_node, srun --ntasks)")
+        return world_size // ranks

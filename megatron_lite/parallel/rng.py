@@ -48,14 +48,17 @@ class Generators(Protocol):
 
 
 class RngStreams:
-    """The streams of one rank. Owns the device's default generator while it lives."""
+    """The streams of one rank. Owns the device's default generator while it lives.
 
-    def __init__(self, device: torch.device, *, seed: int, tp_rank: int = 0, dp_rank: int = 0) -> None:
+    dp_rank: counts all ranks that hold other tokens. pp_rank: those with other layers.
+    """
+
+    def __init__(self, device: torch.device, *, seed: int, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0) -> None:
         self.device = device
         self.current = DEFAULT
         self._states: dict[str, Tensor] = {}
         for name, rank in ((TENSOR_PARALLEL, tp_rank), (DEFAULT, 0)):
-            self._seed(derive_seed("stream", seed, name, dp_rank, rank))
+            self._seed(derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else [])))
             self._states[name] = self._get()
 
     @contextmanager

@@ -1,15 +1,15 @@
-"""The processes of a run as one frozen value: a (dp, tp) mesh, its groups, this rank's place, device and RNG streams.
+"""The processes of a run as one frozen value: a (pp, dp, cp, tp) mesh, its groups, this rank's place, device and RNG streams.
 
     world of 4, --tensor-model-parallel-size 2        tp: 0 1      ranks 0 and 1 hold the shards of one model,
                                                   dp: 0   0 1      ranks 0 and 2 hold the same shard and
                                                       1   2 3      average their gradients
-A group of one rank is None, and no collective is issued for it. Nothing here is global: hand the state down.
+Tensor-parallel ranks are neighbours, then come context-parallel, data-parallel and pipeline ranks, as in Megatron. A group of one rank is None, and no collective is issued for it. Nothing here is global: hand the state down.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,27 +30,61 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelState:
-    """This rank's place in the mesh. `mesh`, `tp_group` and `dp_group` are None where they would hold one rank."""
+    """This rank's place in the mesh. `mesh` and each group are None where they would hold one rank.
+
+    data_group: the ranks with the same parameters and other tokens, data-parallel and context-parallel: they add up gradients.
+    pp_lanes: groups of the pipeline's ranks, one for each direction in which tensors travel (pipeline/links.py).
+    embedding_group: first and last pipeline rank, which share a tied embedding; None on the others too.
+    """
 
     device: torch.device
     rng: RngStreams
     mesh: DeviceMesh | None = None
     tp_group: ProcessGroup | None = None
+    cp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
+    data_group: ProcessGroup | None = None
+    pp_group: ProcessGroup | None = None
+    pp_lanes: tuple[ProcessGroup, ...] = ()
+    embedding_group: ProcessGroup | None = None
     tp_rank: int = 0
     tp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
 
     @property
     def rank(self) -> int:
-        """Global rank: data-parallel major, so that a TP group's ranks are neighbours (one node)."""
-        return self.dp_rank * self.tp_size + self.tp_rank
+        """Global rank. A TP group's ranks are neighbours (one node); pipeline ranks are farthest apart."""
+        return ((self.pp_rank * self.dp_size + self.dp_rank) * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
         """All ranks of the run."""
-        return self.dp_size * self.tp_size
+        return self.pp_size * self.dp_size * self.cp_size * self.tp_size
+
+    @property
+    def data_rank(self) -> int:
+        """The place in `data_group`."""
+        return self.dp_rank * self.cp_size + self.cp_rank
+
+    @property
+    def data_size(self) -> int:
+        """The size of `data_group`."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def holds_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def holds_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp_rank == self.pp_size - 1
 
     @property
     def world_group(self) -> ProcessGroup | None:
@@ -87,8 +121,7 @@ def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None =
     """Joins the run, yields this rank's state, and leaves the process groups on the way out.
 
     Where torch.distributed is initialised already (tests, notebooks), its default group is used and left alone.
-    InputError: a launch that cannot be read, a world size that is not a multiple of the tensor-parallel size,
-    more ranks on a node than GPUs.
+    InputError: a launch that cannot be read, a world size that is not a multiple of a model's ranks, more ranks on a node than GPUs.
     """
     launch = read_launch() if launch is None else launch
     joined = dist.is_initialized()
@@ -141,14 +174,40 @@ def _join(config: ParallelConfig, launch: Launch, device: torch.device) -> None:
 def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_size: int, seed: int) -> ParallelState:
     if world_size == 1:
         return ParallelState(device=device, rng=RngStreams(device, seed=seed))
-    tp_size = config.tensor_model_parallel_size
-    mesh = init_device_mesh(device.type, (dp_size, tp_size), mesh_dim_names=("dp", "tp"))
-    dp_rank, tp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    sizes = {"pp": config.pipeline_model_parallel_size, "dp": dp_size, "cp": config.context_parallel_size,
+             "tp": config.tensor_model_parallel_size}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    ranks = {axis: mesh.get_local_rank(axis) for axis in sizes}
+    groups = {axis: mesh.get_group(axis) if size > 1 else None for axis, size in sizes.items()}
+    data_rank = ranks["dp"] * sizes["cp"] + ranks["cp"]
     return ParallelState(
         device=device,
-        rng=RngStreams(device, seed=seed, tp_rank=tp_rank, dp_rank=dp_rank),
-        mesh=mesh,
-        tp_group=mesh.get_group("tp") if tp_size > 1 else None,
-        dp_group=mesh.get_group("dp") if dp_size > 1 else None,
-        tp_rank=tp_rank, tp_size=tp_size, dp_rank=dp_rank, dp_size=dp_size,
+        rng=RngStreams(device, seed=seed, tp_rank=ranks["tp"], dp_rank=data_rank, pp_rank=ranks["pp"]),
+        mesh=mesh, data_group=_data_group(mesh, groups),
+        pp_lanes=_lanes(mesh, config), embedding_group=_embedding_group(mesh, groups["pp"]),
+        **{f"{axis}_{what}": values[axis] for what, values in (("group", groups), ("rank", ranks), ("size", sizes))
+           for axis in sizes},  # type: ignore[arg-type]
     )
+
+
+def _data_group(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]) -> ProcessGroup | None:
+    if groups["dp"] is not None and groups["cp"] is not None:
+        return mesh["dp", "cp"]._flatten("data").get_group()
+    return groups["dp"] or groups["cp"]
+
+
+def _lanes(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
+    """Forward, backward; and where several stages share a rank the same for the way from the last rank to the first: with two
+    ranks that would be the way of the other direction, and NCCL runs what goes between two ranks of a group in order."""
+    if config.pipeline_model_parallel_size == 1:
+        return ()
+    pipelines = mesh.mesh.flatten(1).t().tolist()
+    return tuple(dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(4))
+
+
+def _embedding_group(mesh: DeviceMesh, pp_group: ProcessGroup | None) -> ProcessGroup | None:
+    if pp_group is None or pp_group.size() == 2:
+        return pp_group
+    ends = [[pipeline[0], pipeline[-1]] for pipeline in mesh.mesh.flatten(1).t().tolist()]
+    group = dist.new_subgroups_by_enumeration(ends)[0]
+    return group if pp_group.rank() in (0, pp_group.size() - 1) else None

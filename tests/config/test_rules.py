@@ -232,7 +232,7 @@ def test_sequence_parallel_is_off_on_one_rank() -> None:
 def test_the_world_is_divided_into_tensor_and_data_parallel_ranks() -> None:
     parallel = ParallelConfig(tensor_model_parallel_size=2)
     assert parallel.data_parallel_size(6) == 3
-    with pytest.raises(ValueError, match="world size 5 is not divisible by --tensor-model-parallel-size 2: start"):
+    with pytest.raises(ValueError, match="world size 5 is not a multiple of --tensor-model-parallel-size 2: start"):
         parallel.data_parallel_size(5)
 
 

@@ -76,7 +76,7 @@ def test_streams_follow_the_place_in_the_mesh():
 
 def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
     config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo")
-    message = (r"world size 3 is not divisible by --tensor-model-parallel-size 2: start a multiple of 2 processes "
+    message = (r"world size 3 is not a multiple of --tensor-model-parallel-size 2: start a multiple of 2 processes "
                r"\(torchrun --nproc_per_node, srun --ntasks\)")
     launch = Launch(launcher="torchrun", world_size=3)
     with pytest.raises(InputError, match=message), parallel_state(config, seed=1, launch=launch):
@@ -84,7 +84,7 @@ def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
 
 
 def test_more_tensor_parallel_ranks_than_processes_is_the_same_error():
-    with pytest.raises(InputError, match="world size 1 is not divisible by --tensor-model-parallel-size 4"), tp_state(4):
+    with pytest.raises(InputError, match="world size 1 is not a multiple of --tensor-model-parallel-size 4"), tp_state(4):
         pass
 
 
