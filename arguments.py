@@ -197,6 +197,12 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "parallelism", ParallelConfig)
     group.value("--tensor-model-parallel-size", int, "ranks that share each layer")
     group.switch("--sequence-parallel", "split norms and dropout over the tensor-parallel ranks, along the sequence")
+    group.value("--pipeline-model-parallel-size", int, "ranks that share the layers, one behind the other")
+    group.value("--num-layers-per-virtual-pipeline-stage", int, "several stages of so many layers on each pipeline rank")
+    group.value("--num-virtual-stages-per-pipeline-rank", int, "the same, by their number")
+    group.value("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank, if not as many as of the others")
+    group.value("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank")
+    group.off_switch("--no-overlap-p2p-communication", "overlap_p2p_comm", "receive what a stage needs only when it needs it")
     group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
                 values=DISTRIBUTED_BACKENDS)
     group.value("--distributed-timeout-minutes", int, "time after which a collective gives up")
@@ -220,6 +226,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
                 "compiled layer may keep for backward")
     group.off_switch("--no-recompute-tail-skip", "recompute_tail_skip", "replays also do their last matmul, whose result "
                      "nothing reads")
+    group.value("--num-microbatches-with-partial-activation-checkpoints", int, "in a pipeline: of as many micro-batches as are "
+                "in flight at once, so many keep everything")
     group.switch("--recompute-verify", "compare replays with their forward, and predicted with measured bytes; slow")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
@@ -29,6 +30,7 @@ from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.runner import StageRunner
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -103,10 +105,10 @@ def our_step(setting: Setting, batch: MicroBatch) -> Step:
     """The engine's own train_step on one rank."""
     parallel = one_rank(setting)
     model = our_model(setting, parallel)
-    optimizer = Optimizer(model, OptimizerConfig(), parallel)
+    runner, optimizer = StageRunner(ModelStages([model]), parallel), Optimizer(model, OptimizerConfig(), parallel)
 
     def step() -> Tensor:
-        return train_step(model, optimizer, (batch,), num_microbatches=1, learning_rate=LEARNING_RATE, parallel=parallel).loss
+        return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
 
     return step
 

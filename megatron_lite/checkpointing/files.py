@@ -2,12 +2,14 @@
 
     DIR/latest_checkpointed_iteration.txt      "40", replaced only once iter_0000040 is complete
     DIR/iter_0000040/config.json               the RunConfig
-                     metadata.json             progress, TP and DP sizes, and of each parameter its global shape and split
-                     model_tp00of02.safetensors         one rank's shards, by parameter name, without vocabulary padding
-                     optimizer_tp00of02.safetensors     NAME/exp_avg, NAME/exp_avg_sq, NAME/master
+                     metadata.json             progress, and the sizes of the parallel axes
+                     parameters_pp00.json      of each parameter of a pipeline rank its global shape and split
+                     model_pp00_tp00of02.safetensors        one rank's shards, by parameter name, without vocabulary padding
+                     optimizer_pp00_tp00of02.safetensors    NAME/exp_avg, NAME/exp_avg_sq, NAME/master
                      rng_00000.safetensors              random-number streams, one file per rank
 
-A step is written into iter_0000040.tmp, synced, and renamed. Tensors that all TP ranks hold alike are in rank 0's file only.
+A step is written into iter_0000040.tmp, synced, and renamed. Tensors that all TP ranks hold alike are in rank 0's file only;
+a tied embedding is in the first pipeline rank's only.
 """
 
 from __future__ import annotations
@@ -29,9 +31,14 @@ def step_directory(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def shard_file(kind: str, tp_rank: int, tp_size: int) -> str:
-    """File name of one TP rank's "model" or "optimizer" tensors."""
-    return f"{kind}_tp{tp_rank:02d}of{tp_size:02d}.safetensors"
+def shard_file(kind: str, pp_rank: int, tp_rank: int, tp_size: int) -> str:
+    """File name of one TP rank's "model" or "optimizer" tensors of the stages of one pipeline rank."""
+    return f"{kind}_pp{pp_rank:02d}_tp{tp_rank:02d}of{tp_size:02d}.safetensors"
+
+
+def parameters_file(pp_rank: int) -> str:
+    """File name of the parameters' layouts of one pipeline rank."""
+    return f"parameters_pp{pp_rank:02d}.json"
 
 
 def rng_file(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Saving a run and loading it again: bit for bit in the same layout, and at any other tensor-parallel size."""
+"""Saving a run and loading it again: bit for bit in the same layout, and in any other tensor-parallel or pipeline layout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lite.checkpointing.files import (
     CONFIG,
     METADATA,
     latest_step,
+    parameters_file,
     publish_step,
     rng_file,
     shard_file,
@@ -27,13 +28,12 @@ from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.data.files import sync_file
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
 from megatron_lite.parallel.state import ParallelState
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,23 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """metadata.json: what is needed to read the tensors of a step."""
+    """metadata.json and parameters_pp*.json: what is needed to read the tensors of a step."""
 
     progress: Progress
     tp_size: int
     dp_size: int
+    pp_size: int
     num_updates: int
     parameters: dict[str, SavedLayout]
 
     def to_json(self) -> str:
-        """The file's text."""
-        return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size,
-                           "dp_size": self.dp_size, "num_updates": self.num_updates,
-                           "parameters": {name: layout.to_plain() for name, layout in self.parameters.items()}}, indent=1)
+        """The text of metadata.json."""
+        return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
+                           "pp_size": self.pp_size, "num_updates": self.num_updates}, indent=1)
+
+    def parameters_to_json(self) -> str:
+        """The text of this pipeline rank's parameters_pp*.json."""
+        return json.dumps({name: layout.to_plain() for name, layout in self.parameters.items()}, indent=1)
 
     @classmethod
     def read(cls, step: Path) -> Metadata:
@@ -68,19 +72,23 @@ class Metadata:
             values = json.loads(path.read_text())
             if values["format"] != FORMAT:
                 raise InputError(f"{path}: format {values['format']}, but this version reads format {FORMAT}")
-            numbers = [*values["progress"].values(), values["tp_size"] - 1, values["dp_size"] - 1, values["num_updates"]]
+            sizes = {axis: values[axis] for axis in ("tp_size", "dp_size", "pp_size")}
+            numbers = [*values["progress"].values(), *(size - 1 for size in sizes.values()), values["num_updates"]]
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise ValueError("sizes and counts must be whole numbers")
-            return cls(progress=Progress(**values["progress"]), tp_size=values["tp_size"], dp_size=values["dp_size"],
-                       num_updates=values["num_updates"],
-                       parameters={name: SavedLayout.from_plain(layout) for name, layout in values["parameters"].items()})
+            parameters: dict[str, SavedLayout] = {}
+            for pp_rank in range(sizes["pp_size"]):
+                path = step / parameters_file(pp_rank)
+                parameters |= {name: SavedLayout.from_plain(layout, pp_rank=pp_rank)
+                               for name, layout in json.loads(path.read_text()).items()}
+            return cls(progress=Progress(**values["progress"]), num_updates=values["num_updates"], parameters=parameters, **sizes)
         except InputError:
             raise
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error!r}): the checkpoint is damaged") from error
 
 
-def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, model: GPTModel, optimizer: Optimizer,
+def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer,
                     progress: Progress) -> None:
     """Writes iter_N under `directory` and points at it. Every rank must call this; it returns once the step is durable.
 
@@ -92,13 +100,15 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
     parallel.together(what, lambda: start_step(root, iteration) if parallel.rank == 0 else None)
     temporary = step_directory(root, iteration).with_suffix(".tmp")
     metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size,
-                        num_updates=optimizer.num_updates, parameters=layouts_of(model))
+                        pp_size=parallel.pp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model))
 
     def write() -> None:
-        if parallel.dp_rank == 0:
-            _write_tensors(temporary / shard_file("model", parallel.tp_rank, parallel.tp_size), _model_tensors(model, parallel))
-            _write_tensors(temporary / shard_file("optimizer", parallel.tp_rank, parallel.tp_size),
-                           _optimizer_tensors(model, optimizer, parallel))
+        if parallel.data_rank == 0:
+            for kind, tensors in (("model", _model_tensors(model, parallel)),
+                                  ("optimizer", _optimizer_tensors(model, optimizer, parallel))):
+                _write_tensors(temporary / shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size), tensors)
+            if parallel.tp_rank == 0:
+                write_durably(temporary / parameters_file(parallel.pp_rank), metadata.parameters_to_json().encode())
         _write_tensors(temporary / rng_file(parallel.rank), parallel.rng.snapshot().states)
         if parallel.rank == 0:
             write_durably(temporary / CONFIG, config.to_json().encode())
@@ -134,7 +144,7 @@ def loaded_progress(options: CheckpointConfig) -> Progress:
     return Progress() if step is None else Metadata.read(step).progress
 
 
-def load_checkpoint(config: RunConfig, parallel: ParallelState, model: GPTModel, optimizer: Optimizer | None) -> Loaded:
+def load_checkpoint(config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None) -> Loaded:
     """Fills model, optimizer and random-number streams from the newest step under `--load`.
 
     `--finetune` takes the weights alone and starts at iteration 0. InputError: nothing there (unless `--allow-fresh-start`),
@@ -198,13 +208,14 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
 
 
 @torch.no_grad()
-def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel, optimizer: Optimizer | None = None,
+def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None = None,
                  ) -> None:
     """Fills the model's parameters, and the optimizer's master weights without rounding.
 
     InputError where their names or global shapes differ from the checkpoint's.
     """
-    unexpected = sorted(set(metadata.parameters) - {name for name, _ in model.named_parameters()})
+    held = {name for name, _ in model.named_parameters()}
+    unexpected = sorted(set(metadata.parameters) - held) if parallel.pp_size == 1 else []
     if unexpected:
         raise InputError(f"{step}: this model has no parameter {unexpected[0]}")
     with ShardReader(step, "model", saved_tp_size=metadata.tp_size) as reader:
@@ -213,27 +224,28 @@ def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model:
             if saved is None or saved.global_shape != wanted.global_shape:
                 raise InputError(f"{step}: parameter {name} is {'missing' if saved is None else saved.global_shape}, this model "
                                  f"has {wanted.global_shape}")
-            values = reader.read(name, saved.spec(), wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+            values = reader.read(name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
             parameter.copy_(values)
             if optimizer is not None:
                 optimizer.set_master(name, values)
 
 
-def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: GPTModel, optimizer: Optimizer) -> None:
+def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer) -> None:
     states: dict[str, dict[str, Tensor]] = {}
     with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
         for name, parameter in model.named_parameters():
-            saved, wanted = metadata.parameters[name].spec(), spec_of(parameter)
-            keys = ["exp_avg", "exp_avg_sq", *(["master"] if reader.has(f"{name}/master") else [])]
+            saved, wanted = metadata.parameters[name], spec_of(parameter)
+            keys = ["exp_avg", "exp_avg_sq", *(["master"] if reader.has(f"{name}/master", saved) else [])]
             states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
                             for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
 
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
-    if (metadata.tp_size, metadata.dp_size) != (parallel.tp_size, parallel.dp_size):
-        return [f"the checkpoint was saved on TP {metadata.tp_size} x DP {metadata.dp_size}, this run has "
-                f"TP {parallel.tp_size} x DP {parallel.dp_size}: random-number streams (dropout) start from --seed"]
+    then, now = ((one.tp_size, one.pp_size, one.dp_size) for one in (metadata, parallel))
+    if then != now:
+        before, here = ("TP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
+        return [f"the checkpoint was saved on {before}, this run has {here}: random-number streams (dropout) start from --seed"]
     path = step / rng_file(parallel.rank)
     try:
         parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
@@ -242,11 +254,11 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
     return []
 
 
-def _model_tensors(model: GPTModel, parallel: ParallelState) -> dict[str, Tensor]:
+def _model_tensors(model: nn.Module, parallel: ParallelState) -> dict[str, Tensor]:
     return _owned({name: (parameter, parameter) for name, parameter in model.named_parameters()}, parallel)
 
 
-def _optimizer_tensors(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> dict[str, Tensor]:
+def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> dict[str, Tensor]:
     return _owned({f"{name}/{key}": (value, parameter) for name, parameter in model.named_parameters()
                    for key, value in optimizer.states[name].items()}, parallel)
 

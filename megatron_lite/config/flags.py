@@ -29,7 +29,6 @@ WITHOUT_EFFECT = {
     "--calculate-per-token-loss": "every token counts, so the mean over tokens is the mean over micro-batches",
     "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated and reduced in float32",
     "--use-cpu-initialization": "initial weights are always drawn on the CPU, the same for every device",
-    "--use-tp-pp-dp-mapping": "it orders the pipeline and data ranks, and there is no pipeline",
     "--disable-gloo-process-groups": "one backend serves all process groups (--distributed-backend)",
     "--local-rank N": "the rank is read from the launcher's environment",
     "--te-rng-tracker": "random numbers come from the named streams of this program",
@@ -76,8 +75,6 @@ WITHOUT_EFFECT = {
 
 # Refused with any other value: this one is what happens here anyway.
 ONLY_VALUE = {
-    "--pipeline-model-parallel-size": "1",
-    "--num-virtual-stages-per-pipeline-rank": "1",
     "--context-parallel-size": "1",
     "--expert-model-parallel-size": "1",
     "--expert-tensor-parallel-size": "1",

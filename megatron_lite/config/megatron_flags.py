@@ -14,12 +14,14 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      """activation-offload-fraction cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
      delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading
      fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules min-offloaded-tensor-size offload-modules"""),
-    ("layers are not split over a pipeline; split them with --tensor-model-parallel-size",
-     """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split decoder-first-pipeline-num-layers
-     decoder-last-pipeline-num-layers defer-embedding-wgrad-compute microbatch-group-size-per-virtual-pipeline-stage
-     no-overlap-p2p-communication num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-     overlap-p2p-communication-warmup-flush pipeline-model-parallel-comm-backend pipeline-model-parallel-layout
-     pipeline-model-parallel-size use-ring-exchange-p2p wgrad-deferral-limit"""),
+    ("stages get equal numbers of layers, but for the first and last rank; use --decoder-first-pipeline-num-layers and "
+     "--decoder-last-pipeline-num-layers",
+     """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split pipeline-model-parallel-layout"""),
+    ("ranks are numbered tensor-parallel first, then data-parallel, then by pipeline stage; leave the flag out",
+     """use-tp-pp-dp-mapping"""),
+    ("the pipeline runs 1F1B, interleaved with --num-virtual-stages-per-pipeline-rank; leave the flag out",
+     """defer-embedding-wgrad-compute microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush
+     pipeline-model-parallel-comm-backend use-ring-exchange-p2p wgrad-deferral-limit"""),
     ("sequences are not split over context-parallel ranks; use --tensor-model-parallel-size with --sequence-parallel",
      """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes hybrid-context-parallel
      max-seqlen-per-dp-cp-rank"""),

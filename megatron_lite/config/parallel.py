@@ -42,6 +42,8 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is not None and self.num_virtual_stages_per_pipeline_rank is not None:
             raise ValueError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the "
                              "number of virtual stages: set one")
+        if self.num_virtual_stages_per_pipeline_rank == 1:
+            object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
         for field in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
                       "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
             if getattr(self, field) is not None and self.pipeline_model_parallel_size == 1:

@@ -22,6 +22,8 @@ class RecomputeConfig:
     recompute_policy: the same and more in the language of config/policy.py, instead of the flags above.
     activation_memory_budget: under --torch-compile, the share of what a graph would keep that it may keep (training/compiler.py).
     contiguous_saved_activations: the kept inputs of recomputed units lie in one allocation, made once (recompute/arena.py).
+    num_microbatches_with_partial_activation_checkpoints: in a pipeline, of as many micro-batches as are in flight at once, so
+    many keep everything (2205.05198, appendix C).
     recompute_tail_skip: a replay leaves out the last matmul of what it rebuilds, with its collective: nothing reads the result.
     recompute_verify: compare every rebuilt tensor with that of the forward, and predicted with measured bytes.
     """
@@ -37,6 +39,7 @@ class RecomputeConfig:
     contiguous_saved_activations: bool = False
     recompute_tail_skip: bool = True
     recompute_verify: bool = False
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -87,7 +90,7 @@ class RecomputeConfig:
     def _check_choices(self) -> None:
         words = [word for module in self.recompute_modules for word in (POINTWISE if module == "pointwise" else (module,))]
         object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(words)))
-        require_at_least(self, 1, "recompute_num_layers")
+        require_at_least(self, 1, "recompute_num_layers", "num_microbatches_with_partial_activation_checkpoints")
         if self.activation_memory_budget is not None and not 0.0 <= self.activation_memory_budget <= 1.0:
             raise ValueError("--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute nothing), not a "
                              f"number of bytes (got {self.activation_memory_budget})")

@@ -14,6 +14,7 @@ from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.policy import Action, parse_policy, point_at
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.stages import stages
 from megatron_lite.config.training import (
     CheckpointConfig,
     DataConfig,
@@ -53,7 +54,9 @@ class RunConfig:
         if self.data.seq_length > model.max_position_embeddings:
             raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                              f"{model.max_position_embeddings}")
-        self._check_recompute_policy()
+        stage_lengths = [stage.num_layers for stage in stages(self.parallel, model.num_layers)]
+        self._check_recompute_policy(max(stage_lengths), len(stage_lengths))
+        self._check_pipeline()
         self._check_compiler()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
@@ -97,9 +100,10 @@ class RunConfig:
             warnings.append("--activation-memory-budget is a share of what each compiled graph keeps, and every dropout ends a "
                             "graph")
         count = recompute.recompute_num_layers
-        if recompute.recompute_method == "block" and count is not None and count > self.model.num_layers:
-            warnings.append(f"--recompute-num-layers {count} is more than the {self.model.num_layers} layers of a stage: all of "
-                            "them are recomputed")
+        longest = max(stage.num_layers for stage in stages(self.parallel, self.model.num_layers))
+        if recompute.recompute_method == "block" and count is not None and count > longest:
+            warnings.append(f"--recompute-num-layers {count} is more than the {longest} layers of a stage: all of them are "
+                            "recomputed")
         return warnings
 
     def _operators_without_effect(self, names: set[str]) -> list[str]:
@@ -113,19 +117,34 @@ class RunConfig:
         return [f"--recompute-policy ops({name}) keeps nothing: {reason}" for name, reason in reasons.items()
                 if reason and name in names]
 
-    def _check_recompute_policy(self) -> None:
-        given, num_layers = self.recompute.recompute_policy, self.model.num_layers
+    def _check_recompute_policy(self, num_layers: int, num_stages: int) -> None:
+        given = self.recompute.recompute_policy
+        where = "" if num_stages == 1 else " of a stage"
         for rule in self.recompute.policy.rules:
             beyond = max((layers.last or layers.first for layers in rule.layers), default=0)
             if given is not None and beyond >= num_layers:
                 raise ValueError(point_at(given, parse_policy(given).rules[self.recompute.policy.rules.index(rule)].position,
-                                          f"layer {beyond} does not exist: the layers are 0 to {num_layers - 1}"))
+                                          f"layer {beyond} does not exist: the layers{where} are 0 to {num_layers - 1}"))
             for entry in map(parse_entry, rule.action.ops):
                 if not IN_GROUPS.issuperset(entry.operators):
                     raise ValueError(f"--recompute-policy '{rule}': how many bytes {entry.name} would keep cannot be told before "
                                      f"the run; {', '.join(GROUPS)} name operators of which it can, and so do their members")
             if rule.store.startswith("split"):
                 self._check_split("--distribute-saved-activations" if given is None else f"--recompute-policy '{rule}'")
+
+    def _check_pipeline(self) -> None:
+        flag = "--num-microbatches-with-partial-activation-checkpoints"
+        in_pipeline = self.parallel.pipeline_model_parallel_size > 1
+        if self.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
+            if not in_pipeline:
+                raise ValueError(f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is in flight at a "
+                                 "time")
+            if all(rule.action == Action() for rule in self.recompute.policy.rules):
+                raise ValueError(f"{flag} says which micro-batches keep what the others recompute, and nothing is recomputed: "
+                                 "give --recompute-granularity or --recompute-policy too")
+        if in_pipeline and self.logging.memory_timeline is not None:
+            raise ValueError("--memory-timeline records the forward and backward of one micro-batch, which a pipeline mixes with "
+                             "those of others: give --pipeline-model-parallel-size 1")
 
     def _check_compiler(self) -> None:
         budget = self.recompute.activation_memory_budget

@@ -42,11 +42,11 @@ class Term(NamedTuple):
 def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
     """Every tensor that is kept, in the order of the forward."""
     layer = layer_tensors(model, sizes)
-    terms = list(_embedding(model, sizes))
+    terms = list(_embedding(model, sizes)) if sizes.has_embedding else []
     for segment in plan.segments:
         terms += _segment_terms(layer, segment, sizes)
         terms += _results(model, plan, segment, sizes)
-    terms += _head(model, sizes)
+    terms += _head(model, sizes) if sizes.has_head else []
     return tuple(_placed(_tables_once(terms), plan))
 
 

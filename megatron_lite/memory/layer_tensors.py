@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage
 from megatron_lite.recompute.plan import ACTIVATION, CORE_ATTENTION, DROPOUT, LAYERNORM, MLP_REGION
 
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
@@ -21,7 +22,7 @@ class Sizes:
     """What decides the sizes besides the model: one micro-batch on one rank.
 
     element_bytes: of weights and activations: 4, or 2 under --bf16. device: "cpu" or "cuda". loss_chunk_size: None where logits
-    are kept.
+    are kept. has_embedding, has_head: whether the layers are the model's first, and its last.
     """
 
     micro_batch_size: int
@@ -32,15 +33,18 @@ class Sizes:
     element_bytes: int = 4
     device: str = "cpu"
     loss_chunk_size: int | None = None
+    has_embedding: bool = True
+    has_head: bool = True
 
     @classmethod
-    def of(cls, config: RunConfig, *, device: str) -> Sizes:
-        """Those of a run, whose vocabulary size must be known."""
+    def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
+        """Those of a run, whose vocabulary size must be known; of one pipeline stage, or of the whole model."""
         tp_size = config.parallel.tensor_model_parallel_size
         return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
                    padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
                    sequence_parallel=config.parallel.sequence_parallel, element_bytes=2 if config.training.bf16 else 4,
-                   device=device, loss_chunk_size=config.training.loss_chunk_size)
+                   device=device, loss_chunk_size=config.training.loss_chunk_size,
+                   has_embedding=stage is None or stage.is_first, has_head=stage is None or stage.is_last)
 
     @property
     def tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.stages import Stage
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
@@ -18,18 +19,22 @@ from megatron_lite.tensor_parallel.context import TensorParallelContext
 class TransformerBlock(nn.Module):
     """[s/t under sequence parallelism else s, b, h] -> the same shape. `plan` says what backward rebuilds.
 
+    stage: which layers these are; they keep their numbers in the whole model. The norm comes after the last stage's only.
     InputError: it names operators that torch does not have, or whose results cannot be kept.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext, plan: RecomputePlan) -> None:
+    def __init__(self, config: ModelConfig, context: TensorParallelContext, plan: RecomputePlan, stage: Stage) -> None:
         super().__init__()
         for segment in plan.segments:
             find_operators(segment.ops)
         self.context, self.plan, self.stores = context, plan, Stores(context.device)
-        self.layers = nn.ModuleList(TransformerLayer(config, context) for _ in range(config.num_layers))
-        self.final_layernorm = Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+        self.layers = nn.ModuleList()
+        for number in range(stage.first_layer, stage.first_layer + stage.num_layers):
+            self.layers.add_module(str(number), TransformerLayer(config, context))
+        self.final_layernorm = (Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+                                if stage.is_last else None)
 
-    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None) -> Tensor:
-        hidden_states = run_layers(self.plan, list(self.layers), hidden_states, rotary, rng=self.context.rng,
+    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, plan: RecomputePlan | None = None) -> Tensor:
+        hidden_states = run_layers(plan or self.plan, list(self.layers), hidden_states, rotary, rng=self.context.rng,
                                    tp_group=self.context.group, stores=self.stores)
-        return self.final_layernorm(hidden_states)
+        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)

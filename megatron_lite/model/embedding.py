@@ -48,3 +48,15 @@ class LanguageModelEmbedding(nn.Module):
             hidden_states = hidden_states + self.position_embeddings(start, length)
         return dropout(hidden_states, self.hidden_dropout if self.training else 0.0, self.context.rng,
                        self.context.residual_stream)
+
+
+class OutputEmbedding(nn.Module):
+    """The copy of tied word embeddings on the last pipeline stage, for the output projection.
+
+    It has the same name as the first stage's, starts alike, and gets the same gradient: the sum of both.
+    """
+
+    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size,
+                                                      init_std=config.init_method_std, context=context)

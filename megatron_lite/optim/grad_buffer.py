@@ -51,13 +51,17 @@ class GradBuffer:
                 self.grads[name].zero_()
 
     def reduce_(self) -> None:
-        """Completes the gradients once backward has run: sums over TP where ranks hold parts, then sums over DP."""
+        """Completes the gradients once backward has run: sums over TP where ranks hold parts, over first and last stage where
+        both hold the parameter, then over DP."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None and _autograd_sums_into(parameter, self.grads[name]):  # had no part in this step
                 parameter.grad = self.grads[name].zero_()
         if self._partial.numel():
             all_reduce_(self._partial, self._parallel.tp_group)
-        all_reduce_(self._flat, self._parallel.dp_group)
+        for name, parameter in self._parameters.items():
+            if spec_of(parameter).tied:
+                all_reduce_(self.grads[name], self._parallel.embedding_group)
+        all_reduce_(self._flat, self._parallel.data_group)
 
     def scale_(self, factor: Tensor) -> None:
         """Multiplies all gradients by a 0-d tensor, without reading it."""

@@ -29,6 +29,8 @@ class ParameterSpec:
     global_shape: the unsharded shape, without vocabulary padding.
     tp_dim: the dim that is split over TP ranks, or None where every rank holds the same values.
     padded_length: length of tp_dim with padding, where it differs from the global shape; padding is zero and stays zero.
+    tied: first and last pipeline stage hold it alike, and add their gradients. is_copy: the last stage's, which no figure of the
+    whole model counts again.
     sum_grad_over_tp: each TP rank's gradient covers only its tokens or heads, so that the ranks' gradients must be added.
     init_std: standard deviation of the normal start; None starts at `init_value`.
     """
@@ -38,6 +40,8 @@ class ParameterSpec:
     tp_blocks: int = 1
     padded_length: int | None = None
     sum_grad_over_tp: bool = False
+    tied: bool = False
+    is_copy: bool = False
     init_std: float | None = None
     init_value: float = 0.0
 

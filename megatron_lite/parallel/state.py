@@ -3,7 +3,8 @@
     world of 4, --tensor-model-parallel-size 2        tp: 0 1      ranks 0 and 1 hold the shards of one model,
                                                   dp: 0   0 1      ranks 0 and 2 hold the same shard and
                                                       1   2 3      average their gradients
-Tensor-parallel ranks are neighbours, then come context-parallel, data-parallel and pipeline ranks, as in Megatron. A group of one rank is None, and no collective is issued for it. Nothing here is global: hand the state down.
+Tensor-parallel ranks are neighbours, then come context-parallel, data-parallel and pipeline ranks, as in Megatron.
+A group of one rank is None, and no collective is issued for it. Nothing here is global: hand the state down.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None =
     """Joins the run, yields this rank's state, and leaves the process groups on the way out.
 
     Where torch.distributed is initialised already (tests, notebooks), its default group is used and left alone.
-    InputError: a launch that cannot be read, a world size that is not a multiple of a model's ranks, more ranks on a node than GPUs.
+    InputError: a launch that cannot be read, a world size that is not a multiple of one model's ranks, more ranks on a
+    node than GPUs.
     """
     launch = read_launch() if launch is None else launch
     joined = dist.is_initialized()

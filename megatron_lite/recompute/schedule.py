@@ -1,13 +1,19 @@
-"""From the recompute flags to the plan of one pipeline stage. Standard library only."""
+"""From the recompute flags to the plan of one pipeline stage. Standard library only.
+
+Policies count layers within a stage, and stages in the order of the model: each virtual stage is one of its own, as in Megatron.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import cast
 
 from megatron_lite.config.policy import Action, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import stages
 from megatron_lite.recompute.plan import ACTIVATION, MLP_REGION, RecomputePlan, Segment, Store
 
 KEEP = Rule(layers=(Layers(),), action=Action())
@@ -23,6 +29,15 @@ def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> Reco
     return RecomputePlan(tuple(segments(config.policy, num_layers, stage)), verify=config.recompute_verify,
                          skip_tail=config.recompute_tail_skip and not config.recompute_verify,
                          contiguous=config.contiguous_saved_activations)
+
+
+def plan_model(config: RunConfig) -> RecomputePlan:
+    """The plans of all stages, one behind the other: what all ranks of a pipeline recompute together."""
+    whole: list[Segment] = []
+    for stage in stages(config.parallel, config.model.num_layers):
+        plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+        whole += [replace(segment, first_layer=stage.first_layer + segment.first_layer) for segment in plan.segments]
+    return replace(plan, segments=tuple(whole))
 
 
 def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +29,14 @@ class MicroBatch(NamedTuple):
     labels: Tensor
 
 
+class Batches(Protocol):
+    """The micro-batches of a step, by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> MicroBatch: ...
+
+
 def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device) -> MicroBatch:
     """The named samples. The copy to a GPU does not wait for the kernels before it."""
     samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
@@ -37,9 +46,20 @@ def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device) 
     return MicroBatch(*(part.clone(memory_format=torch.contiguous_format) for part in (samples[:, :-1], samples[:, 1:])))
 
 
-def microbatches(dataset: SampleDataset, *, consumed_samples: int, micro_batch_size: int, num_microbatches: int,
-                 parallel: ParallelState) -> Iterator[MicroBatch]:
-    """This data-parallel rank's micro-batches of the iteration that starts after `consumed_samples`."""
-    for number in range(num_microbatches):
-        indices = microbatch_indices(consumed_samples, micro_batch_size, parallel.dp_rank, parallel.dp_size, number)
-        yield fetch(dataset, indices, parallel.device)
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """This data-parallel rank's micro-batches of the iteration that starts after `consumed_samples`, read when asked for."""
+
+    dataset: SampleDataset
+    consumed_samples: int
+    micro_batch_size: int
+    num_microbatches: int
+    parallel: ParallelState
+
+    def __len__(self) -> int:
+        return self.num_microbatches
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        indices = microbatch_indices(self.consumed_samples, self.micro_batch_size, self.parallel.dp_rank, self.parallel.dp_size,
+                                     number)
+        return fetch(self.dataset, indices, self.parallel.device)

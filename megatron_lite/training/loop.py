@@ -19,16 +19,18 @@ from megatron_lite.checkpointing.save_load import check_save_directory, load_che
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.build import Datasets
 from megatron_lite.memory.flops import hardware_flops, step_flops
-from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import SampleDataset, microbatches
+from megatron_lite.recompute.schedule import plan_model
+from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
-from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder, plain
+from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder
+from megatron_lite.training.runner import StageRunner
 from megatron_lite.training.step import StepResult, TrainingError, train_step
 
 
@@ -49,7 +51,7 @@ class Trainer:
 
     config: RunConfig
     parallel: ParallelState
-    model: GPTModel
+    model: ModelStages
     optimizer: Optimizer
     schedule: LrSchedule
     datasets: Datasets
@@ -58,12 +60,14 @@ class Trainer:
     batch_size: int
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
+    _runner: StageRunner = field(init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
     _clock: float = field(default=0.0, init=False)
     _saved_at: int = field(default=-1, init=False)
     _timeline_is_due: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self._runner = StageRunner.of(self.config, self.model, self.parallel)
         self._timeline_is_due = self.config.logging.memory_timeline is not None
 
     def run(self) -> Progress:
@@ -116,12 +120,12 @@ class Trainer:
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
         learning_rate = self.schedule.at(before)
-        batches = microbatches(self.datasets.train, consumed_samples=before, num_microbatches=self.num_microbatches,
+        batches = MicroBatches(dataset=self.datasets.train, consumed_samples=before, num_microbatches=self.num_microbatches,
                                micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel)
         measured = self.activation_bytes is not None or self.config.training.torch_compile
-        meter = None if measured else ActivationMeter(self.model, thorough=self.config.recompute.recompute_verify)
-        result = train_step(self.model, self.optimizer, batches, num_microbatches=self.num_microbatches,
-                            learning_rate=learning_rate, parallel=self.parallel, observer=meter or self._timeline_recorder())
+        meter = None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
+        result = train_step(self._runner, self.optimizer, batches, learning_rate=learning_rate,
+                            observer=meter or self._timeline_recorder())
         if meter is not None:
             self._compare_bytes(meter, log)
         self.progress = replace(self.progress, iteration=self.progress.iteration + 1,
@@ -145,8 +149,8 @@ class Trainer:
         """Of the run's second iteration, whose memory is that of all later ones."""
         if self._timeline_is_due:
             self._timeline_is_due = False
-            return TimelineRecorder(self.model, self.config.logging.memory_timeline if self.parallel.rank == 0 else None)
-        return plain
+            return TimelineRecorder(self.config.logging.memory_timeline if self.parallel.rank == 0 else None)
+        return Observer()
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures (the one place that waits for the device), counts and logs them."""
@@ -180,8 +184,8 @@ class Trainer:
             log.line(f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it")
             return
         log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
-        result = evaluate(self.model, dataset, num_iterations=num_iterations, parallel=self.parallel,
-                          num_microbatches=self.num_microbatches, micro_batch_size=self.config.training.micro_batch_size)
+        result = evaluate(self._runner, dataset, num_iterations=num_iterations, num_microbatches=self.num_microbatches,
+                          micro_batch_size=self.config.training.micro_batch_size)
         log.evaluation(name, self.progress.iteration, result)
         if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
             raise TrainingError(f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower --lr; "
@@ -215,7 +219,7 @@ class Trainer:
             num_iterations=self.num_iterations, batch_size=self.batch_size, device=device, tokens=self.batch_size * seq_length,
             world_size=self.parallel.world_size,
             flops=step_flops(config.model, batch=self.batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
-            hardware_flops=hardware_flops(config.model, self.model.decoder.plan, batch=self.batch_size, seq_length=seq_length,
+            hardware_flops=hardware_flops(config.model, plan_model(config), batch=self.batch_size, seq_length=seq_length,
                                           padded_vocab_size=vocabulary, device=device.type,
                                           loss_chunk_size=config.training.loss_chunk_size,
                                           tp_size=self.parallel.tp_size),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.observe import Observer, plain
+from megatron_lite.training.batches import Batches
+from megatron_lite.training.observe import Observer
+from megatron_lite.training.runner import StageRunner
 
 
 class TrainingError(RuntimeError):
@@ -32,23 +28,15 @@ class StepResult(NamedTuple):
     skipped: Tensor
 
 
-def train_step(model: GPTModel, optimizer: Optimizer, batches: Iterable[MicroBatch], *, num_microbatches: int,
-               learning_rate: float, parallel: ParallelState, observer: Observer = plain) -> StepResult:
-    """Runs `num_microbatches` micro-batches forward and backward and updates the weights once.
+def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, learning_rate: float,
+               observer: Observer | None = None) -> StepResult:
+    """Runs all micro-batches forward and backward and updates the weights once.
 
     The loss is the mean over micro-batches and data-parallel ranks, so that gradients are those of the global batch.
-    observer: runs the first micro-batch forward and backward.
+    observer: looks at the first micro-batch.
     """
-    model.train()
     optimizer.zero_grad()
-    share = 1.0 / (num_microbatches * parallel.dp_size)
-    total = torch.zeros((), device=parallel.device)
-    for batch in batches:
-        total += observer(partial(_loss, model, batch, share))
-        observer = plain
+    parallel = runner.parallel
+    loss = runner.train(batches, share=1.0 / (len(batches) * parallel.dp_size), observer=observer or Observer())
     update = optimizer.step(learning_rate)
-    return StepResult(all_reduce_(total, parallel.dp_group), update.grad_norm, update.skipped)
-
-
-def _loss(model: GPTModel, batch: MicroBatch, share: float) -> Tensor:
-    return model.loss(batch.tokens, batch.labels).mean() * share
+    return StepResult(all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group), update.grad_norm, update.skipped)

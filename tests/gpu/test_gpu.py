@@ -24,10 +24,12 @@ from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.runner import StageRunner
 from megatron_lite.training.step import StepResult, train_step
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
 
@@ -192,7 +194,7 @@ def small_step(device: torch.device, dtype: torch.dtype = torch.float32) -> tupl
 
 
 def one_step(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, batch: MicroBatch) -> StepResult:
-    return train_step(model, optimizer, [batch, batch], num_microbatches=2, learning_rate=1e-2, parallel=parallel)
+    return train_step(StageRunner(ModelStages([model]), parallel), optimizer, [batch, batch], learning_rate=1e-2)
 
 
 def weights_and_states(model: GPTModel, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.collectives import all_gather_first_dim
@@ -46,11 +47,11 @@ def padded_vocab_size(tp_size: int) -> int:
 
 def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool = False,
                      dtype: torch.dtype = torch.float64, seed: int = 7, plan=None,
-                     loss_chunk_size: int | None = None) -> GPTModel:
-    """This rank's shard, with biases and norm weights that tell their elements apart."""
+                     loss_chunk_size: int | None = None, stage: Stage | None = None) -> GPTModel:
+    """This rank's shard (of one stage), with biases and norm weights that tell their elements apart."""
     context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype)
     model = GPTModel(config, context, vocab_size=VOCAB_SIZE, padded_vocab_size=padded_vocab_size(parallel.tp_size), plan=plan,
-                     loss_chunk_size=loss_chunk_size)
+                     loss_chunk_size=loss_chunk_size, stage=stage)
     initialize_parameters_(model, seed=seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     perturb_constant_parameters_(model, parallel)
     return model

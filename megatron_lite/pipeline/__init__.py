@@ -1,0 +1,1 @@
+"""The pipeline: which rank runs which micro-batch when, and how tensors travel between stages."""

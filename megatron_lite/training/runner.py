@@ -1,0 +1,121 @@
+"""Runs the micro-batches of a step through the stages that this rank holds, alone or as a part of a pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.stages import ModelStages
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.pipeline.executor import run_actions
+from megatron_lite.pipeline.links import Links
+from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.training.batches import Batches
+from megatron_lite.training.observe import Observer
+
+
+class StageRunner:
+    """The stages of one rank, and how it talks to the ranks that hold the others.
+
+    links: to the neighbours in the pipeline, None without one. num_kept: of as many micro-batches as can be in flight, so many
+    keep everything (2205.05198, appendix C). overlap: receive what an action needs while the one before it computes.
+    """
+
+    def __init__(self, model: ModelStages, parallel: ParallelState, *, links: Links | None = None, num_kept: int = 0,
+                 overlap: bool = True) -> None:
+        self.model, self.parallel = model, parallel
+        self.links, self._num_kept, self._overlap = links, num_kept, overlap
+        self._chunks = list(model)
+
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelStages, parallel: ParallelState) -> StageRunner:
+        """That of a run."""
+        if parallel.pp_size == 1:
+            return cls(model, parallel)
+        context = next(iter(model)).context
+        seq_length = config.data.seq_length // (context.size if context.sequence_parallel else 1)
+        links = Links(parallel.pp_lanes, device=parallel.device, dtype=context.params_dtype,
+                      shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size))
+        return cls(model, parallel, links=links, overlap=config.parallel.overlap_p2p_comm,
+                   num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0)
+
+    def train(self, batches: Batches, *, share: float, observer: Observer,
+              after: Callable[[Action], None] | None = None) -> Tensor:
+        """Forward and backward of all micro-batches, whose mean losses count `share` each. Returns their sum, 0-d.
+
+        0 on a rank without the last stage. observer: looks at the first micro-batch. after: called after each action of a
+        pipeline.
+        """
+        self.model.train()
+        if self.links is None:
+            (chunk,) = self._chunks
+            return self._sum(
+                (observer if number == 0 else Observer()).micro_batch(chunk, partial(_loss, chunk, batches, number, share))
+                for number in range(len(batches)))
+        actions = order(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
+                        chunks=len(self._chunks))
+        self._reserve(actions)
+        whole = keeping_all(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
+                            num_kept=self._num_kept, chunks=len(self._chunks))
+
+        def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
+            chunk = self._chunks[action.chunk]
+            plan = keep_everything(chunk.stage.num_layers) if action in whole else chunk.decoder.plan
+            run = partial(_stage, chunk, batches, action.microbatch, share, hidden_states, plan)
+            del hidden_states
+            return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
+
+        return self._sum(run_actions(actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
+                                     overlap=self._overlap, after=after))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> Tensor:
+        """The sum of the micro-batches' mean losses, 0-d float64; 0 on a rank without the last stage."""
+        self.model.eval()
+        if self.links is None:
+            (chunk,) = self._chunks
+            total = self._sum((_loss(chunk, batches, number, 1.0) for number in range(len(batches))), torch.float64)
+        else:
+            def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
+                return _stage(self._chunks[action.chunk], batches, action.microbatch, 1.0, hidden_states, None)
+
+            actions = forwards_only(size=self.parallel.pp_size, num_microbatches=len(batches), chunks=len(self._chunks))
+            total = self._sum(run_actions(actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
+                                          overlap=self._overlap), torch.float64)
+        self.model.train()
+        return total
+
+    def _reserve(self, actions: Sequence[Action]) -> None:
+        """Tells each stage's stores how many of its micro-batches wait for backward at once."""
+        waiting = [Counter(action.chunk for action in held) for _, held in in_flight(actions)]
+        for number, chunk in enumerate(self._chunks):
+            chunk.decoder.stores.micro_batches = max(counts[number] for counts in waiting)
+
+    def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
+        dtype = torch.promote_types(at_least, self._chunks[0].context.params_dtype)  # the same on every rank
+        total = torch.zeros((), dtype=dtype, device=self.parallel.device)
+        for loss in losses:
+            total += loss
+        return total
+
+
+def _loss(model: GPTModel, batches: Batches, number: int, share: float) -> Tensor:
+    batch = batches[number]
+    return model.loss(batch.tokens, batch.labels).mean() * share
+
+
+def _stage(chunk: GPTModel, batches: Batches, number: int, share: float, hidden_states: Tensor | None,
+           plan: RecomputePlan | None) -> Tensor:
+    """What one stage makes of a micro-batch: hidden states, or the last one the loss."""
+    inputs = batches[number].tokens if hidden_states is None else hidden_states
+    hidden_states = chunk.hidden_states(inputs, plan)
+    if not chunk.stage.is_last:
+        return hidden_states
+    return chunk.losses(hidden_states, batches[number].labels).mean() * share

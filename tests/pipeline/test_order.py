@@ -1,0 +1,130 @@
+"""The schedules of every small pipeline, run in a simulator that knows only what a stage needs before it can start."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+
+from megatron_lite.pipeline.order import Action, bubble, forwards_only, in_flight, most_in_flight, order
+
+LAYOUTS = [(size, chunks, microbatches)
+           for size, chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))
+           if chunks == 1 or (size > 1 and microbatches % size == 0)]
+
+
+def orders(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    return [order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks) for rank in range(size)]
+
+
+def simulate(actions: list[list[Action]], chunks: int) -> tuple[Fraction, list[tuple[int, int, Action]]]:
+    """Runs every rank's list in its order, each action as soon as what it needs was made: (duration, [(end, rank, action)]).
+
+    A forward of one whole rank takes 1 and a backward 2, divided over its stages. AssertionError where all ranks wait.
+    """
+    size = len(actions)
+    ends: dict[tuple[str, int, int], Fraction] = {}  # (kind, micro-batch, stage)
+    clocks, positions = [Fraction(0)] * size, [0] * size
+    trace = []
+    while any(position < len(own) for position, own in zip(positions, actions, strict=True)):
+        moved = False
+        for rank in range(size):
+            if positions[rank] == len(actions[rank]):
+                continue
+            action = actions[rank][positions[rank]]
+            stage = action.chunk * size + rank
+            last = size * chunks - 1
+            if action.kind == "forward":
+                needs = [("forward", action.microbatch, stage - 1)] if stage else []
+            else:
+                needs = [("forward", action.microbatch, stage)]
+                needs += [("backward", action.microbatch, stage + 1)] if stage < last else []
+            if not all(need in ends for need in needs):
+                continue
+            start = max([clocks[rank], *(ends[need] for need in needs)])
+            clocks[rank] = start + Fraction(1 if action.kind == "forward" else 2, chunks)
+            ends[action.kind, action.microbatch, stage] = clocks[rank]
+            trace.append((clocks[rank], rank, action))
+            positions[rank] += 1
+            moved = True
+        assert moved, f"all ranks wait: {[own[position:][:1] for position, own in zip(positions, actions, strict=True)]}"
+    return max(clocks), trace
+
+
+@pytest.mark.parametrize("chunks", range(1, 5))
+def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(chunks):
+    for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == chunks]:
+        actions = orders(size, chunks, microbatches)
+        everything = {Action(kind, microbatch, chunk) for kind in ("forward", "backward") for microbatch in range(microbatches)
+                      for chunk in range(chunks)}
+        assert all(len(own) == len(everything) and set(own) == everything for own in actions)
+        duration, _ = simulate(actions, chunks)
+        idle = Fraction(bubble(size=size, num_microbatches=microbatches, chunks=chunks)).limit_denominator()
+        assert duration == 3 * microbatches * (1 + idle)
+
+
+@pytest.mark.parametrize("chunks", range(1, 5))
+def test_as_many_are_in_flight_as_the_formula_says(chunks):
+    for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == chunks]:
+        for rank, own in enumerate(orders(size, chunks, microbatches)):
+            counts = [len(waiting) for _, waiting in in_flight(own)]
+            expected = most_in_flight(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks)
+            assert max(counts) == expected and counts[-1] == 0
+            assert chunks > 1 or expected == min(size - rank, microbatches)  # the paper's figure for 1F1B
+
+
+def test_of_the_interleaved_order_the_first_rank_holds_what_the_paper_says():
+    """L (1 + (p-1) / (p v)) layers: 2205.05198, section 4.3."""
+    for size, chunks, microbatches in LAYOUTS:
+        if chunks > 1 and microbatches >= 2 * size:
+            held = Fraction(most_in_flight(size=size, rank=0, num_microbatches=microbatches, chunks=chunks), size * chunks)
+            assert held == 1 + Fraction(size - 1, size * chunks)
+
+
+def test_neighbours_send_in_the_order_in_which_they_receive():
+    """Tensors carry no name on their way: who sends and who receives must count alike."""
+    for size, chunks, microbatches in LAYOUTS:
+        actions = orders(size, chunks, microbatches)
+        for rank in range(size if size > 1 else 0):
+            peer = (rank + 1) % size
+            step = 1 if rank == size - 1 else 0  # from the last rank to the first: the next of its stages
+            for kind, sender, receiver in (("forward", rank, peer), ("backward", peer, rank)):
+                offset = step if kind == "forward" else -step
+                sent = [(one.microbatch, one.chunk + offset) for one in actions[sender] if one.kind == kind
+                        and 0 <= one.chunk + offset < chunks and not (kind == "forward" and step and one.chunk == chunks - 1)]
+                received = [(one.microbatch, one.chunk) for one in actions[receiver] if one.kind == kind
+                            and 0 <= one.chunk - offset < chunks]
+                assert sent == received
+
+
+def test_a_backward_comes_after_as_few_forwards_as_the_stages_allow():
+    assert orders(2, 1, 4) == [
+        [Action(*one) for one in (("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1),
+                                  ("forward", 3), ("backward", 2), ("backward", 3))],
+        [Action(kind, number) for number in range(4) for kind in ("forward", "backward")],
+    ]
+
+
+def test_an_evaluation_has_the_forwards_of_a_step_in_their_order():
+    for size, chunks, microbatches in LAYOUTS:
+        for own in orders(size, chunks, microbatches):
+            assert [one for one in own if one.kind == "forward"] == forwards_only(size=size, num_microbatches=microbatches,
+                                                                                   chunks=chunks)
+
+
+def test_micro_batches_that_the_interleaved_order_cannot_place_are_refused():
+    with pytest.raises(ValueError, match="6 micro-batches per step are not a multiple of --pipeline-model-parallel-size 4"):
+        order(size=4, rank=0, num_microbatches=6, chunks=2)
+    assert order(size=4, rank=0, num_microbatches=6)
+
+
+@pytest.mark.parametrize("fault", ["early backward", "swapped forwards"])
+def test_the_simulator_sees_an_order_that_cannot_run(fault):
+    actions = orders(3, 1, 4)
+    if fault == "early backward":
+        actions[0].insert(0, actions[0].pop(3))
+    else:
+        actions[2][0], actions[2][1] = actions[2][1], actions[2][0]
+    with pytest.raises(AssertionError, match="all ranks wait"):
+        simulate(actions, 1)

@@ -1,0 +1,121 @@
+"""Small models trained as a pipeline, in any layout of ranks, and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.model.stages import ModelStages
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.pipeline.links import Links
+from megatron_lite.pipeline.order import Action
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.observe import Observer
+from megatron_lite.training.runner import StageRunner
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tokens, whole_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the axes; chunks: stages on each pipeline rank."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1
+    sequence_parallel: bool = False
+    first: int | None = None  # layers of the first pipeline rank
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def config(self) -> ParallelConfig:
+        return ParallelConfig(tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
+                              num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
+                              decoder_first_pipeline_num_layers=self.first, sequence_parallel=self.sequence_parallel,
+                              distributed_backend="gloo")
+
+    def __str__(self) -> str:
+        parts = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "chunks") if getattr(self, name) > 1]
+        return "-".join([*parts, *["sp"] * self.sequence_parallel, *[f"first{self.first}"] * (self.first is not None)]) or "alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Of the whole run, the same on every rank: losses and gradient norms of the steps. Of this rank's stages, as whole tensors:
+    the gradients of the first step and the weights after the last."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    first_grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Samples:
+    """Micro-batches `number` of a data-parallel rank: those that the single process has at the same places."""
+
+    def __init__(self, count: int, parallel: ParallelState) -> None:
+        self._count, self._parallel = count, parallel
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return MicroBatch(*sample_tokens(number * self._parallel.dp_size + self._parallel.dp_rank))
+
+
+@contextmanager
+def runner_of(layout: Layout, config: ModelConfig, *, dtype: torch.dtype = torch.float64, num_kept: int = 0, overlap: bool = True,
+              recompute: RecomputeConfig | None = None, loss_chunk_size: int | None = None) -> Iterator[StageRunner]:
+    """This rank's stages, within the initialised default group (or alone)."""
+    with parallel_state(layout.config, seed=7) as parallel:
+        chunks = [build_tiny_model(config, parallel, sequence_parallel=layout.sequence_parallel, dtype=dtype, stage=stage,
+                                   plan=plan_stage(recompute or RecomputeConfig(), stage.num_layers, stage.number),
+                                   loss_chunk_size=loss_chunk_size)
+                  for stage in stages_of_rank(layout.config, config.num_layers, parallel.pp_rank)]
+        seq_length = SEQ_LENGTH // layout.tp if layout.sequence_parallel else SEQ_LENGTH
+        links = None if layout.pp == 1 else Links(parallel.pp_lanes, shape=(seq_length, BATCH, config.hidden_size), dtype=dtype,
+                                                  device=parallel.device)
+        yield StageRunner(ModelStages(chunks), parallel, links=links, num_kept=num_kept, overlap=overlap)
+
+
+def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int, observer: Observer | None = None,
+          after: Callable[[Action], None] | None = None, **options: object) -> Trained:
+    """AdamW updates over `micro_batches` micro-batches in all, the same in each step."""
+    with runner_of(layout, config, **options) as runner:  # type: ignore[arg-type]
+        parallel = runner.parallel
+        optimizer = Optimizer(runner.model, OptimizerConfig(), parallel)
+        samples = Samples(micro_batches // parallel.dp_size, parallel)
+        losses, grad_norms, first_grads = [], [], {}
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = runner.train(samples, share=1.0 / micro_batches, observer=observer or Observer(), after=after)
+            losses.append(all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group).item())
+            if step == 0:
+                optimizer.buffer.reduce_()
+                first_grads = {name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
+                               for name, parameter in runner.model.named_parameters()}
+                optimizer.zero_grad()
+                runner.train(samples, share=1.0 / micro_batches, observer=Observer())
+            grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
+        weights = {name: whole_tensor(value, value, parallel) for name, value in runner.model.named_parameters()}
+        return Trained(losses=losses, grad_norms=grad_norms, first_grads=first_grads, weights=weights)
+
+
+def alone(layout: Layout) -> Layout:
+    """One process."""
+    return replace(layout, tp=1, pp=1, dp=1, chunks=1, sequence_parallel=False, first=None)
