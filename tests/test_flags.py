@@ -42,6 +42,12 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--init-method-std", float, 0.02, "0.006"),
     ("--tensor-model-parallel-size", int, 1, "2"),
     ("--sequence-parallel", ON, False),
+    ("--pipeline-model-parallel-size", int, 1, "2"),
+    ("--num-layers-per-virtual-pipeline-stage", int, None, "1"),
+    ("--num-virtual-stages-per-pipeline-rank", int, None, "2"),
+    ("--decoder-first-pipeline-num-layers", int, None, "1"),
+    ("--decoder-last-pipeline-num-layers", int, None, "1"),
+    ("--no-overlap-p2p-communication", OFF, True),
     ("--distributed-backend", str, "nccl", "gloo"),
     ("--distributed-timeout-minutes", int, 10, "3"),
     ("--recompute-activations", ON, False),
@@ -118,6 +124,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--no-recompute-tail-skip", OFF, True),
     ("--recompute-verify", ON, False),
     ("--loss-chunk-size", int, None, "256"),
+    ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
 )
 OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
 WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json"}
@@ -138,6 +145,11 @@ SAMPLES = "--train-samples 64 --global-batch-size 8"
 CONTEXT = {
     "--num-query-groups": "--group-query-attention",
     "--sequence-parallel": "--tensor-model-parallel-size 2",
+    "--num-layers-per-virtual-pipeline-stage": "--pipeline-model-parallel-size 2",
+    "--num-virtual-stages-per-pipeline-rank": "--pipeline-model-parallel-size 2 --num-layers 4",
+    "--decoder-first-pipeline-num-layers": "--pipeline-model-parallel-size 2",
+    "--decoder-last-pipeline-num-layers": "--pipeline-model-parallel-size 2",
+    "--num-microbatches-with-partial-activation-checkpoints": "--pipeline-model-parallel-size 2 --recompute-policy *:full",
     "--train-samples": "--global-batch-size 8",
     "--min-lr": "--lr 1e-3",
     "--lr-warmup-init": "--lr 1e-3",
@@ -250,6 +262,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl", "--loss-chunk-size",
         "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip",
         "--recompute-verify", "--explain-recompute", "--recompute-policy",
+        "--num-microbatches-with-partial-activation-checkpoints",
         "--torch-compile", "--activation-memory-budget", "--contiguous-saved-activations",
         # retired there
         "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",

@@ -76,12 +76,13 @@ class Metadata:
             numbers = [*values["progress"].values(), *(size - 1 for size in sizes.values()), values["num_updates"]]
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise ValueError("sizes and counts must be whole numbers")
+            progress = Progress(**values["progress"])
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(sizes["pp_size"]):
                 path = step / parameters_file(pp_rank)
                 parameters |= {name: SavedLayout.from_plain(layout, pp_rank=pp_rank)
                                for name, layout in json.loads(path.read_text()).items()}
-            return cls(progress=Progress(**values["progress"]), num_updates=values["num_updates"], parameters=parameters, **sizes)
+            return cls(progress=progress, num_updates=values["num_updates"], parameters=parameters, **sizes)
         except InputError:
             raise
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:

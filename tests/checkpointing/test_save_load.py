@@ -88,8 +88,8 @@ def test_no_load_optim_keeps_progress_but_not_moments(tmp_path: Path) -> None:
     assert trainer.progress.iteration == 2 and trainer.optimizer.num_updates == 0
 
 
-@pytest.mark.parametrize("victim", ["config.json", "metadata.json", "model_tp00of01.safetensors",
-                                    "optimizer_tp00of01.safetensors", "rng_00000.safetensors"])
+@pytest.mark.parametrize("victim", ["config.json", "metadata.json", "parameters_pp00.json", "model_pp00_tp00of01.safetensors",
+                                    "optimizer_pp00_tp00of01.safetensors", "rng_00000.safetensors"])
 def test_a_damaged_file_is_named(tmp_path: Path, victim: str) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
     path = tmp_path / "iter_0000001" / victim
@@ -168,7 +168,7 @@ def test_a_shard_of_another_model_is_an_error(tmp_path: Path, kind: str) -> None
     for name, size in (("mine", 32), ("other", 16)):
         run_to_end(tiny_run(model=dict(hidden_size=size), training=dict(train_iters=1),
                             checkpoint=dict(save=str(tmp_path / name))))
-    file = f"iter_0000001/{kind}_tp00of01.safetensors"
+    file = f"iter_0000001/{kind}_pp00_tp00of01.safetensors"
     (tmp_path / "mine" / file).write_bytes((tmp_path / "other" / file).read_bytes())
     with pytest.raises(InputError, match="iter_0000001"):
         run_to_end(tiny_run(checkpoint=dict(load=str(tmp_path / "mine"))))
@@ -206,14 +206,17 @@ def test_settings_that_changed_since_the_checkpoint_are_named(tmp_path: Path, ca
     assert "nothing to train: iteration 2 is the end of the run or past it (1)" in printed
 
 
-@pytest.mark.parametrize("edit", [{"tp_size": "x"}, {"tp_size": None}, {"tp_size": 0}, {"progress": {"iteration": "x"}},
-                                  {"progress": {"iteration": 1, "spare": 2}},
-                                  {"parameters": []}, {"format": 99}])
-def test_metadata_with_other_contents_is_named(tmp_path: Path, edit: dict[str, object]) -> None:
+@pytest.mark.parametrize(("file", "edit"), [
+    ("metadata.json", {"tp_size": "x"}), ("metadata.json", {"tp_size": None}), ("metadata.json", {"tp_size": 0}),
+    ("metadata.json", {"pp_size": 0}), ("metadata.json", {"progress": {"iteration": "x"}}),
+    ("metadata.json", {"progress": {"iteration": 1, "spare": 2}}), ("metadata.json", {"format": 99}),
+    ("parameters_pp00.json", {"decoder.final_layernorm.weight": []}),
+])
+def test_metadata_with_other_contents_is_named(tmp_path: Path, file: str, edit: dict[str, object]) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
-    path = tmp_path / "iter_0000001" / "metadata.json"
+    path = tmp_path / "iter_0000001" / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
-    with pytest.raises(InputError, match=r"metadata\.json"):
+    with pytest.raises(InputError, match=file):
         run_to_end(tiny_run(checkpoint=dict(load=str(tmp_path))))
 
 
@@ -249,5 +252,5 @@ def test_vocabulary_padding_is_not_stored(tmp_path: Path) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
     from safetensors.torch import load_file
 
-    weights = load_file(tmp_path / "iter_0000001" / "model_tp00of01.safetensors")
+    weights = load_file(tmp_path / "iter_0000001" / "model_pp00_tp00of01.safetensors")
     assert weights["embedding.word_embeddings.weight"].shape == (99, 32)
