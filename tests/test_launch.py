@@ -52,7 +52,8 @@ def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) ->
     resumed = run_command(*arguments, "--load", str(tmp_path / "b"), ranks=2)
     assert resumed.returncode == 0, resumed.stderr
     assert rows(tmp_path / "b.jsonl") == rows(tmp_path / "a.jsonl")
-    for name in ("model_pp00_tp00of02", "model_pp00_tp01of02", "optimizer_pp00_tp00of02", "optimizer_pp00_tp01of02", "rng_00000", "rng_00001"):
+    names = (f"{kind}_pp00_tp{rank:02d}of02" for kind in ("model", "optimizer") for rank in (0, 1))
+    for name in (*names, "rng_00000", "rng_00001"):
         file = f"iter_0000060/{name}.safetensors"
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), name
 

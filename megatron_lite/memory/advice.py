@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.activations import layer_terms
 from megatron_lite.memory.layer_tensors import Sizes, layer_tensors
-from megatron_lite.memory.prices import Priced, best_unit, flags_of, full, price, uniform_peaks, with_flags
+from megatron_lite.memory.prices import Priced, best_unit, first_stage, flags_of, full, price, uniform_peaks, with_flags
 from megatron_lite.memory.units import percent, size
 from megatron_lite.recompute.plan import CORE_ATTENTION
 from megatron_lite.recompute.schedule import plan_stage
@@ -79,7 +79,7 @@ def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
     count, split = first.num_layers, first.split
     if not first.unit:
         return
-    uniform = plan_stage(full(config, "uniform", count, split=split).recompute, config.model.num_layers)
+    uniform = plan_stage(full(config, "uniform", count, split=split).recompute, first_stage(config).num_layers)
     if own.plan.segments != uniform.segments:
         return
     peaks = uniform_peaks(config, sizes.device, split=split)

@@ -15,16 +15,16 @@ from megatron_lite.config.stages import Stage, stages_of_rank
 from megatron_lite.memory.activations import ROTARY_TABLES, activation_bytes, activation_terms
 from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.memory.peak import peak
-from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
+from megatron_lite.pipeline.order import Action, keeping_all, order
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
 
 class Tick(NamedTuple):
-    """After an action. waiting: forwards whose backward has not run. kept_bytes: of all of them together."""
+    """After an action. in_flight: forwards whose backward has not run. kept_bytes: of all of them together."""
 
     action: Action
-    waiting: tuple[Action, ...]
+    in_flight: int
     kept_bytes: int
 
 
@@ -40,52 +40,58 @@ class RankMemory(NamedTuple):
     peak_bytes: int
 
 
-def ranks_memory(config: RunConfig, device: str) -> tuple[RankMemory, ...]:
-    """Of every pipeline rank, with micro-batches enough to fill the pipeline. The vocabulary must be known."""
-    return tuple(_rank_memory(config, device, rank) for rank in range(config.parallel.pipeline_model_parallel_size))
-
-
 def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -> Iterator[Tick]:
     """What a rank keeps after each action of a step. Rotary tables are one storage for all micro-batches of a stage."""
     stages = stages_of_rank(config.parallel, config.model.num_layers, rank)
-    actions, whole = _schedule(config, rank, num_microbatches)
-    kept, tables = {}, {}
+    actions, whole = _schedule(config, rank, num_microbatches, len(stages))
+    kept: dict[tuple[int, bool], int] = {}
+    tables: dict[int, int] = {}
     for chunk, stage in enumerate(stages):
-        for keeps in (False, True):
-            terms = activation_terms(config.model, _plan(config, stage, keeps), _sizes(config, device, stage))
+        for keeps_all in {action in whole for action in actions if action.kind == "forward"}:
             own = {False: 0, True: 0}  # by whether it is a rotary table
-            for term in terms:
+            for term in activation_terms(config.model, _plan(config, stage, keeps_all), _sizes(config, device, stage)):
                 own[term.tensor.name == ROTARY_TABLES] += 0 if term.on_host else term.num_bytes
-            kept[chunk, keeps], tables[chunk] = own[False], max(tables.get(chunk, 0), own[True])
-    built = set()
-    for action, waiting in in_flight(actions):
-        built.add(action.chunk)
-        yield Tick(action, tuple(waiting), sum(kept[one.chunk, one in whole] for one in waiting)
-                   + sum(tables[chunk] for chunk in built))
+            kept[chunk, keeps_all], tables[chunk] = own[False], max(tables.get(chunk, 0), own[True])
+    number = held = 0
+    for action in actions:
+        sign = 1 if action.kind == "forward" else -1
+        number += sign
+        held += sign * kept[action.chunk, action._replace(kind="forward") in whole] + tables.pop(action.chunk, 0)
+        yield Tick(action, number, held)
 
 
-def _rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
+def ranks_memory(config: RunConfig, device: str) -> tuple[RankMemory, ...]:
+    """Of every pipeline rank."""
+    return tuple(rank_memory(config, device, rank) for rank in range(config.parallel.pipeline_model_parallel_size))
+
+
+def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
+    """Of one pipeline rank, with micro-batches enough to fill the pipeline. The vocabulary must be known."""
     size = config.parallel.pipeline_model_parallel_size
     stages = stages_of_rank(config.parallel, config.model.num_layers, rank)
     num_microbatches = 2 * size  # the window repeats from there on
-    _, whole = _schedule(config, rank, num_microbatches)
+    _, whole = _schedule(config, rank, num_microbatches, len(stages))
     all_ticks = list(ticks(config, device, rank=rank, num_microbatches=num_microbatches))
-    rebuilt = {}
-    for chunk, stage in enumerate(stages):
-        for keeps in (False, True):
-            plan, sizes = _plan(config, stage, keeps), _sizes(config, device, stage)
-            rebuilt[chunk, keeps] = peak(config.model, plan, sizes).held_bytes - activation_bytes(config.model, plan, sizes)
-    peaks = [before.kept_bytes + rebuilt[tick.action.chunk, tick.action._replace(kind="forward") in whole]
-             for before, tick in itertools.pairwise(all_ticks) if tick.action.kind == "backward"]
+    rebuilt: dict[tuple[int, bool], int] = {}
+
+    def rebuilds(action: Action) -> int:
+        chunk, keeps_all = action.chunk, action._replace(kind="forward") in whole
+        if (chunk, keeps_all) not in rebuilt:
+            plan, sizes = _plan(config, stages[chunk], keeps_all), _sizes(config, device, stages[chunk])
+            rebuilt[chunk, keeps_all] = (peak(config.model, plan, sizes).held_bytes
+                                         - activation_bytes(config.model, plan, sizes))
+        return rebuilt[chunk, keeps_all]
+
     one = sum(activation_bytes(config.model, _plan(config, stage, False), _sizes(config, device, stage)) for stage in stages)
-    return RankMemory(rank=rank, stages=stages, kept_bytes=one, in_flight=max(len(tick.waiting) for tick in all_ticks),
-                      held_bytes=max(tick.kept_bytes for tick in all_ticks), peak_bytes=max(peaks))
+    return RankMemory(rank=rank, stages=stages, kept_bytes=one, in_flight=max(tick.in_flight for tick in all_ticks),
+                      held_bytes=max(tick.kept_bytes for tick in all_ticks),
+                      peak_bytes=max(before.kept_bytes + rebuilds(tick.action)
+                                     for before, tick in itertools.pairwise(all_ticks) if tick.action.kind == "backward"))
 
 
-def _schedule(config: RunConfig, rank: int, num_microbatches: int) -> tuple[list[Action], frozenset[Action]]:
+def _schedule(config: RunConfig, rank: int, num_microbatches: int, chunks: int) -> tuple[list[Action], frozenset[Action]]:
     """The actions of a step, and the forwards that keep everything."""
     size = config.parallel.pipeline_model_parallel_size
-    chunks = len(stages_of_rank(config.parallel, config.model.num_layers, rank))
     num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
     return (order(size=size, rank=rank, num_microbatches=num_microbatches, chunks=chunks),
             keeping_all(size=size, rank=rank, num_microbatches=num_microbatches, num_kept=num_kept, chunks=chunks))

@@ -1,5 +1,7 @@
 """What a run's recompute flags cost, and what others would: kept bytes, the peak, FLOPs, of one micro-batch on one rank.
 
+Of a pipeline it is the first stage, whose rank has most micro-batches in flight: the peak is of all of them.
+
 Every figure comes from the plan that would be executed. Standard library only.
 """
 
@@ -14,10 +16,12 @@ from typing import NamedTuple
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.recompute_modules import POINTWISE
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage, stages
 from megatron_lite.memory.activations import activation_bytes, host_bytes
 from megatron_lite.memory.flops import replay_flops, step_flops
 from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.memory.peak import Moment, peak
+from megatron_lite.memory.pipeline import rank_memory
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -46,13 +50,26 @@ class Priced(NamedTuple):
 
 def price(config: RunConfig, device: str) -> Priced:
     """The figures of the run's own flags. device: "cpu" or "cuda". The vocabulary must be known."""
-    sizes, plan = Sizes.of(config, device=device), plan_stage(config.recompute, config.model.num_layers)
-    batch, seq_length = sizes.micro_batch_size, sizes.seq_length
-    model_flops = step_flops(config.model, batch=batch, seq_length=seq_length, padded_vocab_size=sizes.padded_vocab_size)
-    again = replay_flops(config.model, plan, batch=batch, seq_length=seq_length, device=device,
-                         tp_size=sizes.tp_size)
-    return Priced(config.recompute, plan, activation_bytes(config.model, plan, sizes), peak(config.model, plan, sizes),
+    stage = first_stage(config)
+    sizes, plan = Sizes.of(config, device=device, stage=stage), plan_stage(config.recompute, stage.num_layers)
+    shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+    layers = replace(config.model, num_layers=stage.num_layers)
+    model_flops = step_flops(layers, **shape, padded_vocab_size=sizes.padded_vocab_size if sizes.has_head else 0)
+    again = replay_flops(config.model, plan, **shape, device=device, tp_size=sizes.tp_size)
+    return Priced(config.recompute, plan, activation_bytes(config.model, plan, sizes), _peak(config, plan, sizes),
                   model_flops // sizes.tp_size, again // sizes.tp_size, host_bytes(config.model, plan, sizes))
+
+
+def first_stage(config: RunConfig) -> Stage:
+    """The stage that is described: the whole model where there is no pipeline."""
+    return stages(config.parallel, config.model.num_layers)[0]
+
+
+def _peak(config: RunConfig, plan: RecomputePlan, sizes: Sizes) -> Moment:
+    alone = peak(config.model, plan, sizes)
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return alone
+    return alone._replace(held_bytes=rank_memory(config, sizes.device, 0).peak_bytes)
 
 
 def with_flags(config: RunConfig, **flags: object) -> RunConfig:
@@ -80,10 +97,8 @@ def alternatives(config: RunConfig, device: str) -> tuple[Priced, ...]:
 
 def uniform_peaks(config: RunConfig, device: str, *, split: bool) -> dict[int, int]:
     """By unit size, 1 to all layers: bytes held at the peak. split: units keep 1/t of their input."""
-    sizes = Sizes.of(config, device=device)
-    plans = {count: plan_stage(full(config, "uniform", count, split=split).recompute, config.model.num_layers)
-             for count in range(1, config.model.num_layers + 1)}
-    return {count: peak(config.model, plan, sizes).held_bytes for count, plan in plans.items()}
+    return {count: price(full(config, "uniform", count, split=split), device).peak.held_bytes
+            for count in range(1, first_stage(config).num_layers + 1)}
 
 
 def best_unit(peaks: dict[int, int]) -> int:
@@ -103,7 +118,7 @@ def _usual(config: RunConfig, device: str) -> Iterator[RunConfig]:
         best = best_unit(uniform_peaks(config, device, split=split))
         for count in {1, best}:
             yield full(config, "uniform", count, split=split)
-        yield full(config, "block", (config.model.num_layers + 1) // 2, split=split)
+        yield full(config, "block", (first_stage(config).num_layers + 1) // 2, split=split)
 
 
 def _can_split(config: RunConfig) -> bool:
@@ -125,6 +140,9 @@ def flags_of(recompute: RecomputeConfig) -> str:
         words += ["--recompute-modules", *recompute.recompute_modules]
     if recompute.recompute_policy is not None:
         words += ["--recompute-policy", shlex.quote(recompute.recompute_policy)]
+    if recompute.num_microbatches_with_partial_activation_checkpoints is not None:
+        words += ["--num-microbatches-with-partial-activation-checkpoints",
+                  str(recompute.num_microbatches_with_partial_activation_checkpoints)]
     switches = (("--distribute-saved-activations", recompute.distribute_saved_activations),
                 ("--contiguous-saved-activations", recompute.contiguous_saved_activations),
                 ("--no-recompute-tail-skip", not recompute.recompute_tail_skip),

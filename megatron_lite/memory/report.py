@@ -1,6 +1,7 @@
 """What a run's recompute plan does, layer by layer, as data: see report_text.py for how `--explain-recompute` prints it.
 
-All of it is of one micro-batch on one rank, and follows from the plan that training executes. Standard library only.
+All of it is of one micro-batch on one rank (of a pipeline, in its first stage), and follows from the plan that training
+executes. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage
 from megatron_lite.memory.activations import EMBEDDING, HEAD, ROTARY_TABLES, Term, activation_terms
 from megatron_lite.memory.advice import Note, notes
 from megatron_lite.memory.collectives import Exchange, embedding_collectives, head_collectives, segment_collectives
 from megatron_lite.memory.flops import replayed_layers
 from megatron_lite.memory.layer_operators import layer_results, repeated_results
 from megatron_lite.memory.layer_tensors import KeptTensor, Sizes, layer_tensors
-from megatron_lite.memory.prices import Priced, alternatives, price, with_flags
+from megatron_lite.memory.pipeline import RankMemory, ranks_memory
+from megatron_lite.memory.prices import Priced, alternatives, first_stage, price, with_flags
 from megatron_lite.recompute.plan import CORE_ATTENTION, MLP_REGION, RecomputePlan, Segment
 
 
@@ -81,10 +84,15 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """own: the run as it is. without: the same without recomputation. The parts' kept bytes add up to `own.kept_bytes`."""
+    """own: the run as it is. without: the same without recomputation. The parts' kept bytes add up to `own.kept_bytes`.
+
+    stage: the one that all of it is about: the first. ranks: all of the pipeline; none without one.
+    """
 
     config: RunConfig
     sizes: Sizes
+    stage: Stage
+    ranks: tuple[RankMemory, ...]
     own: Priced
     without: Priced
     embedding: Part
@@ -123,14 +131,17 @@ def likely_device(distributed_backend: str) -> str:
 
 def explain(config: RunConfig, device: str) -> Report:
     """The report of a run on a "cpu" or "cuda" device. The size of the vocabulary must be known."""
-    model, sizes = config.model, Sizes.of(config, device=device)
+    stage, pipeline_size = first_stage(config), config.parallel.pipeline_model_parallel_size
+    model, sizes = config.model, Sizes.of(config, device=device, stage=stage)
     own, without = price(config, device), price(with_flags(config), device)
     terms = activation_terms(model, own.plan, sizes)
-    head = Part(_largest_first(term for term in terms if term.operation == HEAD), head_collectives(model, sizes))
+    head = Part(_largest_first(term for term in terms if term.operation == HEAD),
+                head_collectives(model, sizes) if sizes.has_head else Exchange())
     policies = alternatives(config, device)
     runs = tuple(_runs(config, own.plan, terms, sizes))
     return Report(
-        config=config, sizes=sizes, own=own, without=without, runs=runs, head=head, policies=policies,
+        config=config, sizes=sizes, stage=stage, own=own, without=without, runs=runs, head=head, policies=policies,
+        ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
         embedding=Part(_largest_first(term for term in terms if term.operation == EMBEDDING),
                        embedding_collectives(model, sizes)),
         rotary_tables=Part(_largest_first(term for term in terms if term.tensor.name == ROTARY_TABLES)),

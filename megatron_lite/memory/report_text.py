@@ -16,12 +16,15 @@ from megatron_lite.recompute.plan import Segment
 
 WIDTH = 100
 NAMED_TENSORS = 4
+MOST_RANKS = 8
+LOGGED = "logged as activation_bytes_predicted"
 NO_RECOMPUTATION = "without recomputation"
 
 
 def report_text(report: Report) -> str:
     """All sections, with an empty line between them."""
-    sections = (_head(report), _layers(report), _totals(report), _paper(report), _policies(report), _notes(report))
+    sections = (_head(report), _layers(report), _totals(report), _pipeline(report), _paper(report), _policies(report),
+                _notes(report))
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
@@ -30,12 +33,14 @@ def _head(report: Report) -> Iterator[str]:
     model = config.model
     groups = f" (g {model.query_groups})" if model.group_query_attention else ""
     unseen = sizes.device == "cpu" and config.parallel.distributed_backend == "auto"
-    yield "Activation recomputation, of one micro-batch on one rank"
+    yield f"Activation recomputation, of one micro-batch {'in the first stage' if report.ranks else 'on one rank'}"
     yield ""
     yield from _field("model", f"GPT of {model.num_layers} layers: h {model.hidden_size}, f {model.ffn_size}, "
                                f"a {model.num_attention_heads}{groups}, s {sizes.seq_length}, b {sizes.micro_batch_size}, "
                                f"V {sizes.padded_vocab_size}, {'bf16' if config.training.bf16 else 'fp32'}")
-    yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{', sequence-parallel' if sizes.sequence_parallel else ''}; "
+    pipeline = f", pipeline-parallel {len(report.ranks)}" if report.ranks else ""
+    yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{', sequence-parallel' if sizes.sequence_parallel else ''}"
+                               f"{pipeline}; "
                                f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
                                f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
                                f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}")
@@ -50,7 +55,8 @@ def _layers(report: Report) -> Iterator[str]:
         yield from _part("rotary tables, which all layers share", report.rotary_tables)
     for run in report.runs:
         yield from _run(run, report)
-    yield from _part("head: final norm, logits, loss", report.head)
+    if report.sizes.has_head:
+        yield from _part("head: final norm, logits, loss", report.head)
 
 
 def _part(name: str, part: Part) -> Iterator[str]:
@@ -100,20 +106,22 @@ def _treatment(run: LayerRun) -> str:
 
 def _totals(report: Report) -> Iterator[str]:
     own, without = report.own, report.without
-    logits = next(tensor for tensor in report.head.kept if tensor.name == "logits")
+    logits = [f"logits: {tensor.num_bytes:,}" for tensor in report.head.kept if tensor.name == "logits"]
     rows = [("embedding", report.embedding.kept_bytes, "")]
     if report.rotary_tables.kept:
         rows.append(("rotary tables", report.rotary_tables.kept_bytes, ""))
     for run in report.runs:
         name = _layers_name(run.segment.first_layer, run.last_layer)
         rows.append((name, run.count * run.kept_bytes, f"{run.count} x {run.kept_bytes:,}" if run.count > 1 else ""))
-    rows += [("head", report.head.kept_bytes, f"logits: {logits.num_bytes:,}"), ("", 0, ""),
-             ("kept in all", own.kept_bytes, "logged as activation_bytes_predicted")]
+    rows += [("head", report.head.kept_bytes, "".join(logits))] if report.sizes.has_head else []
+    rows += [("", 0, ""),
+             ("kept in all", own.kept_bytes, "" if report.ranks else LOGGED)]
     if own.host_bytes:
         rows.append(("kept in host memory", own.host_bytes, "as activation_host_bytes_predicted"))
     if own.plan.segments != without.plan.segments:
         rows.append((NO_RECOMPUTATION, without.kept_bytes, f"this run keeps {own.kept_bytes / without.kept_bytes:.1%} of it"))
-    rows += [("", 0, ""), ("held at the peak", own.peak.held_bytes, _when(own))]
+    when = f"with {report.ranks[0].in_flight} forwards in flight" if report.ranks else _when(own)
+    rows += [("", 0, ""), ("held at the peak", own.peak.held_bytes, when)]
     if own.plan.segments != without.plan.segments:
         share = own.peak.held_bytes / without.peak.held_bytes
         rows.append((NO_RECOMPUTATION, without.peak.held_bytes, f"this run holds {share:.1%} of it"))
@@ -124,6 +132,24 @@ def _totals(report: Report) -> Iterator[str]:
     yield ""
     yield from _text("The peak is an estimate: what is held when backward is at its fullest, of what is kept and of what is "
                      "rebuilt. Weights, gradients, optimizer states and short-lived buffers come on top, whatever is recomputed.")
+
+
+def _pipeline(report: Report) -> Iterator[str]:
+    if not report.ranks:
+        return
+    unit = _column_unit(rank.peak_bytes for rank in report.ranks)
+    yield f"{'Pipeline rank':16}{'layers':26}{'kept ' + unit.name:>14}{'in flight':>12}{'they keep':>14}{'at the peak':>16}"
+    for rank in report.ranks:
+        if MOST_RANKS // 2 <= rank.rank < len(report.ranks) - MOST_RANKS // 2 and len(report.ranks) > MOST_RANKS:
+            if rank.rank == MOST_RANKS // 2:
+                yield f"  {'..':14}"
+            continue
+        layers = ", ".join(f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}" if stage.num_layers > 1
+                           else str(stage.first_layer) for stage in rank.stages)
+        yield (f"  {rank.rank:<14}{textwrap.shorten(layers, 25, placeholder=' ..'):26}{unit.number(rank.kept_bytes):>14}"
+               f"{rank.in_flight:>12}{unit.number(rank.held_bytes):>14}{unit.number(rank.peak_bytes):>16}")
+    yield from _text(f"kept: of one micro-batch, in all stages of the rank; the most of any rank is {LOGGED}. in flight: "
+                     "forwards that wait for their backward at once, each of one stage, where a step has micro-batches enough.")
 
 
 def _paper(report: Report) -> Iterator[str]:

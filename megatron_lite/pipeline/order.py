@@ -47,13 +47,13 @@ def forwards_only(*, size: int, num_microbatches: int, chunks: int = 1) -> list[
 
 def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
     """After each action: the forwards whose backward has not run, oldest first."""
-    waiting: list[Action] = []
+    waiting: dict[Action, None] = {}
     for action in actions:
         if action.kind == "forward":
-            waiting = [*waiting, action]
+            waiting[action] = None
         else:
-            waiting = [one for one in waiting if (one.microbatch, one.chunk) != (action.microbatch, action.chunk)]
-        yield action, waiting
+            del waiting[action._replace(kind="forward")]
+        yield action, list(waiting)
 
 
 def most_in_flight(*, size: int, rank: int, num_microbatches: int, chunks: int = 1) -> int:

@@ -1,0 +1,156 @@
+"""Whole runs as a pipeline, through the trainer: losses, checkpoints, resuming, what is logged and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from arguments import parse_args
+from megatron_lite.checkpointing.save_load import load_checkpoint
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.pipeline import ranks_memory
+from megatron_lite.memory.report import explain
+from megatron_lite.memory.report_text import WIDTH, report_text
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.training.build import build_trainer
+from tests.support.models import whole_tensor
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
+
+NO_DROPOUT = dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def in_layout(config: RunConfig, **sizes: object) -> RunConfig:
+    return replace(config, parallel=ParallelConfig(distributed_backend="gloo", **sizes))
+
+
+PIPELINE = dict(pipeline_model_parallel_size=2)
+INTERLEAVED = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+
+
+def _run(rank: int, world_size: int, config: RunConfig) -> None:
+    run_to_end(config)
+
+
+def test_a_pipeline_logs_the_losses_of_one_process(tmp_path: Path):
+    config = tiny_run(model=NO_DROPOUT, training=dict(train_iters=10))
+    names = {"alone": (1, {}), "pipeline": (2, PIPELINE), "interleaved": (2, INTERLEAVED),
+             "with tensor and data parallel ranks": (8, dict(PIPELINE, tensor_model_parallel_size=2, sequence_parallel=True))}
+    for name, (ranks, sizes) in names.items():
+        metrics = replace(config.logging, metrics_jsonl=str(tmp_path / name))
+        run_ranks(_run, ranks, replace(in_layout(config, **sizes), logging=metrics), detail=False)
+    expected = rows(tmp_path / "alone")
+    for name in list(names)[1:]:
+        logged = rows(tmp_path / name)
+        assert [row["lm_loss"] for row in logged] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-5), name
+        assert [row["grad_norm"] for row in logged] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4), name
+        assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in logged)
+
+
+def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[str, Tensor]:
+    """Whole weights and optimizer states of this rank's stages, but for what it holds a copy of."""
+    with parallel_state(config.parallel, seed=1) as parallel:
+        trainer = build_trainer(config, parallel)
+        if train:
+            trainer.run()
+        else:
+            load_checkpoint(config, parallel, trainer.model, trainer.optimizer)
+        return {f"{name}/{key}": whole_tensor(value, parameter, parallel)
+                for name, parameter in trainer.model.named_parameters()
+                for key, value in {"weight": parameter, **trainer.optimizer.states[name]}.items()}
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_checkpoint_loads_bit_for_bit_in_every_layout(tmp_path: Path, untied: bool):
+    config = tiny_run(model=dict(num_layers=4, untie_embeddings_and_output_weights=untied),
+                      training=dict(train_iters=2, bf16=True), checkpoint=dict(save=str(tmp_path)))
+    of_ranks = run_ranks(_state, 4, in_layout(config, **INTERLEAVED, tensor_model_parallel_size=2), True, detail=False)
+    saved = {name: value for one in of_ranks for name, value in one.items()}
+    for one in of_ranks:  # the copies of a tied embedding are alike
+        assert all(torch.equal(value, saved[name]) for name, value in one.items())
+    load = with_checkpoint(config, load=str(tmp_path))
+    for ranks, sizes in ((1, {}), (2, dict(tensor_model_parallel_size=2)), (4, dict(pipeline_model_parallel_size=4)),
+                         (2, dict(PIPELINE, decoder_first_pipeline_num_layers=1))):
+        loaded = run_ranks(_state, ranks, in_layout(load, **sizes), False, detail=False)
+        assert {name for one in loaded for name in one} == saved.keys()
+        assert all(torch.equal(value, saved[name]) for one in loaded for name, value in one.items()), sizes
+
+
+def test_a_pipeline_that_stops_and_resumes_leaves_the_bytes_of_one_that_does_not(tmp_path: Path):
+    """With dropout, tied embeddings and whole layers recomputed."""
+    config = replace(in_layout(tiny_run(model=dict(num_layers=4), training=dict(train_iters=6)), **INTERLEAVED),
+                     recompute=RecomputeConfig(recompute_policy="*:full"))
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    run_ranks(_run, 2, with_checkpoint(config, save=whole), detail=False)
+    half = replace(config, training=replace(config.training, exit_interval=3))
+    run_ranks(_run, 2, with_checkpoint(half, save=parts), detail=False)
+    run_ranks(_run, 2, with_checkpoint(config, save=parts, load=parts), detail=False)
+    expected = step_bytes(Path(whole), 6)
+    assert len(expected) == 6 and step_bytes(Path(parts), 6) == expected
+
+
+def test_micro_batches_that_do_not_fit_the_interleaved_order_are_one_error():
+    config = in_layout(tiny_run(model=dict(num_layers=4), training=dict(global_batch_size=3)), **INTERLEAVED)
+
+    def work(rank, world_size):
+        with pytest.raises(InputError, match="3 micro-batches per step are not a multiple of --pipeline-model-parallel-size 2"):
+            run_to_end(config)
+        return True
+
+    assert run_ranks(work, 2) == [True, True]
+
+
+SIZES = ("--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+         "--micro-batch-size 1 --vocab-size 99 ")
+KEPT = "--num-microbatches-with-partial-activation-checkpoints 1 "
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (KEPT + "--recompute-policy *:full",
+     "needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is in flight at a time"),
+    (KEPT + "--pipeline-model-parallel-size 2", "and nothing is recomputed"),
+    ("--pipeline-model-parallel-size 2 --memory-timeline t.json", "--memory-timeline records the forward and backward of one"),
+    ("--pipeline-model-parallel-size 3", "--num-layers 8 is not divisible by --pipeline-model-parallel-size (3)"),
+    ("--pipeline-model-parallel-size 2 --recompute-policy 4:full", "layer 4 does not exist: the layers of a stage are 0 to 3"),
+])
+def test_what_a_pipeline_cannot_do_is_refused_at_once(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args((SIZES + words).split())
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [
+    "--pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method block",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4 --recompute-activations",
+    "--pipeline-model-parallel-size 8 --tensor-model-parallel-size 2 --sequence-parallel --recompute-policy stage0/*:full;*:mlp",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --recompute-policy *:full " + KEPT,
+])
+def test_the_report_of_a_pipeline_fits_its_columns_and_has_every_rank(words):
+    config = parse_args((SIZES + words).split()).config
+    report = explain(config, "cuda")
+    text = report_text(report)
+    assert all(len(line) <= WIDTH for line in text.splitlines())
+    assert f"pipeline-parallel {config.parallel.pipeline_model_parallel_size}" in text
+    assert report.ranks == ranks_memory(config, "cuda")
+    assert report.own.peak.held_bytes == report.ranks[0].peak_bytes >= report.ranks[0].held_bytes
+    first = report.embedding.kept_bytes + report.rotary_tables.kept_bytes + sum(run.count * run.kept_bytes for run in report.runs)
+    assert report.own.kept_bytes == first and not report.head.kept
+    layers = [layer for rank in report.ranks for stage in rank.stages
+              for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)]
+    assert sorted(layers) == [*range(8)]
+
+
+def test_keeping_some_micro_batches_whole_holds_more_and_recomputes_less():
+    policy = "--pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method uniform "
+    held = [ranks_memory(parse_args((SIZES + policy + more).split()).config, "cpu")[0].held_bytes
+            for more in ("", KEPT, KEPT.replace("1 ", "3 "), KEPT.replace("1 ", "9 "))]
+    assert held == sorted(set(held))
+    nothing = ranks_memory(parse_args((SIZES + "--pipeline-model-parallel-size 4").split()).config, "cpu")[0].held_bytes
+    assert held[-1] == nothing  # the window is shorter than 9
