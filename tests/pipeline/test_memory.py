@@ -22,7 +22,8 @@ from tests.support.ranks import run_ranks
 LAYERS, VOCABULARY, MICRO_BATCHES = 8, 60, 4
 GPT2 = "--hidden-dropout 0.1 --attention-dropout 0"
 LLAMA = ("--swiglu --ffn-hidden-size 24 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-         "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2")
+         "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --group-query-attention "
+         "--num-query-groups 2")
 FULL = "--recompute-granularity full --recompute-method"
 CASES = [
     (2, "--pipeline-model-parallel-size 2", GPT2),
