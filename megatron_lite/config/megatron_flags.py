@@ -10,7 +10,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      """decoder-num-layers decoder-seq-length encoder-num-layers encoder-seq-length"""),
     ("read a run from a file with --config-json FILE (as --dump-config prints it); flags override it",
      """yaml-cfg"""),
-    ("activations are not offloaded in this version; to use less memory see --recompute-granularity",
+    ("activations go to host memory by a policy; use --recompute-policy '*:none@host' or the like",
      """activation-offload-fraction cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
      delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading
      fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules min-offloaded-tensor-size offload-modules"""),
