@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import Action, bubble, forwards_only, in_flight, most_in_flight, order
+from megatron_lite.pipeline.order import Action, bubble, forwards_only, in_flight, keeping_all, most_in_flight, order
 
 LAYOUTS = [(size, chunks, microbatches)
            for size, chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))
@@ -128,3 +128,12 @@ def test_the_simulator_sees_an_order_that_cannot_run(fault):
         actions[2][0], actions[2][1] = actions[2][1], actions[2][0]
     with pytest.raises(AssertionError, match="all ranks wait"):
         simulate(actions, 1)
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, [0, 4]), (1, [0, 3, 6]), (2, [0, 2, 4, 6]), (3, [0, 1, 2, 3, 4, 5, 6, 7])])
+def test_of_each_window_the_first_micro_batches_keep_everything(rank, kept):
+    """Windows are as long as micro-batches can be in flight, 4, 3, 2 and 1: of all that wait at once, one keeps everything."""
+    whole = keeping_all(size=4, rank=rank, num_microbatches=8, num_kept=1)
+    assert sorted(action.microbatch for action in whole) == kept
+    waiting = [held for _, held in in_flight(order(size=4, rank=rank, num_microbatches=8))]
+    assert max(len(whole.intersection(held)) for held in waiting) == 1

@@ -19,7 +19,7 @@ from megatron_lite.memory.pipeline import ranks_memory
 from megatron_lite.memory.report import explain
 from megatron_lite.memory.report_text import WIDTH, report_text
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.training.build import build_trainer
+from megatron_lite.training.build import build_stages, build_trainer
 from tests.support.models import whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
@@ -154,3 +154,15 @@ def test_keeping_some_micro_batches_whole_holds_more_and_recomputes_less():
     assert held == sorted(set(held))
     nothing = ranks_memory(parse_args((SIZES + "--pipeline-model-parallel-size 4").split()).config, "cpu")[0].held_bytes
     assert held[-1] == nothing  # the window is shorter than 9
+
+
+def test_block_counts_the_layers_of_each_virtual_stage():
+    config = parse_args((SIZES + "--recompute-method block --recompute-granularity full").split()).config
+    config = in_layout(config, **INTERLEAVED)
+
+    def work(rank, world_size):
+        with parallel_state(config.parallel, seed=1) as parallel:
+            return [([*chunk.decoder.layers._modules], str(chunk.decoder.plan)) for chunk in build_stages(config, parallel)]
+
+    policy = "0:full; 1:none"
+    assert run_ranks(work, 2) == [[(["0", "1"], policy), (["4", "5"], policy)], [(["2", "3"], policy), (["6", "7"], policy)]]
