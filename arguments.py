@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lite.config import checks, flags
+from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.model import ATTENTION_BACKENDS, NORMALIZATIONS, POSITION_EMBEDDING_TYPES, ModelConfig
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, MODULES, RecomputeConfig
@@ -115,7 +116,7 @@ class _Group:
         self._fields = {field.name: field for field in dataclasses.fields(config_class)}
 
     def value(self, flag: str, kind: type, text: str, *, alias: str | None = None, values: Sequence[str] = (),
-              nargs: str | None = None) -> None:
+              nargs: str | int | None = None) -> None:
         """A flag with a value, or several (nargs). The config class checks `values`: here they are for the help."""
         field = _field_name(flag)
         metavar = "{" + ",".join(values) + "}" if values else {int: "N", float: "X", str: "TEXT"}[kind]
@@ -152,6 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recompute_arguments(parser)
     _add_training_arguments(parser)
     _add_optimizer_arguments(parser)
+    _add_loss_scaling_arguments(parser)
     _add_lr_schedule_arguments(parser)
     _add_data_arguments(parser)
     _add_tokenizer_arguments(parser)
@@ -235,10 +237,13 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "training", TrainingConfig)
     group.value("--micro-batch-size", int, "samples of one forward pass on one rank")
     group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per replica")
+    group.value("--rampup-batch-size", int, "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
+                "INCREMENT at a time, while SAMPLES are consumed", nargs=3)
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
     group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
+    group.switch("--fp16", "weights and activations in float16, master weights in float32, and the loss scaled")
     group.value("--loss-chunk-size", int, "tokens of a micro-batch that have logits at a time, which backward computes again; "
                 "all of them, and kept, if not given")
     group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")
@@ -257,6 +262,17 @@ def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--adam-eps", float, "added to the denominator")
     group.value("--weight-decay", float, "decoupled weight decay of matrices")
     group.value("--clip-grad", float, "largest global gradient norm; 0 for no clipping")
+
+
+def _add_loss_scaling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "loss scaling of --fp16", LossScaleConfig)
+    group.value("--loss-scale", float, "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
+                "its step, and doubled after a window without")
+    group.value("--initial-loss-scale", float, "first dynamic scale")
+    group.value("--min-loss-scale", float, "smallest dynamic scale: an overflow at it stops the run, unless "
+                "--no-check-for-nan-in-loss-and-grad")
+    group.value("--loss-scale-window", float, "steps without overflow after which the scale doubles")
+    group.value("--hysteresis", int, "overflows before the scale is halved for the first time, or after it has doubled")
 
 
 def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,7 +50,13 @@ FAULTS = [
     ("--num-experts=8", "Megatron's --num-experts is not supported here"),
     ("--multi-latent-attention", "multi-latent attention is not built; use --group-query-attention"),
     ("--fp8-format hybrid", "8-bit and 4-bit arithmetic is not built; use --bf16"),
-    ("--fp16", "float16 and loss scaling are not built; use --bf16"),
+    ("--fp16 --bf16", "--fp16 and --bf16 are two precisions: set one"),
+    ("--fp16 --fp16-lm-cross-entropy", "the precision of a run is float32, or --bf16 or --fp16 with float32 losses"),
+    ("--fp16 --loss-scale 8 --hysteresis 1", "--hysteresis has no effect with --loss-scale 8.0, a constant: leave one out"),
+    *[(f"{precision} {flag} 8", f"{flag} 8{end} needs --fp16: the loss of a float32 or --bf16 run is not scaled")
+      for precision in ("", "--bf16") for flag, end in (
+          ("--loss-scale", ".0"), ("--initial-loss-scale", ".0"), ("--min-loss-scale", ".0"), ("--loss-scale-window", ".0"),
+          ("--hysteresis", ""))],
     ("--mamba-state-dim 128", "state-space and hybrid layers are not built"),
     ("--img-h 224", "the model reads text; vision models are not built"),
     ("--perform-rl-step", "does not do reinforcement learning"),

@@ -58,10 +58,12 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--recompute-modules", str, None, "mlp"),
     ("--micro-batch-size", int, None, "3"),
     ("--global-batch-size", int, None, "8"),
+    ("--rampup-batch-size", int, None, "2 2 16"),
     ("--train-iters", int, None, "7"),
     ("--train-samples", int, None, "56"),
     ("--seed", int, 1234, "7"),
     ("--bf16", ON, False),
+    ("--fp16", ON, False),
     ("--eval-interval", int, None, "5"),
     ("--eval-iters", int, 100, "4"),
     ("--exit-interval", int, None, "6"),
@@ -73,6 +75,11 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--adam-eps", float, 1e-08, "1e-6"),
     ("--weight-decay", float, 0.01, "0.1"),
     ("--clip-grad", float, 1.0, "0.5"),
+    ("--loss-scale", float, None, "8"),
+    ("--initial-loss-scale", float, 2.0**32, "65536"),
+    ("--min-loss-scale", float, 1.0, "2"),
+    ("--loss-scale-window", float, 1000.0, "100"),
+    ("--hysteresis", int, 2, "3"),
     ("--lr", float, None, "3e-4"),
     ("--min-lr", float, 0.0, "1e-5"),
     ("--lr-decay-style", str, "linear", "cosine"),
@@ -135,6 +142,7 @@ OTHER_DEFAULTS = {
     "--distributed-backend": "auto",    # nccl on CUDA, gloo elsewhere
     "--data-path": (),
     "--recompute-modules": (),          # None there, and core_attn all the same
+    "--rampup-batch-size": (),          # None there, and a constant batch all the same
     "--no-load-optim": False,           # None there, and false all the same
     "--no-load-rng": False,
 }
@@ -151,6 +159,9 @@ CONTEXT = {
     "--decoder-last-pipeline-num-layers": "--pipeline-model-parallel-size 2",
     "--num-microbatches-with-partial-activation-checkpoints": "--pipeline-model-parallel-size 2 --recompute-policy *:full",
     "--train-samples": "--global-batch-size 8",
+    "--rampup-batch-size": "--global-batch-size 8",
+    **dict.fromkeys(("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"),
+                    "--fp16"),
     "--min-lr": "--lr 1e-3",
     "--lr-warmup-init": "--lr 1e-3",
     "--lr-decay-samples": SAMPLES,
@@ -227,7 +238,8 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert type(action).__name__ == {ON: "_StoreTrueAction", OFF: "_StoreFalseAction"}[kind]
     else:
         assert action.type is kind
-    assert action.nargs == {"--data-path": "*", "--recompute-modules": "+"}.get(flag, 0 if kind in (ON, OFF) else None)
+    nargs = {"--data-path": "*", "--recompute-modules": "+", "--rampup-batch-size": 3}
+    assert action.nargs == nargs.get(flag, 0 if kind in (ON, OFF) else None)
     if field.default is dataclasses.MISSING:
         assert flag in BASE and default is None, "Megatron's None is an error there as well"
     else:
@@ -239,8 +251,8 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
 def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None:
     flag, kind = row[:2]
     field = actions()[flag].dest
-    value: Any = {ON: True, OFF: False}[kind] if kind in (ON, OFF) else kind(row[3])
-    value = {"--data-path": ("a", "b"), "--recompute-modules": ("mlp",)}.get(flag, value)
+    several = {"--data-path": ("a", "b"), "--recompute-modules": ("mlp",), "--rampup-batch-size": (2, 2, 16)}
+    value: Any = several[flag] if flag in several else {ON: True, OFF: False}[kind] if kind in (ON, OFF) else kind(row[3])
     together, changes = TOGETHER.get(flag, ("", {}))
     before = parsed_fields(CONTEXT.get(flag, ""))
     after = parsed_fields(CONTEXT.get(flag, ""), together, flag, *row[3:])

@@ -29,6 +29,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.data.files import sync_file
 from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.loss_scale import LossScaleState
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
 from megatron_lite.parallel.state import ParallelState
@@ -54,11 +55,13 @@ class Metadata:
     pp_size: int
     num_updates: int
     parameters: dict[str, SavedLayout]
+    loss_scale: LossScaleState | None = None
 
     def to_json(self) -> str:
         """The text of metadata.json."""
         return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
-                           "pp_size": self.pp_size, "num_updates": self.num_updates}, indent=1)
+                           "pp_size": self.pp_size, "num_updates": self.num_updates,
+                           "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}, indent=1)
 
     def parameters_to_json(self) -> str:
         """The text of this pipeline rank's parameters_pp*.json."""
@@ -82,7 +85,8 @@ class Metadata:
                 path = step / parameters_file(pp_rank)
                 parameters |= {name: SavedLayout.from_plain(layout, pp_rank=pp_rank)
                                for name, layout in json.loads(path.read_text()).items()}
-            return cls(progress=progress, num_updates=values["num_updates"], parameters=parameters, **sizes)
+            return cls(progress=progress, num_updates=values["num_updates"], parameters=parameters,
+                       loss_scale=LossScaleState.from_plain(values.get("loss_scale")), **sizes)
         except InputError:
             raise
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -101,7 +105,8 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
     parallel.together(what, lambda: start_step(root, iteration) if parallel.rank == 0 else None)
     temporary = step_directory(root, iteration).with_suffix(".tmp")
     metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size,
-                        pp_size=parallel.pp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model))
+                        pp_size=parallel.pp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model),
+                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state())
 
     def write() -> None:
         if parallel.data_rank == 0:
@@ -201,7 +206,7 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     evaluated does not count, nor how long one start of it lasts."""
     free = {"exit_interval", "eval_interval", "eval_iters", "data_cache_path"}
     lines = []
-    for topic in ("training", "data", "tokenizer", "optimizer", "lr_schedule"):
+    for topic in ("training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"):
         mine, theirs = asdict(getattr(ours, topic)), asdict(getattr(saved, topic))
         lines += [f"changed since the checkpoint: {flag(name)} {theirs[name]} -> {mine[name]}" for name in mine
                   if mine[name] != theirs[name] and name not in free]
@@ -240,6 +245,8 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
             states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
                             for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
+    if optimizer.loss_scale is not None:
+        optimizer.loss_scale.restore(metadata.loss_scale)
 
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:

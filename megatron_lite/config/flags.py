@@ -25,7 +25,7 @@ WITHOUT_EFFECT = {
     "--disable-jit-fuser": "nothing is compiled at run time",
     "--cross-entropy-loss-fusion": "the loss is always computed from the vocabulary shards, without gathering the logits",
     "--cross-entropy-fusion-impl NAME": "there is one cross-entropy",
-    "--apply-query-key-layer-scaling": "it only keeps float16 scores in range, and the softmax cancels it",
+    "--apply-query-key-layer-scaling": "it only keeps float16 scores in range, which are scaled before they are rounded",
     "--calculate-per-token-loss": "every token counts, so the mean over tokens is the mean over micro-batches",
     "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated and reduced in float32",
     "--use-cpu-initialization": "initial weights are always drawn on the CPU, the same for every device",

@@ -109,10 +109,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      fp8-quantizer-factory fp8-recipe keep-fp8-transpose-cache kitchen-attention-backend no-fp8-wgrad
      num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag te-precision-config-file
      use-kitchen-attention"""),
-    ("float16 and loss scaling are not built; use --bf16, which needs no loss scale",
-     """fp16 fp16-lm-cross-entropy hysteresis initial-loss-scale loss-scale loss-scale-window min-loss-scale"""),
-    ("the precision of a run is float32, or --bf16 with float32 gradients and master weights",
-     """disable-bf16-reduced-precision-matmul fp32-residual-connection grad-reduce-in-bf16 output-logit-dtype"""),
+    ("the precision of a run is float32, or --bf16 or --fp16 with float32 losses, gradients and master weights",
+     """disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16
+     output-logit-dtype"""),
     ("the optimizer is AdamW on the device of the model; use --optimizer adam",
      """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype lion-beta1 lion-beta2 main-grads-dtype main-params-dtype
      muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv
@@ -125,8 +124,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      start-weight-decay weight-decay-incr-style"""),
     ("the learning rate always follows the flags; give the flags of the run that saved the checkpoint",
      """use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler"""),
-    ("the batch size is constant; use --global-batch-size",
-     """decrease-batch-size-if-needed rampup-batch-size step-batch-size-schedule"""),
+    ("every batch must be divisible by --micro-batch-size x data-parallel size; use --global-batch-size and "
+     "--rampup-batch-size, whose steps are equal",
+     """decrease-batch-size-if-needed step-batch-size-schedule"""),
     ("a run ends after --train-iters, --train-samples or --exit-interval, and resumes with --load",
      """exit-duration-in-mins exit-signal exit-signal-handler exit-signal-handler-for-dataloader
      exit-signal-handler-for-training iterations-to-skip result-rejected-tracker-filename train-sync-interval"""),

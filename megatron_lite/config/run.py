@@ -9,6 +9,8 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lite.config.checks import flag
+from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.parallel import ParallelConfig
@@ -36,6 +38,7 @@ class RunConfig:
     tokenizer: TokenizerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss_scaling: LossScaleConfig = field(default_factory=LossScaleConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -54,6 +57,10 @@ class RunConfig:
         if self.data.seq_length > model.max_position_embeddings:
             raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                              f"{model.max_position_embeddings}")
+        if not self.training.fp16:
+            for name in self.loss_scaling.changed():
+                raise ValueError(f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a float32 or --bf16 "
+                                 "run is not scaled")
         stage_lengths = [stage.num_layers for stage in stages(self.parallel, model.num_layers)]
         self._check_recompute_policy(max(stage_lengths), len(stage_lengths))
         self._check_pipeline()
@@ -201,8 +208,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return _from_plain(typing.cast(type, hint), value, where)
     if typing.get_origin(hint) is tuple:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError(f"{where}: expected a list of strings, got {value!r}")
+        kind = typing.get_args(hint)[0]
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ValueError(f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got {value!r}")
         return tuple(value)
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if isinstance(value, bool) and bool not in allowed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import require_at_least, require_not_empty, require_one_of, require_within, resolve
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -17,15 +18,18 @@ LANGUAGE_MODEL_SEED = 1234
 class TrainingConfig:
     """Length of the run, batch sizes, precision, and when it stops.
 
+    rampup_batch_size: (start, increment, samples) of a batch that grows to global_batch_size; () for a constant one.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time; None: all, and they are kept for backward.
     """
 
     micro_batch_size: int
     global_batch_size: int | None = None
+    rampup_batch_size: tuple[int, ...] = ()
     train_iters: int | None = None
     train_samples: int | None = None
     seed: int = LANGUAGE_MODEL_SEED
     bf16: bool = False
+    fp16: bool = False
     loss_chunk_size: int | None = None
     eval_interval: int | None = None
     eval_iters: int = 100
@@ -39,6 +43,8 @@ class TrainingConfig:
                          "loss_chunk_size")
         require_at_least(self, 0, "eval_iters", "train_iters")
         require_within(self, 0, 2**32, "seed")
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 are two precisions: set one")
         if self.train_iters is not None and self.train_samples is not None:
             raise ValueError("--train-iters and --train-samples both give the length of the run: set one")
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
@@ -46,6 +52,28 @@ class TrainingConfig:
                              f"{self.micro_batch_size}")
         if self.train_samples is not None and self.global_batch_size is None:
             raise ValueError("--train-samples needs --global-batch-size: the number of iterations follows from both")
+        object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
+        if self.rampup_batch_size:
+            self._check_rampup()
+
+    def _check_rampup(self) -> None:
+        name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+        if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1:
+            raise ValueError(f"{name}: give START INCREMENT SAMPLES, three numbers of at least 1")
+        if self.global_batch_size is None:
+            raise ValueError(f"{name} needs --global-batch-size, the batch at the end of the ramp")
+        start, increment, _ = self.rampup_batch_size
+        missing = self.global_batch_size - start
+        if missing <= 0:
+            raise ValueError(f"{name}: the start must be below --global-batch-size {self.global_batch_size}")
+        if missing % increment:
+            raise ValueError(f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} is not a multiple of "
+                             f"the increment {increment}")
+
+    @property
+    def precision(self) -> str:
+        """"fp32", "bf16" or "fp16": of weights and activations."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     def batch_size(self, data_parallel_size: int) -> int:
         """Samples per iteration over all ranks: `--global-batch-size`, or one micro-batch per data-parallel rank."""
@@ -59,15 +87,29 @@ class TrainingConfig:
                              f"data-parallel size {data_parallel_size} = {step}")
         return batch // step
 
-    def num_iterations(self, batch_size: int, *, done: int = 0, consumed: int = 0) -> int:
+    def batch_schedule(self, data_parallel_size: int) -> BatchSchedule:
+        """Samples per iteration over the run. ValueError where a batch does not divide over ranks and micro-batches."""
+        self.num_microbatches(data_parallel_size)
+        full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
+        if not self.rampup_batch_size:
+            return BatchSchedule.constant(full, samples_per_microbatch=step)
+        start, increment, samples = self.rampup_batch_size
+        for what, size in (("start", start), ("increment", increment)):
+            if size % step:
+                raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is not divisible by "
+                                 f"--micro-batch-size {self.micro_batch_size} x data-parallel size {data_parallel_size} = {step}")
+        return BatchSchedule(full=full, samples_per_microbatch=step, start=start, increment=increment, ramp_samples=samples)
+
+    def num_iterations(self, batches: BatchSchedule, *, done: int = 0, consumed: int = 0) -> int:
         """Length of the run in iterations, of which `done` have consumed `consumed` samples.
 
         ValueError without `--train-iters` or `--train-samples`, or where the samples are too few for one iteration.
         """
         if self.train_samples is not None:
-            if self.train_samples < batch_size:
-                raise ValueError(f"--train-samples {self.train_samples} is less than one --global-batch-size ({batch_size})")
-            return done + max(0, self.train_samples - consumed) // batch_size
+            if self.train_samples < batches.start:
+                name = "start of --rampup-batch-size" if self.rampup_batch_size else "--global-batch-size"
+                raise ValueError(f"--train-samples {self.train_samples} is less than one {name} ({batches.start})")
+            return done + batches.iterations_within(self.train_samples, consumed=consumed)
         if self.train_iters is None:
             raise ValueError("the length of the run is not given: set --train-iters or --train-samples")
         return self.train_iters

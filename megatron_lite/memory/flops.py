@@ -101,7 +101,7 @@ def flash_rebuild_flops(model: ModelConfig, *, batch: int, seq_length: int, devi
 
 
 def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | None:
-    """FLOP/s that a GPU of this CUDA name can do, dense, in bfloat16 or float32. None: not in the table, or a MIG slice."""
+    """FLOP/s that a GPU of this CUDA name can do, dense, in 16-bit or float32. None: not in the table, or a MIG slice."""
     words = set(re.split(r"[\s-]+", device_name))
     for name, bf16_tflops, float32_tflops in PEAK_TFLOPS:
         if words >= set(name.split()) and "MIG" not in words:

@@ -21,8 +21,8 @@ CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 class Sizes:
     """What decides the sizes besides the model: one micro-batch on one rank.
 
-    element_bytes: of weights and activations: 4, or 2 under --bf16. device: "cpu" or "cuda". loss_chunk_size: None where logits
-    are kept. has_embedding, has_head: whether the layers are the model's first, and its last.
+    element_bytes: of weights and activations: 4, or 2 under --bf16 or --fp16. device: "cpu" or "cuda". loss_chunk_size: None
+    where logits are kept. has_embedding, has_head: whether the layers are the model's first, and its last.
     """
 
     micro_batch_size: int
@@ -42,8 +42,8 @@ class Sizes:
         tp_size = config.parallel.tensor_model_parallel_size
         return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
                    padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
-                   sequence_parallel=config.parallel.sequence_parallel, element_bytes=2 if config.training.bf16 else 4,
-                   device=device, loss_chunk_size=config.training.loss_chunk_size,
+                   sequence_parallel=config.parallel.sequence_parallel, device=device,
+                   element_bytes=4 if config.training.precision == "fp32" else 2, loss_chunk_size=config.training.loss_chunk_size,
                    has_embedding=stage is None or stage.is_first, has_head=stage is None or stage.is_last)
 
     @property

@@ -37,7 +37,7 @@ def _head(report: Report) -> Iterator[str]:
     yield ""
     yield from _field("model", f"GPT of {model.num_layers} layers: h {model.hidden_size}, f {model.ffn_size}, "
                                f"a {model.num_attention_heads}{groups}, s {sizes.seq_length}, b {sizes.micro_batch_size}, "
-                               f"V {sizes.padded_vocab_size}, {'bf16' if config.training.bf16 else 'fp32'}")
+                               f"V {sizes.padded_vocab_size}, {config.training.precision}")
     pipeline = f", pipeline-parallel {len(report.ranks)}" if report.ranks else ""
     yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{', sequence-parallel' if sizes.sequence_parallel else ''}"
                                f"{pipeline}; "

@@ -1,7 +1,7 @@
-"""AdamW over a model's parameters, with float32 master weights where the model is bf16.
+"""AdamW over a model's parameters, with float32 master weights where the model is bf16 or fp16.
 
 torch's fused AdamW does the arithmetic. A step whose gradient norm is not finite changes nothing (torch's `found_inf`), which
-every rank decides alike from the same global norm, on the device, without waiting for it.
+every rank decides alike from the same global norm, on the device, without waiting for it. It lowers the loss scale, if any.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.norms import count_zeros, global_norm
 from megatron_lite.parallel.state import ParallelState
 
@@ -27,12 +28,15 @@ class OptimizerStep(NamedTuple):
 
 class Optimizer:
     """Owns gradients, master weights and moments. `states[name]` holds a parameter's "exp_avg", "exp_avg_sq" and, for a
-    bf16 model, "master", each float32 and shaped like the parameter: what a checkpoint keeps."""
+    16-bit model, "master", each float32 and shaped like the parameter: what a checkpoint keeps. loss_scale: what the losses were
+    multiplied with before backward, and gradients are divided by here."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState) -> None:
+    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState, *,
+                 loss_scale: LossScale | None = None) -> None:
         self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._parallel = parallel
         self._clip_grad = config.clip_grad
+        self.loss_scale = loss_scale
         self.buffer = GradBuffer(self._parameters, parallel)
         self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
         for name, master in self._masters.items():
@@ -48,8 +52,12 @@ class Optimizer:
     def step(self, learning_rate: float) -> OptimizerStep:
         """Reduces and clips the gradients and updates the weights, unless the global norm is not finite."""
         self.buffer.reduce_()
+        if self.loss_scale is not None:
+            self.buffer.scale_(self.loss_scale.inverse())
         grad_norm = global_norm(self._parameters, self.buffer.grads, self._parallel)
         skipped = torch.isfinite(grad_norm).logical_not().float()
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped)
         if self._clip_grad > 0.0:
             self.buffer.scale_((self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         for group in self._adamw.param_groups:
@@ -76,7 +84,7 @@ class Optimizer:
     def load(self, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int) -> None:
         """Takes over moments and, where present, master weights, and the number of updates. KeyError if a name is missing.
 
-        States without masters (saved by a float32 run) leave the masters as the model's loaded weights. Masters of a bf16 run
+        States without masters (saved by a float32 run) leave the masters as the model's loaded weights. Masters of a 16-bit run
         become the weights of a float32 one: nothing is rounded on the way.
         """
         for name, master in self._masters.items():
@@ -105,7 +113,7 @@ class Optimizer:
 
 
 def _master_of(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().float() if parameter.dtype == torch.bfloat16 else parameter
+    return parameter.detach().float() if parameter.dtype in (torch.bfloat16, torch.float16) else parameter
 
 
 def _weight_decay_groups(masters: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, object]]:

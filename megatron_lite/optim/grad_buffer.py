@@ -3,8 +3,8 @@
     [ gradients that TP ranks must add | all others ]       one all-reduce over TP for the first part,
                                                             one over DP for the whole
 A parameter's `.grad` becomes a view of the buffer when its first gradient of a step arrives, which is copied in: nothing needs
-to be zeroed and added to. Later micro-batches add to the view. A bf16 parameter's is float32 too (`grad_dtype`): each
-micro-batch's gradient is rounded to bf16 once and summed in float32.
+to be zeroed and added to. Later micro-batches add to the view. A 16-bit parameter's is float32 too (`grad_dtype`): each
+micro-batch's gradient is rounded to 16 bits once and summed in float32.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GradBuffer:
 
 
 def _autograd_sums_into(parameter: nn.Parameter, view: Tensor) -> bool:
-    """Whether the parameter's own `.grad` may be the view: not for a bf16 parameter in a torch before grad_dtype."""
+    """Whether the parameter's own `.grad` may be the view: not for a 16-bit parameter in a torch before grad_dtype."""
     return parameter.dtype == view.dtype or hasattr(parameter, "grad_dtype")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.training import LrScheduleConfig
 
 
@@ -25,21 +26,22 @@ class LrSchedule:
     wsd_samples: float
 
     @classmethod
-    def build(cls, config: LrScheduleConfig, *, train_samples: int, batch_size: int) -> LrSchedule:
+    def build(cls, config: LrScheduleConfig, *, train_samples: int, batches: BatchSchedule) -> LrSchedule:
         """The schedule of a run of `train_samples` samples, over which it decays unless told otherwise.
 
+        A length in iterations is that of the run's first ones; WSD's decay, at the end, is of iterations with the full batch.
         ValueError without `--lr`, or where the warm-up is longer than the decay.
         """
         if config.lr is None:
             raise ValueError("--lr is not set: training needs a learning rate")
-        decay = config.lr_decay_samples or (config.lr_decay_iters or 0) * batch_size or train_samples
-        warmup: float = config.lr_warmup_samples or config.lr_warmup_iters * batch_size
+        decay = config.lr_decay_samples or batches.consumed_after(config.lr_decay_iters or 0) or train_samples
+        warmup: float = config.lr_warmup_samples or batches.consumed_after(config.lr_warmup_iters)
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay
         if warmup and warmup >= decay > 0:
             raise ValueError(f"the warm-up ({warmup:g} samples) must be shorter than the decay ({decay} samples): lower "
                              "--lr-warmup-iters or raise --lr-decay-iters")
-        wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batch_size
+        wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batches.full
         if wsd > decay - warmup:
             raise ValueError(f"--lr-wsd-decay-iters ({wsd} samples) is longer than what follows the warm-up "
                              f"({decay - warmup:g} samples)")

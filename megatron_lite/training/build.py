@@ -14,6 +14,7 @@ from megatron_lite.data.build import build_datasets
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
@@ -23,6 +24,8 @@ from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
 
+PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def build_stages(config: RunConfig, parallel: ParallelState) -> ModelStages:
     """All stages that this rank holds."""
@@ -31,10 +34,10 @@ def build_stages(config: RunConfig, parallel: ParallelState) -> ModelStages:
 
 
 def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None = None) -> GPTModel:
-    """This rank's shard of the model or of one stage, initialised from `--seed`; bf16 weights under `--bf16` (optim/adamw.py)."""
+    """This rank's shard of the model or of one stage, initialised from `--seed`; 16-bit under `--bf16` or `--fp16`."""
     stage = stage or whole_model(config.model.num_layers)
     context = TensorParallelContext.of(parallel, sequence_parallel=config.parallel.sequence_parallel,
-                                       params_dtype=torch.bfloat16 if config.training.bf16 else torch.float32)
+                                       params_dtype=PARAMS_DTYPE[config.training.precision])
     model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
                      padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
                      plan=plan_stage(config.recompute, stage.num_layers, stage.number),
@@ -64,21 +67,21 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
         use_deterministic_algorithms()
     try:
         start = loaded_progress(config.checkpoint)
-        num_microbatches = training.num_microbatches(parallel.dp_size)
-        check_num_microbatches(num_microbatches, size=parallel.pp_size,
-                               chunks=len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)))
-        batch_size = training.batch_size(parallel.dp_size)
+        batches = training.batch_schedule(parallel.dp_size)
+        chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
+        for size in batches.sizes:
+            check_num_microbatches(batches.num_microbatches(size), size=parallel.pp_size, chunks=chunks)
         # Counted from where the run stands, in case it goes on with another batch size.
-        num_iterations = training.num_iterations(batch_size, done=start.iteration, consumed=start.consumed_samples)
-        train_samples = start.consumed_samples + max(0, num_iterations - start.iteration) * batch_size
-        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or train_samples,
-                                    batch_size=batch_size)
+        num_iterations = training.num_iterations(batches, done=start.iteration, consumed=start.consumed_samples)
+        train_samples = batches.consumed_after(num_iterations - start.iteration, consumed=start.consumed_samples)
+        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or train_samples, batches=batches)
     except ValueError as error:
         raise InputError(str(error)) from error
-    evaluation_samples = training.eval_iters * batch_size
+    evaluation_samples = training.eval_iters * batches.full
     datasets = build_datasets(config.data, vocab_size=config.tokenizer.true_vocab_size, seed=training.seed,
                               num_samples=(train_samples, evaluation_samples, evaluation_samples))
     model = build_stages(config, parallel)
-    optimizer = Optimizer(model, config.optimizer, parallel)
+    loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
+    optimizer = Optimizer(model, config.optimizer, parallel, loss_scale=loss_scale)
     return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
-                   num_iterations=num_iterations, num_microbatches=num_microbatches, batch_size=batch_size)
+                   num_iterations=num_iterations, batches=batches)

@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 
 
 class RunFacts(NamedTuple):
-    """What log lines need to know of the run. tokens, flops (model FLOPs), hardware_flops: of one iteration, over all ranks.
+    """What log lines need to know of the run. num_samples: consumed at its end. batch_size: the full one.
 
-    peak_flops: what one GPU can do in a second, if known.
+    tokens, flops (model FLOPs), hardware_flops: of one iteration with the full batch, over all ranks. peak_flops: what one GPU
+    can do in a second, if known.
     """
 
     num_iterations: int
+    num_samples: int
     batch_size: int
     tokens: int
     world_size: int
@@ -112,7 +114,8 @@ class RunLog:
             self._by_samples.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples)
         if self._progress is not None:
             self._progress.update(self._task, completed=record.iteration, status=(
-                f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | ETA {_eta(record, self._facts)}"))
+                f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | "
+                f"ETA {_eta(record, self._facts, _full_batch_ms([record], self._facts))}"))
         self._interval.append(record)
         if record.iteration % self._config.log_interval == 0 or record.iteration == self._facts.num_iterations:
             self.line(iteration_line(self._interval, self._facts, extras, throughput=self._config.log_throughput))
@@ -133,27 +136,27 @@ class RunLog:
 def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool) -> str:
     """Megatron's iteration line over the records since the last one, with its fields in its order, then our own."""
     last = records[-1]
-    ms = sum(record.iteration_ms for record in records) / len(records)
+    ms, full_ms = sum(record.iteration_ms for record in records) / len(records), _full_batch_ms(records, facts)
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
     fields = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.num_iterations:8d}",
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {ms:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_shown(_teraflops(ms, facts))}" if throughput else None,
+        f"throughput per GPU (TFLOP/s/GPU): {_shown(_teraflops(full_ms, facts))}" if throughput else None,
         f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {facts.batch_size:5d}",
+        f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
-        "loss scale: 1.0",
+        f"loss scale: {last.loss_scale:.1f}",
         f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {extras.num_zeros}" if extras.num_zeros is not None else None,
         f"params norm: {extras.params_norm:.3f}" if extras.params_norm is not None else None,
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
-        f"tokens/s/GPU: {facts.tokens / (ms / 1000.0) / facts.world_size:.1f}",
-        *(f"{name}: {percent:.1f}%" for name, percent in _utilization(ms, facts).items()),
+        f"tokens/s/GPU: {facts.tokens / (full_ms / 1000.0) / facts.world_size:.1f}",
+        *(f"{name}: {percent:.1f}%" for name, percent in _utilization(full_ms, facts).items()),
         _activation_bytes(last),
         f"peak GiB: {peak_gib(facts.device):.2f}",
-        f"ETA: {_eta(last, facts, ms)}",
+        f"ETA: {_eta(last, facts, full_ms)}",
     ]
     return " | ".join(field for field in fields if field is not None) + " |"
 
@@ -173,6 +176,11 @@ def peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
+
+
+def _full_batch_ms(records: list[IterationRecord], facts: RunFacts) -> float:
+    """What an iteration with the full batch takes at the speed of these."""
+    return facts.batch_size * sum(record.iteration_ms for record in records) / sum(record.global_batch_size for record in records)
 
 
 def _utilization(ms: float, facts: RunFacts) -> dict[str, float]:
@@ -201,20 +209,22 @@ def _shown(teraflops: float) -> str:
     return f"{teraflops:.1f}" if teraflops >= 10.0 else f"{teraflops:.4f}"
 
 
-def _eta(record: IterationRecord, facts: RunFacts, ms: float | None = None) -> str:
-    seconds = int((facts.num_iterations - record.iteration) * (record.iteration_ms if ms is None else ms) / 1000.0)
+def _eta(record: IterationRecord, facts: RunFacts, full_ms: float) -> str:
+    seconds = int((facts.num_samples - record.consumed_samples) / facts.batch_size * full_ms / 1000.0)
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def _write_scalars(writer: SummaryWriter, record: IterationRecord, extras: LogExtras, facts: RunFacts,
                    config: LoggingConfig) -> None:
+    full_ms = _full_batch_ms([record], facts)
     scalars: dict[str, float | None] = {
-        "learning-rate": record.learning_rate, "batch-size": facts.batch_size, "lm loss": record.lm_loss, "loss-scale": 1.0,
-        "grad-norm": record.grad_norm, "num-zeros": extras.num_zeros, "params-norm": extras.params_norm,
-        "throughput": _teraflops(record.iteration_ms, facts) if config.log_throughput else None,
+        "learning-rate": record.learning_rate, "batch-size": record.global_batch_size, "lm loss": record.lm_loss,
+        "loss-scale": record.loss_scale, "grad-norm": record.grad_norm,
+        "num-zeros": extras.num_zeros, "params-norm": extras.params_norm,
+        "throughput": _teraflops(full_ms, facts) if config.log_throughput else None,
         "iteration-time": record.iteration_ms / 1000.0 if config.log_timers_to_tensorboard else None,
         "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
-        **_utilization(record.iteration_ms, facts),
+        **_utilization(full_ms, facts),
     }
     for name, value in scalars.items():
         if value is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.save_load import check_save_directory, load_checkpoint, save_checkpoint
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.build import Datasets
 from megatron_lite.memory.flops import hardware_flops, step_flops
@@ -39,6 +40,7 @@ class StartedStep(NamedTuple):
 
     iteration: int
     consumed_samples: int
+    batch_size: int
     learning_rate: float
     result: StepResult
     params_norm: Tensor | None
@@ -56,8 +58,7 @@ class Trainer:
     schedule: LrSchedule
     datasets: Datasets
     num_iterations: int
-    num_microbatches: int
-    batch_size: int
+    batches: BatchSchedule
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
@@ -119,8 +120,9 @@ class Trainer:
 
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
-        learning_rate = self.schedule.at(before)
-        batches = MicroBatches(dataset=self.datasets.train, consumed_samples=before, num_microbatches=self.num_microbatches,
+        learning_rate, batch_size = self.schedule.at(before), self.batches.at(before)
+        batches = MicroBatches(dataset=self.datasets.train, consumed_samples=before,
+                               num_microbatches=self.batches.num_microbatches(batch_size),
                                micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel)
         measured = self.activation_bytes is not None or self.config.training.torch_compile
         meter = None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
@@ -129,10 +131,10 @@ class Trainer:
         if meter is not None:
             self._compare_bytes(meter, log)
         self.progress = replace(self.progress, iteration=self.progress.iteration + 1,
-                                consumed_samples=before + self.batch_size)
+                                consumed_samples=before + batch_size)
         logging, iteration = self.config.logging, self.progress.iteration
         logged = iteration % logging.log_interval == 0
-        return StartedStep(iteration, self.progress.consumed_samples, learning_rate, result,
+        return StartedStep(iteration, self.progress.consumed_samples, batch_size, learning_rate, result,
                            self.optimizer.params_norm() if logged and logging.log_params_norm else None,
                            self.optimizer.num_zeros_in_grad() if logged and logging.log_num_zeros_in_grad else None)
 
@@ -154,7 +156,7 @@ class Trainer:
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures (the one place that waits for the device), counts and logs them."""
-        loss, grad_norm, skipped = torch.stack([value.float() for value in step.result]).tolist()
+        loss, grad_norm, skipped, loss_scale = torch.stack([value.float() for value in step.result]).tolist()
         seconds = time.perf_counter() - self._clock
         self._clock += seconds
         is_nan = not math.isfinite(loss)
@@ -162,18 +164,21 @@ class Trainer:
                                 nan_iterations=self.progress.nan_iterations + is_nan)
         kept = self.activation_bytes
         log.iteration(IterationRecord(
-            iteration=step.iteration, consumed_samples=step.consumed_samples, lm_loss=loss, grad_norm=grad_norm,
-            learning_rate=step.learning_rate, iteration_ms=seconds * 1000.0,
-            tokens_per_second=self.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
+            iteration=step.iteration, consumed_samples=step.consumed_samples, global_batch_size=step.batch_size, lm_loss=loss,
+            grad_norm=grad_norm, learning_rate=step.learning_rate, loss_scale=loss_scale, iteration_ms=seconds * 1000.0,
+            tokens_per_second=step.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
             activation_bytes_predicted=None if kept is None else kept.predicted,
             activation_bytes_measured=None if kept is None else kept.measured,
             activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
             activation_host_bytes_measured=None if kept is None else kept.host_measured,
         ), LogExtras(params_norm=None if step.params_norm is None else step.params_norm.item(),
                      num_zeros=None if step.num_zeros is None else int(step.num_zeros.item())))
-        if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or skipped):
-            raise TrainingError(f"iteration {step.iteration}: the loss is {loss} and the gradient norm {grad_norm}, so no weight "
-                                "was changed. Lower --lr or raise --lr-warmup-iters; with "
+        scaling = self.optimizer.loss_scale
+        mended = scaling is not None and loss_scale > scaling.minimum  # a lower scale may do
+        if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or (skipped and not mended)):
+            at_scale = "" if scaling is None else f", with loss scale {loss_scale} (at least {scaling.minimum})"
+            raise TrainingError(f"iteration {step.iteration}: the loss is {loss} and the gradient norm {grad_norm}{at_scale}, so "
+                                "no weight was changed. Lower --lr or raise --lr-warmup-iters; with "
                                 "--no-check-for-nan-in-loss-and-grad such iterations are skipped and counted instead")
 
     def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog) -> None:
@@ -184,7 +189,8 @@ class Trainer:
             log.line(f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it")
             return
         log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
-        result = evaluate(self._runner, dataset, num_iterations=num_iterations, num_microbatches=self.num_microbatches,
+        result = evaluate(self._runner, dataset, num_iterations=num_iterations,
+                          num_microbatches=self.batches.num_microbatches(self.batches.full),
                           micro_batch_size=self.config.training.micro_batch_size)
         log.evaluation(name, self.progress.iteration, result)
         if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
@@ -214,16 +220,18 @@ class Trainer:
 
     def _open_log(self) -> RunLog:
         config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
-        vocabulary = config.tokenizer.padded_vocab_size(self.parallel.tp_size)
+        vocabulary, batch_size = config.tokenizer.padded_vocab_size(self.parallel.tp_size), self.batches.full
+        remaining = self.num_iterations - self.progress.iteration
         facts = RunFacts(
-            num_iterations=self.num_iterations, batch_size=self.batch_size, device=device, tokens=self.batch_size * seq_length,
+            num_iterations=self.num_iterations, batch_size=batch_size, device=device, tokens=batch_size * seq_length,
+            num_samples=self.batches.consumed_after(remaining, consumed=self.progress.consumed_samples),
             world_size=self.parallel.world_size,
-            flops=step_flops(config.model, batch=self.batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
-            hardware_flops=hardware_flops(config.model, plan_model(config), batch=self.batch_size, seq_length=seq_length,
+            flops=step_flops(config.model, batch=batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
+            hardware_flops=hardware_flops(config.model, plan_model(config), batch=batch_size, seq_length=seq_length,
                                           padded_vocab_size=vocabulary, device=device.type,
                                           loss_chunk_size=config.training.loss_chunk_size,
                                           tp_size=self.parallel.tp_size),
-            peak_flops=known_peak_flops(config.logging, device, bf16=config.training.bf16))
+            peak_flops=known_peak_flops(config.logging, device, bf16=config.training.precision != "fp32"))
         return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
 
 

@@ -18,7 +18,7 @@ from megatron_lite.config.checks import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class IterationRecord:
-    """lm_loss: mean over the global batch, nats per token. learning_rate: the one used. skipped, nan: 0 or 1.
+    """lm_loss: mean over the global batch, nats per token. learning_rate, loss_scale: those used. skipped, nan: 0 or 1.
 
     tokens_per_second: over all ranks. activation_bytes_*: kept for backward by one micro-batch, the most of any rank; measured
     on the run's first micro-batch. activation_host_bytes_*: the same in host memory; None unless a policy moves tensors there.
@@ -26,9 +26,11 @@ class IterationRecord:
 
     iteration: int
     consumed_samples: int
+    global_batch_size: int
     lm_loss: float
     grad_norm: float
     learning_rate: float
+    loss_scale: float
     iteration_ms: float
     tokens_per_second: float
     skipped: int

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stages import ModelStages
+from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.executor import run_actions
 from megatron_lite.pipeline.links import Links
@@ -46,18 +47,18 @@ class StageRunner:
         return cls(model, parallel, links=links, overlap=config.parallel.overlap_p2p_comm,
                    num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0)
 
-    def train(self, batches: Batches, *, share: float, observer: Observer,
+    def train(self, batches: Batches, *, share: float, observer: Observer, loss_scale: Tensor | None = None,
               after: Callable[[Action], None] | None = None) -> Tensor:
         """Forward and backward of all micro-batches, whose mean losses count `share` each. Returns their sum, 0-d.
 
-        0 on a rank without the last stage. observer: looks at the first micro-batch. after: called after each action of a
+        0 on a rank without the last stage. loss_scale: gradients are multiplied by it, 0-d. observer: looks at the first micro-batch. after: called after each action of a
         pipeline.
         """
         self.model.train()
         if self.links is None:
             (chunk,) = self._chunks
             return self._sum(
-                (observer if number == 0 else Observer()).micro_batch(chunk, partial(_loss, chunk, batches, number, share))
+                (observer if number == 0 else Observer()).micro_batch(chunk, partial(_loss, chunk, batches, number, share, loss_scale))
                 for number in range(len(batches)))
         actions = order(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
                         chunks=len(self._chunks))
@@ -68,7 +69,7 @@ class StageRunner:
         def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
             chunk = self._chunks[action.chunk]
             plan = keep_everything(chunk.stage.num_layers) if action in whole else chunk.decoder.plan
-            run = partial(_stage, chunk, batches, action.microbatch, share, hidden_states, plan)
+            run = partial(_stage, chunk, batches, action.microbatch, share, hidden_states, plan, loss_scale)
             del hidden_states
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
@@ -106,16 +107,16 @@ class StageRunner:
         return total
 
 
-def _loss(model: GPTModel, batches: Batches, number: int, share: float) -> Tensor:
+def _loss(model: GPTModel, batches: Batches, number: int, share: float, scale: Tensor | None = None) -> Tensor:
     batch = batches[number]
-    return model.loss(batch.tokens, batch.labels).mean() * share
+    return scale_backward(model.loss(batch.tokens, batch.labels).mean() * share, scale)
 
 
 def _stage(chunk: GPTModel, batches: Batches, number: int, share: float, hidden_states: Tensor | None,
-           plan: RecomputePlan | None) -> Tensor:
+           plan: RecomputePlan | None, scale: Tensor | None = None) -> Tensor:
     """What one stage makes of a micro-batch: hidden states, or the last one the loss."""
     inputs = batches[number].tokens if hidden_states is None else hidden_states
     hidden_states = chunk.hidden_states(inputs, plan)
     if not chunk.stage.is_last:
         return hidden_states
-    return chunk.losses(hidden_states, batches[number].labels).mean() * share
+    return scale_backward(chunk.losses(hidden_states, batches[number].labels).mean() * share, scale)

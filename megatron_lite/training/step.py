@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_lite.optim.adamw import Optimizer
@@ -20,12 +21,14 @@ class TrainingError(RuntimeError):
 class StepResult(NamedTuple):
     """0-d tensors on the device, the same on every rank: reading them is left to the log.
 
-    loss: mean over the global batch. grad_norm: global, before clipping. skipped: 1.0 where no weight was changed.
+    loss: mean over the global batch. grad_norm: global, before clipping. skipped: 1.0 where no weight was changed. loss_scale:
+    the one used, 1.0 where the loss is not scaled.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    loss_scale: Tensor
 
 
 def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, learning_rate: float,
@@ -37,6 +40,8 @@ def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, l
     """
     optimizer.zero_grad()
     parallel = runner.parallel
-    loss = runner.train(batches, share=1.0 / (len(batches) * parallel.dp_size), observer=observer or Observer())
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
+    loss = runner.train(batches, share=1.0 / (len(batches) * parallel.dp_size), observer=observer or Observer(), loss_scale=scale)
     update = optimizer.step(learning_rate)
-    return StepResult(all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group), update.grad_norm, update.skipped)
+    loss = all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group)
+    return StepResult(loss, update.grad_norm, update.skipped, torch.ones_like(loss) if scale is None else scale)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
@@ -23,7 +25,7 @@ from megatron_lite.config.training import (
 
 SMALLEST: dict[type, dict[str, Any]] = {
     ModelConfig: {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 8},
-    ParallelConfig: {}, OptimizerConfig: {}, LrScheduleConfig: {}, CheckpointConfig: {}, LoggingConfig: {},
+    ParallelConfig: {}, OptimizerConfig: {}, LossScaleConfig: {}, LrScheduleConfig: {}, CheckpointConfig: {}, LoggingConfig: {},
     TrainingConfig: {"micro_batch_size": 2},
     DataConfig: {"seq_length": 8},
     TokenizerConfig: {"vocab_size": 99},
@@ -92,11 +94,30 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
      {"train_samples": 8, "global_batch_size": 4}),
     (TrainingConfig, {"train_iters": 2, "train_samples": 8, "global_batch_size": 4}, "both give the length of the run",
      {"train_iters": 2}),
+    *[(TrainingConfig, {"rampup_batch_size": ramp, "global_batch_size": 12}, message,
+       {"rampup_batch_size": (4, 2, 9), "global_batch_size": 12}) for ramp, message in (
+           ((4, 2), "--rampup-batch-size 4 2: give START INCREMENT SAMPLES, three numbers of at least 1"),
+           ((4, 2, 0), "--rampup-batch-size 4 2 0: give START INCREMENT SAMPLES"),
+           ((0, 2, 9), "three numbers of at least 1"), ((4, -2, 9), "three numbers of at least 1"),
+           ((12, 2, 9), "--rampup-batch-size 12 2 9: the start must be below --global-batch-size 12"),
+           ((4, 3, 9), "--global-batch-size 12 - 4 = 8 is not a multiple of the increment 3"))],
+    (TrainingConfig, {"rampup_batch_size": (4, 2, 9)}, "--rampup-batch-size 4 2 9 needs --global-batch-size",
+     {"rampup_batch_size": (4, 2, 9), "global_batch_size": 6}),
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),
     (TrainingConfig, {"eval_interval": 0}, "--eval-interval must be at least 1", {"eval_interval": 1}),
     (TrainingConfig, {"exit_interval": 0}, "--exit-interval must be at least 1", {"exit_interval": 1}),
+
+    *[(LossScaleConfig, {field: value}, f"--{field.replace('_', '-')} must be above 0 and finite (got {value})", {field: 2.0})
+      for field in ("loss_scale", "initial_loss_scale", "min_loss_scale") for value in (0.0, -1.0, math.inf, math.nan)],
+    (LossScaleConfig, {"loss_scale_window": 0.0}, "--loss-scale-window must be at least 1", {"loss_scale_window": 1.0}),
+    (LossScaleConfig, {"loss_scale_window": 1.5}, "--loss-scale-window counts steps", {"loss_scale_window": 2.0}),
+    (LossScaleConfig, {"hysteresis": 0}, "--hysteresis must be at least 1", {"hysteresis": 1}),
+    (LossScaleConfig, {"initial_loss_scale": 4.0, "min_loss_scale": 8.0}, "--min-loss-scale 8.0 is above --initial-loss-scale",
+     {"initial_loss_scale": 4.0, "min_loss_scale": 4.0}),
+    *[(LossScaleConfig, {"loss_scale": 8.0, field: 16}, f"--{field.replace('_', '-')} has no effect with --loss-scale 8.0",
+       {"loss_scale": 8.0}) for field in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")],
 
     (OptimizerConfig, {"optimizer": "sgd"}, "--optimizer must be one of adam (got 'sgd')", {"optimizer": "adam"}),
     (OptimizerConfig, {"adam_beta1": 1.0}, "--adam-beta1 must be in [0.0, 1.0)", {"adam_beta1": 0.0}),
@@ -238,7 +259,8 @@ def test_the_world_is_divided_into_tensor_and_data_parallel_ranks() -> None:
 
 def test_microbatches_and_iterations_follow_from_the_batch() -> None:
     training = build(TrainingConfig, global_batch_size=12, train_samples=50)
-    assert (training.batch_size(3), training.num_microbatches(3), training.num_iterations(12)) == (12, 2, 4)
+    assert (training.batch_size(3), training.num_microbatches(3),
+            training.num_iterations(training.batch_schedule(3))) == (12, 2, 4)
     with pytest.raises(ValueError, match="12 is not divisible by --micro-batch-size 2 x data-parallel size 4 = 8"):
         training.num_microbatches(4)
 
@@ -246,7 +268,7 @@ def test_microbatches_and_iterations_follow_from_the_batch() -> None:
 def test_the_batch_is_one_microbatch_per_rank_by_default() -> None:
     assert build(TrainingConfig).batch_size(3) == 6 and build(TrainingConfig).num_microbatches(3) == 1
     with pytest.raises(ValueError, match="set --train-iters or --train-samples"):
-        build(TrainingConfig).num_iterations(12)
+        build(TrainingConfig).num_iterations(BatchSchedule.constant(12))
 
 
 @pytest.mark.parametrize(("values", "tp_size", "padded"), [

@@ -56,7 +56,7 @@ def wrong_lists(rank: int, world_size: int, sequence_parallel: bool) -> dict[str
     with tp_state(world_size) as parallel:
         for variant in VARIANTS:
             for backend, dropout in (("flash", 0.0), ("unfused", 0.1)):
-                for dtype in (torch.float32, torch.bfloat16):
+                for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     config = variant_config(variant, num_layers=1, attention_backend=backend, attention_dropout=dropout)
                     plan = plan_stage(RecomputeConfig(recompute_policy="*:ops(max)", recompute_tail_skip=False), 1)
                     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan)

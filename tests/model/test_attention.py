@@ -55,13 +55,15 @@ def test_flash_and_unfused_attention_give_the_same_loss_and_gradients(name):
     assert {key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12} == set()
 
 
-@pytest.mark.parametrize("in_fp32", [True, False])
-def test_bf16_attention_is_as_exact_as_bf16_in_and_gives_bf16_out(in_fp32):
-    """Scores and weights are rounded to 8 bits: 1% of values of order 1, a few times over."""
-    query, key, value = (draw(S, B, A, D, seed=seed, dtype=torch.bfloat16) for seed in (1, 2, 3))
-    output = core("unfused", attention_softmax_in_fp32=in_fp32)(query, key, value)
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.double(), by_loops(query.double(), key.double(), value.double()), rtol=0.03, atol=0.03)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
+@pytest.mark.parametrize(("backend", "in_fp32"), [("unfused", True), ("unfused", False), ("flash", False)])
+def test_16_bit_attention_is_as_exact_as_its_dtype_and_gives_it_back(backend, in_fp32, dtype, tolerance):
+    """Scores and weights are rounded to 8 or 11 bits: 1% or 0.1% of values of order 1, a few times over."""
+    query, key, value = (draw(S, B, A, D, seed=seed, dtype=dtype) for seed in (1, 2, 3))
+    output = core(backend, attention_softmax_in_fp32=in_fp32)(query, key, value)
+    assert output.dtype == dtype
+    expected = by_loops(query.double(), key.double(), value.double())
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -114,7 +114,7 @@ def test_the_gradient_passes_where_the_value_did():
     assert torch.equal(x.grad, output.detach())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_mask_kept_for_backward_has_one_byte_per_element(dtype):
     kept = []
 

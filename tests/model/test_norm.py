@@ -16,7 +16,8 @@ def data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), grad.to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2),
+                                                 (torch.float16, 2e-3)])
 @pytest.mark.parametrize("rows_per_block", [1, 4, 100])
 def test_values_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float,
                                          rows_per_block: int) -> None:

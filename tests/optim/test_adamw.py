@@ -102,10 +102,11 @@ def float32_sum_of_gradients(model, micro_batches):
     return {name: sum(grad.float() for grad in grads) for name, *grads in zip(names, *per_batch, strict=True)}
 
 
-def test_bf16_weights_follow_float32_masters():
-    """The oracle: the bf16 model's gradients, summed in float32, on float32 weights; the model gets those rounded. A step of
-    1e-4 is less than half of a bf16 step for weights of order 1, so that without masters most would never move."""
-    model, masters = Plain(torch.bfloat16), Plain(torch.bfloat16).float()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_follow_float32_masters(dtype):
+    """The oracle: the 16-bit model's gradients, summed in float32, on float32 weights; the model gets those rounded. A step of
+    1e-4 is less than half of a bf16 or fp16 step for weights of order 1, so that without masters most would never move."""
+    model, masters = Plain(dtype), Plain(dtype).float()
     start = copy.deepcopy(model.state_dict())
     reference = torchs_adamw(masters)
     with tp_state(1) as parallel:
@@ -124,25 +125,26 @@ def test_bf16_weights_follow_float32_masters():
             optimizer.step(1e-4)
             for name, parameter in masters.named_parameters():
                 torch.testing.assert_close(optimizer.states[name]["master"], parameter.detach(), rtol=1e-5, atol=1e-6)
-                assert torch.equal(model.get_parameter(name), optimizer.states[name]["master"].bfloat16())
+                assert torch.equal(model.get_parameter(name), optimizer.states[name]["master"].to(dtype))
     moved = sum((model.get_parameter(name) != value).sum().item() for name, value in start.items())
     assert moved > 0.9 * sum(value.numel() for value in start.values())
 
 
 @pytest.mark.parametrize("torch_knows_grad_dtype", [True, False])
-def test_bf16_gradients_accumulate_in_float32(torch_knows_grad_dtype, monkeypatch):
-    """256 + 1 + 1 + 1 is 259 in float32 and 256 in bf16."""
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_16_bit_gradients_accumulate_in_float32(dtype, large, torch_knows_grad_dtype, monkeypatch):
+    """256 + 1 + 1 + 1 is 259 in float32 and 256 in bf16; 2048 + 1 is 2048 in fp16."""
     monkeypatch.setattr(grad_buffer, "hasattr", lambda owner, name: torch_knows_grad_dtype, raising=False)
-    model = Plain(torch.bfloat16)
+    model = Plain(dtype)
     with tp_state(1) as parallel:
         optimizer = Optimizer(model, OptimizerConfig(), parallel)
-        for factor in (256.0, 1.0, 1.0, 1.0):
+        for factor in (large, 1.0, 1.0, 1.0):
             (factor * model.norm_weight).sum().backward()
-    assert optimizer.buffer.grads["norm_weight"].tolist() == [259.0] * 5
+    assert optimizer.buffer.grads["norm_weight"].tolist() == [large + 3.0] * 5
     assert optimizer.buffer.grads["norm_weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zero_grad_forgets_the_gradients_and_keeps_the_buffer(dtype):
     model = Plain(dtype)
     with tp_state(1) as parallel:
@@ -165,7 +167,7 @@ def test_gradients_are_views_of_one_aligned_buffer():
                for name, grad in grads.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fault", [float("inf"), float("-inf"), float("nan")])
 def test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on(fault, dtype):
     model, undisturbed = Plain(dtype), Plain(dtype)
@@ -303,7 +305,7 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
     assert run_ranks(work, 2) == [(parameters, 0, 3 + 2 * 2)] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_optimizer_that_loads_anothers_states_goes_on_as_the_other(dtype):
     with tp_state(1) as parallel:
         first, second = Plain(dtype), Plain(dtype)
@@ -336,7 +338,7 @@ def test_a_master_is_set_without_rounding():
     assert torch.equal(model.linear_weight, third.bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_weight_that_has_no_part_in_a_step_has_no_gradient_left_from_the_one_before(dtype):
     with tp_state(1) as parallel:
         model = Plain(dtype)

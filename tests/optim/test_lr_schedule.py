@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.training import LR_DECAY_STYLES, WSD_DECAY_STYLES, LrScheduleConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 
 
 def schedule(num_iterations=10, batch_size=4, **config):
     return LrSchedule.build(LrScheduleConfig(**{"lr": 1.0, **config}),
-                            train_samples=num_iterations * batch_size, batch_size=batch_size)
+                            train_samples=num_iterations * batch_size, batches=BatchSchedule.constant(batch_size))
 
 
 @pytest.mark.parametrize("config, expected", [  # consumed samples: learning rate; 40 samples in all
@@ -78,7 +79,7 @@ def configs(style, wsd_style):
 @STYLES
 def test_every_style_follows_the_formulas_at_every_iteration(style, wsd_style):
     for config in configs(style, wsd_style):
-        lr = LrSchedule.build(config, train_samples=120, batch_size=6)
+        lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
         lengths = dict(decay=(config.lr_decay_iters or 20) * 6, warmup=config.lr_warmup_iters * 6, wsd=24)
         for consumed in range(0, 41 * 6, 6):
             assert lr.at(consumed) == pytest.approx(megatrons_formula(config, consumed, **lengths), rel=1e-12, abs=1e-20)
@@ -94,7 +95,7 @@ def test_every_style_equals_megatron_core(style, wsd_style):
                            lr_warmup_steps=config.lr_warmup_iters * 6, lr_decay_steps=(config.lr_decay_iters or 20) * 6,
                            lr_decay_style=config.lr_decay_style, start_wd=0.0, end_wd=0.0, wd_incr_steps=120,
                            wd_incr_style="constant", wsd_decay_steps=24, lr_wsd_decay_style=config.lr_wsd_decay_style)
-        lr = LrSchedule.build(config, train_samples=120, batch_size=6)
+        lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
         for consumed in range(0, 41 * 6, 6):
             assert lr.at(consumed) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-20)
             oracle.step(6)
@@ -103,7 +104,7 @@ def test_every_style_equals_megatron_core(style, wsd_style):
 @STYLES
 def test_the_rate_stays_between_its_bounds_and_never_rises_after_the_warmup(style, wsd_style):
     for config in configs(style, wsd_style):
-        lr = LrSchedule.build(config, train_samples=120, batch_size=6)
+        lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
         rates = [lr.at(consumed) for consumed in range(300)]
         low = min(config.min_lr, config.lr_warmup_init) if config.lr_warmup_iters else config.min_lr
         assert all(low <= rate <= config.lr * (1 + 1e-12) for rate in rates)
@@ -121,7 +122,7 @@ def test_lengths_given_in_samples_are_taken_as_they_are():
 def test_the_rate_depends_on_consumed_samples_only():
     """Twice the batch in half the iterations: the same rates at the same samples."""
     config = LrScheduleConfig(lr=1.0, lr_decay_style="cosine", lr_warmup_fraction=0.1)
-    small, large = (LrSchedule.build(config, train_samples=40, batch_size=batch) for batch in (2, 4))
+    small, large = (LrSchedule.build(config, train_samples=40, batches=BatchSchedule.constant(batch)) for batch in (2, 4))
     assert [small.at(consumed) for consumed in range(50)] == [large.at(consumed) for consumed in range(50)]
 
 

@@ -85,14 +85,15 @@ def test_a_vocabulary_of_many_chunks_of_rows():
     torch.testing.assert_close(logits.grad.double(), whole.grad, rtol=1e-5, atol=1e-10)
 
 
-def test_bf16_logits_give_float32_losses_as_exact_as_the_logits():
-    """The oracle takes the same bf16 logits in float64; only the gradient is rounded to bf16, to 8 bits."""
-    logits, labels, grad_losses = sample(torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, rounding):
+    """The oracle takes the same logits in float64; only the gradient is rounded, to 8 or 11 bits."""
+    logits, labels, grad_losses = sample(dtype)
     expected, expected_grad = reference(logits, labels, grad_losses.float().double())
     losses, grad = sharded(2, logits, labels, grad_losses.float())
-    assert losses[0].dtype == torch.float32 and grad.dtype == torch.bfloat16
+    assert losses[0].dtype == torch.float32 and grad.dtype == dtype
     torch.testing.assert_close(losses[0].double(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(grad[..., :V].double(), expected_grad, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(grad[..., :V].double(), expected_grad, rtol=rounding, atol=1e-6)
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 3e38])

@@ -110,7 +110,7 @@ def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_p
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
 def test_one_chunk_gives_the_bits_of_logits_that_are_kept(tp_size, sequence_parallel, dtype):
     kept, one_chunk = sharded(sample(dtype), tp_size, sequence_parallel, (None, S * B))
@@ -127,7 +127,7 @@ def wide(dtype, *, tokens=60, h=32, vocabulary=300) -> Case:
     return Case(hidden, weight, labels, torch.rand(tokens, 1, generator=generator).to(torch.promote_types(dtype, torch.float32)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_token_knows_nothing_of_its_chunk_but_its_own_row_of_the_matmul(dtype):
     """To the bit, whether or not the matmul's kernel gives a row the same bits among fewer rows."""
     case = wide(dtype)

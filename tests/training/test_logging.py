@@ -16,13 +16,13 @@ from megatron_lite.training.logging import LogExtras, RunFacts, iteration_line, 
 from megatron_lite.training.metrics import IterationRecord
 from tests.support.runs import run_to_end, tiny_run
 
-FACTS = RunFacts(num_iterations=9, batch_size=4, tokens=64, world_size=2, flops=30_000_000, hardware_flops=41_000_000,
-                 peak_flops=1e9, device=torch.device("cpu"))
+FACTS = RunFacts(num_iterations=9, num_samples=36, batch_size=4, tokens=64, world_size=2, flops=30_000_000,
+                 hardware_flops=41_000_000, peak_flops=1e9, device=torch.device("cpu"))
 
 
 def record(**changes: Any) -> IterationRecord:
-    values = dict(iteration=3, consumed_samples=12, lm_loss=1.5, grad_norm=0.5, learning_rate=0.01, iteration_ms=50.0,
-                  tokens_per_second=1280.0, skipped=0, nan=0)
+    values = dict(iteration=3, consumed_samples=12, global_batch_size=4, lm_loss=1.5, grad_norm=0.5, learning_rate=0.01,
+                  loss_scale=1.0, iteration_ms=50.0, tokens_per_second=1280.0, skipped=0, nan=0)
     return IterationRecord(**{**values, **changes})
 
 
@@ -41,6 +41,16 @@ def test_utilization_is_flops_over_time_ranks_and_peak() -> None:
 
 def test_utilization_is_that_of_the_mean_time_since_the_last_line() -> None:
     assert own_fields([record(iteration_ms=50.0), record(iteration_ms=150.0)])[1:] == ["MFU: 15.0%", "HFU: 20.5%"]
+
+
+def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
+    """1 and 3 samples in 50 ms each: half of the work, and so of the tokens and FLOPs, of two full batches of 4."""
+    ramp = [record(global_batch_size=1), record(global_batch_size=3, consumed_samples=16)]
+    assert own_fields(ramp) == ["tokens/s/GPU: 320.0", "MFU: 15.0%", "HFU: 20.5%"]
+    line = iteration_line(ramp, FACTS._replace(num_samples=16 + 4 * 36_000, flops=30 * 10**9), LogExtras(), throughput=True)
+    assert "throughput per GPU (TFLOP/s/GPU): 0.1500" in line  # 30 GFLOP in 100 ms by 2 ranks
+    assert "global batch size:     3 |" in line
+    assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms
 
 
 def test_without_a_known_peak_there_is_no_utilization() -> None:

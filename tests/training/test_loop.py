@@ -22,8 +22,8 @@ def test_every_iteration_has_one_row_with_the_documented_fields(tmp_path: Path) 
     written = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in written] == list(range(1, 21))
     assert [row["consumed_samples"] for row in written] == list(range(4, 81, 4))
-    assert list(written[0]) == ["iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "iteration_ms",
-                                "tokens_per_second", "skipped", "nan", "activation_bytes_predicted",
+    assert list(written[0]) == ["iteration", "consumed_samples", "global_batch_size", "lm_loss", "grad_norm", "learning_rate",
+                                "loss_scale", "iteration_ms", "tokens_per_second", "skipped", "nan", "activation_bytes_predicted",
                                 "activation_bytes_measured", "activation_host_bytes_predicted",
                                 "activation_host_bytes_measured"]
     assert {row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in written} == {True}

@@ -1,0 +1,84 @@
+"""A run whose batch grows: 2, 2, 4, 4, 6, 8, 8 .. samples."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.training import LrScheduleConfig
+from megatron_lite.data.mock import MockDataset
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+
+NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+RAMP = dict(global_batch_size=8, rampup_batch_size=(2, 2, 12))  # 2 at 0 and 2, 4 at 4, 6 at 8, 8 from 12 on
+SIZES = [2, 2, 4, 6, 8, 8, 8]
+CONSUMED = [2, 4, 8, 14, 22, 30, 38]
+
+
+def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_run(metrics=tmp_path / "m", training=dict(RAMP, train_iters=None, train_samples=40))
+    schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
+    run_to_end(replace(config, lr_schedule=schedule, logging=replace(config.logging, log_interval=1)))
+    written = rows(tmp_path / "m")
+    assert [row["global_batch_size"] for row in written] == SIZES
+    assert [row["consumed_samples"] for row in written] == CONSUMED
+    assert [row["learning_rate"] for row in written] == [0.0, 2 / 8, 4 / 8, 1.0, *(1 - (n - 8) / 32 for n in (14, 22, 30))]
+    printed = capsys.readouterr().out
+    assert re.findall(r"iteration +(\d+)/ +7 .*global batch size: +(\d+) \|", printed) == [
+        (str(number + 1), str(size)) for number, size in enumerate(SIZES)]
+
+
+def test_lengths_in_iterations_are_those_of_the_run(tmp_path: Path) -> None:
+    """3 iterations of warm-up are 8 samples, and the decay ends with iteration 5, at 22."""
+    config = tiny_run(metrics=tmp_path / "m", training=dict(RAMP, train_iters=7))
+    schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_iters=3, lr_decay_iters=5)
+    run_to_end(replace(config, lr_schedule=schedule))
+    rates = [row["learning_rate"] for row in rows(tmp_path / "m")]
+    assert rates == [0.0, 2 / 8, 4 / 8, 1.0, 1 - 6 / 14, 0.0, 0.0]
+
+
+def _losses(rank: int, world_size: int, folder: Path, tp_size: int) -> None:
+    run_to_end(tiny_run(tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}",
+                        training=dict(RAMP, train_iters=7)))
+
+
+def test_the_losses_of_a_ramp_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """The same samples in each iteration, at every data-parallel size. float32 sums in another order."""
+    for world_size, tp_size in ((1, 1), (2, 1), (4, 2)):
+        run_ranks(_losses, world_size, tmp_path, tp_size)
+    expected = rows(tmp_path / "world1-tp1")
+    for name in ("world2-tp1", "world4-tp2"):
+        found = rows(tmp_path / name)
+        assert [row["consumed_samples"] for row in found] == CONSUMED
+        assert [row["lm_loss"] for row in found] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-4), name
+
+
+def test_every_sample_is_read_once_and_in_order_and_evaluations_take_the_full_batch(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    get = MockDataset.__getitem__
+    monkeypatch.setattr(MockDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index))
+    run_to_end(tiny_run(training=dict(RAMP, train_iters=7, eval_iters=2, eval_interval=2)))
+    evaluation = list(range(16))
+    assert read == [*range(4), *evaluation, *range(4, 14), *evaluation, *range(14, 30), *evaluation, *range(30, 38),
+                    *evaluation, *evaluation]  # after iterations 2, 4 and 6, and validation and test at the end
+
+
+def _run(rank: int, world_size: int, folder: Path, metrics: Path, exit_interval: int | None, load: bool) -> None:
+    run_to_end(tiny_run(metrics=metrics, training=dict(RAMP, train_iters=None, train_samples=40, exit_interval=exit_interval),
+                        checkpoint=dict(save=str(folder), load=str(folder) if load else None)))
+
+
+def test_a_run_resumed_in_the_middle_of_the_ramp_leaves_the_same_bytes(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_ranks(_run, 2, whole, tmp_path / "whole.jsonl", None, False)
+    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", 3, False)
+    assert (parts / "latest_checkpointed_iteration.txt").read_text() == "3"
+    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", None, True)
+    assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
+    expected = step_bytes(whole, 7)
+    assert expected and step_bytes(parts, 7) == expected
