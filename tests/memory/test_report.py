@@ -64,6 +64,12 @@ def note(report: Report, topic: str) -> str:
     return text
 
 
+@pytest.mark.parametrize("policy", ["", "--recompute-policy 0-1:full/2;*:pointwise"])
+def test_fp16_is_as_large_as_bf16(policy: str) -> None:
+    half, bf16 = (report_text(report_of(LLAMA.replace("--bf16", precision) + policy)) for precision in ("--fp16", "--bf16"))
+    assert "V 128, fp16" in half and half.replace("fp16", "bf16") == bf16
+
+
 @pytest.mark.parametrize(("run", "policy"), CASES)
 def test_the_parts_add_up_to_the_whole(run: str, policy: str) -> None:
     for device in ("cpu", "cuda"):
