@@ -244,6 +244,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--seed", int, "seed of initial weights, data order and dropout")
     group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
     group.switch("--fp16", "weights and activations in float16, master weights in float32, and the loss scaled")
+    group.off_switch("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "do not use NVIDIA apex's kernel for "
+                     "weight gradients of 16-bit weights on CUDA, even where it is installed")
     group.value("--loss-chunk-size", int, "tokens of a micro-batch that have logits at a time, which backward computes again; "
                 "all of them, and kept, if not given")
     group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")

@@ -64,6 +64,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--seed", int, 1234, "7"),
     ("--bf16", ON, False),
     ("--fp16", ON, False),
+    ("--no-gradient-accumulation-fusion", OFF, True),
     ("--eval-interval", int, None, "5"),
     ("--eval-iters", int, 100, "4"),
     ("--exit-interval", int, None, "6"),

@@ -21,7 +21,6 @@ WITHOUT_EFFECT = {
     "--no-bias-dropout-fusion": "bias and dropout are computed in one way",
     "--no-rope-fusion": "rotary embeddings are computed in one way",
     "--no-persist-layer-norm": "norms are computed in one way",
-    "--no-gradient-accumulation-fusion": "gradients are accumulated in one way",
     "--disable-jit-fuser": "nothing is compiled at run time",
     "--cross-entropy-loss-fusion": "the loss is always computed from the vocabulary shards, without gathering the logits",
     "--cross-entropy-fusion-impl NAME": "there is one cross-entropy",

@@ -19,6 +19,7 @@ class TrainingConfig:
     """Length of the run, batch sizes, precision, and when it stops.
 
     rampup_batch_size: (start, increment, samples) of a batch that grows to global_batch_size; () for a constant one.
+    gradient_accumulation_fusion: sum weight gradients by NVIDIA apex's kernel where it is installed, on CUDA, for 16-bit weights.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time; None: all, and they are kept for backward.
     """
 
@@ -30,6 +31,7 @@ class TrainingConfig:
     seed: int = LANGUAGE_MODEL_SEED
     bf16: bool = False
     fp16: bool = False
+    gradient_accumulation_fusion: bool = True
     loss_chunk_size: int | None = None
     eval_interval: int | None = None
     eval_iters: int = 100

@@ -22,6 +22,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 
 
 def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
@@ -30,7 +31,7 @@ def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor |
 
     Keeps hidden_states and the weight. Collectives as in the module's table; none where the group is None.
     """
-    if tp_group is None:
+    if tp_group is None and own_sum(weight) is None:
         return F.linear(hidden_states, weight, bias)
     return _ColumnParallelLinear.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel)
 
@@ -54,9 +55,9 @@ def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None
 
 class _ColumnParallelLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup,
+    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
                 sequence_parallel: bool) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel
+        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, own_sum(weight)
         ctx.save_for_backward(hidden_states, weight)
         whole = all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
         return F.linear(whole, weight, bias)
@@ -76,6 +77,6 @@ class _ColumnParallelLinear(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             whole = hidden_states if gather is None else gather.wait()
-            grad_weight = grad_output.flatten(0, -2).t().matmul(whole.flatten(0, -2))
+            grad_weight = weight_gradient(ctx.add, whole, grad_output)
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
         return None if reduction is None else reduction.wait(), grad_weight, grad_bias, None, None

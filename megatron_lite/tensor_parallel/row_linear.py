@@ -22,6 +22,7 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_first_dim,
     results_may_be_kept,
 )
+from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 
 
@@ -38,7 +39,7 @@ class _RowParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
                 sequence_parallel: bool, unread: bool) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel and tp_group is not None
+        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel and tp_group is not None, own_sum(weight)
         ctx.save_for_backward(hidden_states, weight)
         if unread:
             s, *others = hidden_states.shape[:-1]
@@ -61,5 +62,5 @@ class _RowParallelLinear(torch.autograd.Function):
         if ctx.sequence_parallel:
             grad_output = all_gather_first_dim(grad_output, ctx.tp_group)
         grad_input = grad_output.matmul(weight) if needs_input else None
-        grad_weight = grad_output.flatten(0, -2).t().matmul(hidden_states.flatten(0, -2)) if needs_weight else None
+        grad_weight = weight_gradient(ctx.add, hidden_states, grad_output) if needs_weight else None
         return grad_input, grad_weight, grad_bias, None, None, None

@@ -17,10 +17,12 @@ from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.weight_gradient import accumulate_with_, apex_kernel, description
 from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
 
@@ -83,5 +85,22 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     model = build_stages(config, parallel)
     loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
     optimizer = Optimizer(model, config.optimizer, parallel, loss_scale=loss_scale)
+    fused = fuse_weight_gradients_(config, parallel, model, optimizer)
     return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
-                   num_iterations=num_iterations, batches=batches)
+                   num_iterations=num_iterations, batches=batches,
+                   accumulation=description(PARAMS_DTYPE[training.precision], fused=fused))
+
+
+def fuse_weight_gradients_(config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer) -> bool:
+    """Has apex's kernel sum the gradients of linear weights, where it can; whether it does.
+
+    Not of tied output weights, a part of whose gradient comes from the embedding, nor in compiled graphs, which cannot hold it.
+    """
+    training = config.training
+    kernel = apex_kernel(parallel.device)
+    if kernel is None or training.precision == "fp32" or training.torch_compile or not training.gradient_accumulation_fusion:
+        return False
+    linear = {module.weight for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
+    accumulate_with_(kernel, [(parameter, optimizer.buffer.grads[name]) for name, parameter in model.named_parameters()
+                              if parameter in linear])
+    return True

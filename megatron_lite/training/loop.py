@@ -49,7 +49,7 @@ class StartedStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run, and how far it has come."""
+    """The parts of a run, and how far it has come. accumulation: a line for the log about how gradients are added up."""
 
     config: RunConfig
     parallel: ParallelState
@@ -59,6 +59,7 @@ class Trainer:
     datasets: Datasets
     num_iterations: int
     batches: BatchSchedule
+    accumulation: str | None = None
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
@@ -76,7 +77,7 @@ class Trainer:
         check_save_directory(self.config.checkpoint, self.parallel)
         notices = self.parallel.together("--load", self._load)
         with self.parallel.together("the log", self._open_log) as log:
-            for notice in notices:
+            for notice in (*notices, *filter(None, [self.accumulation])):
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "

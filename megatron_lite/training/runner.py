@@ -51,15 +51,15 @@ class StageRunner:
               after: Callable[[Action], None] | None = None) -> Tensor:
         """Forward and backward of all micro-batches, whose mean losses count `share` each. Returns their sum, 0-d.
 
-        0 on a rank without the last stage. loss_scale: gradients are multiplied by it, 0-d. observer: looks at the first micro-batch. after: called after each action of a
-        pipeline.
+        0 on a rank without the last stage. loss_scale: 0-d, by which gradients are multiplied. observer: looks at the first
+        micro-batch. after: called after each action of a pipeline.
         """
         self.model.train()
         if self.links is None:
             (chunk,) = self._chunks
-            return self._sum(
-                (observer if number == 0 else Observer()).micro_batch(chunk, partial(_loss, chunk, batches, number, share, loss_scale))
-                for number in range(len(batches)))
+            loss_of = partial(_loss, chunk, batches, share=share, scale=loss_scale)
+            return self._sum((observer if number == 0 else Observer()).micro_batch(chunk, partial(loss_of, number))
+                             for number in range(len(batches)))
         actions = order(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
                         chunks=len(self._chunks))
         self._reserve(actions)
