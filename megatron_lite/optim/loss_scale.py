@@ -70,12 +70,12 @@ class LossScale:
             return
         bad = overflowed.bool()
         patience = self._patience - bad.long()
-        good_steps = torch.where(bad, 0, self._good_steps + 1)
+        good_steps = (self._good_steps + 1).masked_fill(bad, 0)
         grows = good_steps >= int(self._config.loss_scale_window)  # past it only where a resumed run has another window
         lowered = (self.scale * BACKOFF_FACTOR).clamp(min=self.minimum)
         self.scale = torch.where(bad & (patience <= 0), lowered, torch.where(grows, self.scale * GROWTH_FACTOR, self.scale))
-        self._good_steps = torch.where(grows, 0, good_steps)
-        self._patience = torch.where(grows, self._config.hysteresis, patience)
+        self._good_steps = good_steps.masked_fill(grows, 0)
+        self._patience = patience.masked_fill(grows, self._config.hysteresis)
 
     def state(self) -> LossScaleState | None:
         """What `restore` takes; None of a constant scale. Reads the device."""
