@@ -24,7 +24,6 @@ from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 CALM = dict(initial_loss_scale=1024.0)  # overflows nowhere by itself
-PARAMETER = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
 def fp16_run(scaling: dict[str, Any] = CALM, *, training: dict[str, Any] | None = None, **settings: Any) -> RunConfig:
@@ -34,43 +33,48 @@ def fp16_run(scaling: dict[str, Any] = CALM, *, training: dict[str, Any] | None 
 
 def overflow_in(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], *, num_microbatches: int) -> None:
     """One element of one parameter's gradient is infinite in the first micro-batch of those iterations, in this process."""
-    true_loss, calls = GPTModel.loss, []
+    true_hidden_states, calls = GPTModel.hidden_states, []
 
-    def loss(self: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def hidden_states(self: GPTModel, *inputs: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) in [num_microbatches * (iteration - 1) + 1 for iteration in iterations]:
             def overflow(grad: torch.Tensor) -> torch.Tensor:
                 handle.remove()
                 return torch.where(torch.arange(grad.numel()).view_as(grad) == 3, math.inf, grad)
 
-            handle = self.get_parameter(PARAMETER).register_hook(overflow)
-        return true_loss(self, tokens, labels)
+            weight = next(value for name, value in self.named_parameters() if name.endswith("mlp.linear_fc1.weight"))
+            handle = weight.register_hook(overflow)
+        return true_hidden_states(self, *inputs)
 
-    monkeypatch.setattr(GPTModel, "loss", loss)
+    monkeypatch.setattr(GPTModel, "hidden_states", hidden_states)
 
 
-def _overflow_on_rank_1(rank: int, world_size: int, tp_size: int, folder: Path, iterations: int) -> tuple[Any, ...]:
+def _overflow_on_one(rank: int, world_size: int, axis: str, folder: Path, iterations: int) -> tuple[Any, ...]:
+    """Skipped iterations, the loss scale, and this rank's weights by name, where one rank's third step overflows."""
+    sizes = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    config = fp16_run(dict(CALM, hysteresis=1), metrics=folder / f"{iterations}",
+                      training=dict(train_iters=iterations, eval_iters=0))
+    config = replace(config, parallel=replace(config.parallel, **({sizes[axis]: 2} if axis in sizes else {})))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if rank == 1:
-            overflow_in(monkeypatch, (3,), num_microbatches=4 * tp_size // world_size)
-        trainer = run_to_end(fp16_run(dict(CALM, hysteresis=1), tp_size=tp_size, metrics=folder / f"{iterations}",
-                                      training=dict(train_iters=iterations, eval_iters=0)))
+        if rank == (0 if axis == "pp" else 1):  # the stage that does not compute the loss
+            overflow_in(monkeypatch, (3,), num_microbatches=2 if axis == "dp" else 4)
+        trainer = run_to_end(config)
     assert trainer.optimizer.loss_scale is not None
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     return trainer.progress.skipped_iterations, trainer.optimizer.loss_scale.scale.item(), weights
 
 
-@pytest.mark.parametrize("tp_size", [1, 2], ids=["dp2", "tp2"])
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_halves_the_scale_and_training_recovers(tmp_path: Path,
-                                                                                             tp_size: int) -> None:
-    before = run_ranks(_overflow_on_rank_1, 2, tp_size, tmp_path, 2)
-    skipped = run_ranks(_overflow_on_rank_1, 2, tp_size, tmp_path, 3)
+                                                                                             axis: str) -> None:
+    before = run_ranks(_overflow_on_one, 2, axis, tmp_path, 2, detail=False)
+    skipped = run_ranks(_overflow_on_one, 2, axis, tmp_path, 3, detail=False)
     assert [rank[:2] for rank in before] == [(0, 1024.0)] * 2 and [rank[:2] for rank in skipped] == [(1, 512.0)] * 2
     for (*_, old), (*_, new) in zip(before, skipped, strict=True):
         assert all(torch.equal(value, new[name]) for name, value in old.items())
-    recovered = run_ranks(_overflow_on_rank_1, 2, tp_size, tmp_path, 20)
+    recovered = run_ranks(_overflow_on_one, 2, axis, tmp_path, 20, detail=False)
     assert [rank[:2] for rank in recovered] == [(1, 512.0)] * 2
-    if tp_size == 1:
+    if axis == "dp":
         assert all(torch.equal(value, recovered[1][2][name]) for name, value in recovered[0][2].items())
     written = rows(tmp_path / "20")
     assert [row["iteration"] for row in written if row["skipped"]] == [3]
@@ -140,9 +144,9 @@ def test_a_checkpoint_goes_on_in_another_precision(tmp_path: Path) -> None:
                                                                             save=str(tmp_path / "fp16"))))
     single = run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(tmp_path / "fp32"))))
     assert half.optimizer.loss_scale is not None and half.optimizer.loss_scale.scale.item() == 1024.0
+    rounded = dict(half.model.named_parameters())
     for name, parameter in single.model.named_parameters():
-        assert torch.equal(half.optimizer.states[name]["master"], parameter)
-        assert torch.equal(half.model.get_parameter(name), parameter.half())
+        assert torch.equal(half.optimizer.states[name]["master"], parameter) and torch.equal(rounded[name], parameter.half())
 
 
 @pytest.mark.parametrize(("scaling", "iteration"), [

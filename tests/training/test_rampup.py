@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import LrScheduleConfig
 from megatron_lite.data.mock import MockDataset
 from tests.support.ranks import run_ranks
@@ -41,20 +43,35 @@ def test_lengths_in_iterations_are_those_of_the_run(tmp_path: Path) -> None:
     assert rates == [0.0, 2 / 8, 4 / 8, 1.0, 1 - 6 / 14, 0.0, 0.0]
 
 
-def _losses(rank: int, world_size: int, folder: Path, tp_size: int) -> None:
-    run_to_end(tiny_run(tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}",
-                        training=dict(RAMP, train_iters=7)))
+def _losses(rank: int, world_size: int, folder: Path, tp_size: int, pp_size: int) -> None:
+    config = tiny_run(tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}-pp{pp_size}",
+                      training=dict(RAMP, train_iters=7))
+    recompute = RecomputeConfig(recompute_policy="*:full", contiguous_saved_activations=True)
+    run_to_end(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=pp_size),
+                       recompute=recompute if pp_size > 1 else config.recompute))
 
 
 def test_the_losses_of_a_ramp_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """The same samples in each iteration, at every data-parallel size. float32 sums in another order."""
-    for world_size, tp_size in ((1, 1), (2, 1), (4, 2)):
-        run_ranks(_losses, world_size, tmp_path, tp_size)
-    expected = rows(tmp_path / "world1-tp1")
-    for name in ("world2-tp1", "world4-tp2"):
+    for world_size, tp_size, pp_size in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2)):
+        run_ranks(_losses, world_size, tmp_path, tp_size, pp_size, detail=False)
+    expected = rows(tmp_path / "world1-tp1-pp1")
+    for name in ("world2-tp1-pp1", "world4-tp2-pp1", "world2-tp1-pp2"):
         found = rows(tmp_path / name)
         assert [row["consumed_samples"] for row in found] == CONSUMED
         assert [row["lm_loss"] for row in found] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-4), name
+
+
+def _interleaved(rank: int, world_size: int) -> str:
+    config = tiny_run(training=dict(RAMP, rampup_batch_size=(2, 3, 12), train_iters=7))
+    parallel = replace(config.parallel, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    with pytest.raises(InputError) as fault:
+        run_to_end(replace(config, parallel=parallel, model=replace(config.model, num_layers=4)))
+    return str(fault.value)
+
+
+def test_a_ramp_through_a_batch_that_the_interleaved_pipeline_cannot_take_is_refused_at_the_start() -> None:
+    assert all("5 micro-batches per step are not a multiple of" in message for message in run_ranks(_interleaved, 2))
 
 
 def test_every_sample_is_read_once_and_in_order_and_evaluations_take_the_full_batch(
