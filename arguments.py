@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from megatron_lite.config import checks, flags
 from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.model import ATTENTION_BACKENDS, NORMALIZATIONS, POSITION_EMBEDDING_TYPES, ModelConfig
-from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
+from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, MODULES, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
@@ -75,7 +75,11 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if config.model.attention_softmax_in_fp32 and config.model.attention_backend != "unfused":
         notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
                        "--attention-backend unfused never takes it")
-    tokens, chunk_size = config.data.seq_length * config.training.micro_batch_size, config.training.loss_chunk_size
+    if config.parallel.context_parallel_size > 1 and config.model.attention_backend == "unfused" \
+            and config.parallel.cp_comm_type == "p2p":
+        notices.append("--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values")
+    tokens = config.data.seq_length // config.parallel.context_parallel_size * config.training.micro_batch_size
+    chunk_size = config.training.loss_chunk_size
     if chunk_size is not None and chunk_size >= tokens:
         notices.append(f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at once: their logits are not "
                        "kept, but exist")
@@ -205,6 +209,9 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank, if not as many as of the others")
     group.value("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank")
     group.off_switch("--no-overlap-p2p-communication", "overlap_p2p_comm", "receive what a stage needs only when it needs it")
+    group.value("--context-parallel-size", int, "ranks that share each sequence")
+    group.value("--cp-comm-type", str, "how context-parallel ranks exchange keys and values: around a ring, or all at once",
+                values=CP_COMM_TYPES, nargs="+")
     group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
                 values=DISTRIBUTED_BACKENDS)
     group.value("--distributed-timeout-minutes", int, "time after which a collective gives up")
@@ -400,6 +407,10 @@ def _translate_values(given: dict[str, Any]) -> list[str]:
     if backend in MEGATRON_ATTENTION_BACKENDS:
         given["attention_backend"] = MEGATRON_ATTENTION_BACKENDS[backend]
         notices.append(f"--attention-backend {backend} is read as {given['attention_backend']}")
+    if len(types := given.get("cp_comm_type", [])) > 0:
+        if len(set(types)) > 1:
+            raise ValueError(f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one way here, give one")
+        given["cp_comm_type"] = types[0]
     if given.pop("use_rotary_position_embeddings", False) and given.setdefault("position_embedding_type", "rope") != "rope":
         raise ValueError(f"--use-rotary-position-embeddings contradicts --position-embedding-type "
                          f"{given['position_embedding_type']}: leave one out")

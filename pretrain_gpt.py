@@ -89,8 +89,8 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     with parallel_state(config.parallel, seed=config.training.seed, launch=launch) as parallel:
         if parallel.rank == 0:
             print(*notices, arguments_table(config), sep="\n", flush=True)
-            print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, pipeline-parallel {parallel.pp_size}, "
-                  f"data-parallel {parallel.dp_size}, on {parallel.device.type}", flush=True)
+            print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel {parallel.cp_size}, "
+                  f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}", flush=True)
         try:
             build_trainer(config, parallel).run()
         except TrainingError as error:

@@ -88,7 +88,22 @@ FAULTS = [
     ("--eod-mask-loss", "every token of a sequence is attended to and counts in the loss"),
     ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
     ("--expert-model-parallel-size 2", "Megatron's --expert-model-parallel-size 2 is not supported here, only 1: mixture-of"),
-    ("--context-parallel-size 4", "Megatron's --context-parallel-size 4 is not supported here, only 1: sequences are not split"),
+    ("--context-parallel-size 2", "--context-parallel-size 2 has no flash attention with --attention-dropout 0.1: give "
+     "--attention-dropout 0, or --attention-backend unfused, which builds the scores"),
+    ("--context-parallel-size 3 --attention-dropout 0",
+     "--seq-length 8 is not divisible by 2 x --context-parallel-size 3 = 6: each rank holds two chunks of the sequence\n"),
+    ("--context-parallel-size 2 --attention-dropout 0 --tensor-model-parallel-size 4 --sequence-parallel",
+     "--seq-length 8 is not divisible by 2 x --context-parallel-size 2 x --tensor-model-parallel-size 4 = 16: each rank holds "
+     "two chunks of the sequence, which --sequence-parallel splits again"),
+    ("--cp-comm-type allgather", "--cp-comm-type allgather needs --context-parallel-size > 1 (got 1)"),
+    ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a is not supported: it splits the heads"),
+    ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p is not supported: it splits the heads"),
+    ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type must be one of p2p, allgather (got 'ring')"),
+    ("--context-parallel-size 2 --cp-comm-type p2p allgather",
+     "--cp-comm-type p2p allgather: all layers exchange keys and values in one way here, give one"),
+    ("--context-parallel-size 2 --attention-dropout 0 --torch-compile",
+     "--torch-compile needs --context-parallel-size 1 (got 2): every collective would end a compiled graph"),
+    ("--hybrid-context-parallel", "all sequences have one length, and one group of ranks shares each"),
     # unknown flags: abbreviations are off, and the nearest known flag is named
     ("--num-layer 4", "unknown flag --num-layer: did you mean --num-layers?"),
     ("--num_layers 4", "unknown flag --num_layers: did you mean --num-layers?"),
@@ -172,13 +187,19 @@ def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
     ("--attention-backend local", "--attention-backend local is read as unfused"),
     ("--no-position-embedding", "--no-position-embedding is an old flag, read as --position-embedding-type none"),
     ("--sequence-parallel", "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"),
+    ("--context-parallel-size 2 --attention-backend unfused",
+     "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"),
+    ("--context-parallel-size 2 --attention-dropout 0 --loss-chunk-size 8",
+     "--loss-chunk-size 8 takes all 8 tokens of a micro-batch at once: their logits are not kept, but exist"),
 ])
 def test_what_is_read_otherwise_than_written_gives_a_notice(words: str, notice: str) -> None:
     assert parse(words).notices == (notice,)
 
 
 @pytest.mark.parametrize("words", ["", "--bf16 --squared-relu", "--sequence-parallel --tensor-model-parallel-size 2",
-                                   "--use-rotary-position-embeddings", "--attention-backend flash"])
+                                   "--use-rotary-position-embeddings", "--attention-backend flash",
+                                   "--context-parallel-size 2 --attention-dropout 0",
+                                   "--context-parallel-size 2 --attention-backend unfused --cp-comm-type allgather"])
 def test_flags_that_do_what_they_say_give_no_notice(words: str) -> None:
     assert parse(words).notices == ()
 

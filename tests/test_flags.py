@@ -48,6 +48,8 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--decoder-first-pipeline-num-layers", int, None, "1"),
     ("--decoder-last-pipeline-num-layers", int, None, "1"),
     ("--no-overlap-p2p-communication", OFF, True),
+    ("--context-parallel-size", int, 1, "2"),
+    ("--cp-comm-type", str, ["p2p"], "allgather"),
     ("--distributed-backend", str, "nccl", "gloo"),
     ("--distributed-timeout-minutes", int, 10, "3"),
     ("--recompute-activations", ON, False),
@@ -142,6 +144,7 @@ OTHER_DEFAULTS = {
     "--split": "969, 30, 1",            # Megatron's, filled in after parsing there
     "--distributed-backend": "auto",    # nccl on CUDA, gloo elsewhere
     "--data-path": (),
+    "--cp-comm-type": "p2p",            # there one for each layer
     "--recompute-modules": (),          # None there, and core_attn all the same
     "--rampup-batch-size": (),          # None there, and a constant batch all the same
     "--no-load-optim": False,           # None there, and false all the same
@@ -159,6 +162,8 @@ CONTEXT = {
     "--decoder-first-pipeline-num-layers": "--pipeline-model-parallel-size 2",
     "--decoder-last-pipeline-num-layers": "--pipeline-model-parallel-size 2",
     "--num-microbatches-with-partial-activation-checkpoints": "--pipeline-model-parallel-size 2 --recompute-policy *:full",
+    "--context-parallel-size": "--attention-dropout 0",
+    "--cp-comm-type": "--context-parallel-size 2 --attention-dropout 0",
     "--train-samples": "--global-batch-size 8",
     "--rampup-batch-size": "--global-batch-size 8",
     **dict.fromkeys(("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"),
@@ -239,7 +244,7 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert type(action).__name__ == {ON: "_StoreTrueAction", OFF: "_StoreFalseAction"}[kind]
     else:
         assert action.type is kind
-    nargs = {"--data-path": "*", "--recompute-modules": "+", "--rampup-batch-size": 3}
+    nargs = {"--data-path": "*", "--recompute-modules": "+", "--rampup-batch-size": 3, "--cp-comm-type": "+"}
     assert action.nargs == nargs.get(flag, 0 if kind in (ON, OFF) else None)
     if field.default is dataclasses.MISSING:
         assert flag in BASE and default is None, "Megatron's None is an error there as well"

@@ -17,7 +17,7 @@ PACKAGE = "megatron_lite"
 FLOORS = {
     "config": 0,
     "parallel": 1, "data": 1,
-    "tensor_parallel": 2, "recompute": 2, "pipeline": 2, "optim": 2,
+    "tensor_parallel": 2, "context_parallel": 2, "recompute": 2, "pipeline": 2, "optim": 2,
     "model": 3, "memory": 3,
     "checkpointing": 4,
     "training": 5,

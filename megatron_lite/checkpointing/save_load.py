@@ -53,6 +53,7 @@ class Metadata:
     tp_size: int
     dp_size: int
     pp_size: int
+    cp_size: int
     num_updates: int
     parameters: dict[str, SavedLayout]
     loss_scale: LossScaleState | None = None
@@ -60,7 +61,7 @@ class Metadata:
     def to_json(self) -> str:
         """The text of metadata.json."""
         return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
-                           "pp_size": self.pp_size, "num_updates": self.num_updates,
+                           "pp_size": self.pp_size, "cp_size": self.cp_size, "num_updates": self.num_updates,
                            "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}, indent=1)
 
     def parameters_to_json(self) -> str:
@@ -75,7 +76,7 @@ class Metadata:
             values = json.loads(path.read_text())
             if values["format"] != FORMAT:
                 raise InputError(f"{path}: format {values['format']}, but this version reads format {FORMAT}")
-            sizes = {axis: values[axis] for axis in ("tp_size", "dp_size", "pp_size")}
+            sizes = {axis: values[axis] for axis in ("tp_size", "dp_size", "pp_size", "cp_size")}
             numbers = [*values["progress"].values(), *(size - 1 for size in sizes.values()), values["num_updates"]]
             if not all(isinstance(number, int) and number >= 0 for number in numbers):
                 raise ValueError("sizes and counts must be whole numbers")
@@ -104,8 +105,8 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
     what = f"--save {directory}: the checkpoint could not be written"
     parallel.together(what, lambda: start_step(root, iteration) if parallel.rank == 0 else None)
     temporary = step_directory(root, iteration).with_suffix(".tmp")
-    metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size,
-                        pp_size=parallel.pp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model),
+    metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size, pp_size=parallel.pp_size,
+                        cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model),
                         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state())
 
     def write() -> None:
@@ -250,9 +251,9 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
 
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
-    then, now = ((one.tp_size, one.pp_size, one.dp_size) for one in (metadata, parallel))
+    then, now = ((one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel))
     if then != now:
-        before, here = ("TP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
+        before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
         return [f"the checkpoint was saved on {before}, this run has {here}: random-number streams (dropout) start from --seed"]
     path = step / rng_file(parallel.rank)
     try:

@@ -74,7 +74,6 @@ WITHOUT_EFFECT = {
 
 # Refused with any other value: this one is what happens here anyway.
 ONLY_VALUE = {
-    "--context-parallel-size": "1",
     "--expert-model-parallel-size": "1",
     "--expert-tensor-parallel-size": "1",
     "--num-distributed-optimizer-instances": "1",

@@ -17,14 +17,13 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("stages get equal numbers of layers, but for the first and last rank; use --decoder-first-pipeline-num-layers and "
      "--decoder-last-pipeline-num-layers",
      """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split pipeline-model-parallel-layout"""),
-    ("ranks are numbered tensor-parallel first, then data-parallel, then by pipeline stage; leave the flag out",
+    ("ranks are numbered tensor-parallel first, then context-parallel, data-parallel, and by pipeline stage; leave the flag out",
      """use-tp-pp-dp-mapping"""),
     ("the pipeline runs 1F1B, interleaved with --num-virtual-stages-per-pipeline-rank; leave the flag out",
      """defer-embedding-wgrad-compute microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush
      pipeline-model-parallel-comm-backend use-ring-exchange-p2p wgrad-deferral-limit"""),
-    ("sequences are not split over context-parallel ranks; use --tensor-model-parallel-size with --sequence-parallel",
-     """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes hybrid-context-parallel
-     max-seqlen-per-dp-cp-rank"""),
+    ("all sequences have one length, and one group of ranks shares each; use --context-parallel-size alone",
+     """hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank"""),
     ("each data-parallel rank keeps whole weights, gradients and optimizer states; split them with "
      "--tensor-model-parallel-size",
      """data-parallel-sharding-strategy disable-strict-fsdp-dtensor-load enable-full-sharding-in-hsdp

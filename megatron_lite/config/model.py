@@ -3,7 +3,7 @@
 NOTATION, used in every docstring of the project:
     s  sequence length          b  micro-batch size       h  hidden size          f  ffn hidden size
     a  attention heads          g  query groups (GQA)     d  head dim             V  vocabulary
-    L  layers                   t  tensor-parallel size   m  micro-batches per step
+    L  layers                   t  tensor-parallel size   m  micro-batches per step      c  context-parallel size
 Activations are laid out [s, b, h] (sequence first, as Megatron does), so that sequence parallelism shards dim 0.
 """
 

@@ -1,8 +1,8 @@
 """The operators that `ops(...)` of a recompute policy names, in groups or one by one, and which of their results are kept.
 
     matmul       every matrix product
-    attention    every fused attention kernel; where the scores are built there is none
-    collective   the sums and gathers of tensor parallelism
+    attention    every fused attention kernel, or all of it over context-parallel ranks; where the scores are built there is none
+    collective   the sums and gathers of tensor parallelism, and the gather of keys for scores over context-parallel ranks
     max          maxima, which scaled number formats need; our layers have none
 
 NAME/N keeps the first result, and every N-th after it, in each layer; results are counted in the order of the forward.
@@ -18,7 +18,8 @@ GROUPS = {
     "matmul": ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.linear.default"),
     "attention": ("aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_flash_attention_for_cpu.default",
                   "aten._scaled_dot_product_efficient_attention.default", "aten._scaled_dot_product_cudnn_attention.default",
-                  "aten._scaled_dot_product_fused_attention_overrideable.default"),
+                  "aten._scaled_dot_product_fused_attention_overrideable.default",
+                  "megatron_lite.context_parallel_attention.default"),
     # In place they would write where no policy looks: inside a layer that keeps results the collectives run in this form.
     "collective": ("_c10d_functional.all_reduce.default", "_c10d_functional.all_gather_into_tensor.default",
                    "_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_to_all_single.default"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_lite.config.checks import flag, require_at_least, require_one_of
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
+CP_COMM_TYPES = ("p2p", "allgather")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage or num_virtual_stages_per_pipeline_rank: two ways to give each pipeline rank several
     shorter stages. decoder_first_pipeline_num_layers, decoder_last_..: layers of the first and last pipeline rank; the others
     share the rest. `distributed_backend="auto"` is nccl where CUDA is used and gloo elsewhere; "gloo" also keeps the run on the
-    CPU. config/stages.py has the layers of each stage.
+    CPU. config/stages.py has the layers of each stage. cp_comm_type: how context-parallel ranks exchange keys and values, around
+    a ring ("p2p") or all at once ("allgather").
     """
 
     tensor_model_parallel_size: int = 1
@@ -29,6 +31,7 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = None
     overlap_p2p_comm: bool = True
     context_parallel_size: int = 1
+    cp_comm_type: str = "p2p"
     distributed_backend: str = "auto"
     distributed_timeout_minutes: int = 10
 
@@ -37,6 +40,7 @@ class ParallelConfig:
                          "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
                          "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_timeout_minutes")
         require_one_of(self, "distributed_backend", DISTRIBUTED_BACKENDS)
+        self._check_context_parallel()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
         if self.num_layers_per_virtual_pipeline_stage is not None and self.num_virtual_stages_per_pipeline_rank is not None:
@@ -48,6 +52,20 @@ class ParallelConfig:
                       "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
             if getattr(self, field) is not None and self.pipeline_model_parallel_size == 1:
                 raise ValueError(f"{flag(field)} needs --pipeline-model-parallel-size > 1 (got 1)")
+
+    def _check_context_parallel(self) -> None:
+        if self.cp_comm_type in ("a2a", "a2a+p2p"):
+            raise ValueError(f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads over context-parallel "
+                             "ranks during attention, and here each rank keeps its heads; use p2p or allgather")
+        require_one_of(self, "cp_comm_type", CP_COMM_TYPES)
+        if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
+            raise ValueError(f"--cp-comm-type {self.cp_comm_type} needs --context-parallel-size > 1 (got 1)")
+
+    @property
+    def sequence_parts(self) -> int:
+        """What --seq-length must be a multiple of: two chunks a context-parallel rank, each split under sequence parallelism."""
+        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def data_parallel_size(self, world_size: int) -> int:
         """World size / the ranks of one model. ValueError where it does not divide, with the arithmetic."""

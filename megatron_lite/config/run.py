@@ -51,7 +51,9 @@ class RunConfig:
         for name, value in divided:
             if value % tp_size:
                 raise ValueError(f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}")
-        if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
+        if self.parallel.context_parallel_size > 1:
+            self._check_context_parallel()
+        elif self.data.seq_length % self.parallel.sequence_parts:
             raise ValueError(f"--sequence-parallel splits --seq-length {self.data.seq_length} over "
                              f"--tensor-model-parallel-size {tp_size} ranks, which does not divide it")
         if self.data.seq_length > model.max_position_embeddings:
@@ -118,11 +120,26 @@ class RunConfig:
             "attention": "attention is unfused and builds its scores" if self.model.attention_backend == "unfused" else
                          "--attention-dropout draws random numbers, so that attention has to run again"
                          if self.model.attention_dropout > 0.0 else "",
-            "collective": "--tensor-model-parallel-size is 1" if self.parallel.tensor_model_parallel_size == 1 else "",
+            "collective": self._no_collective(),
             "max": "no layer of this model computes one",
         }
+        own = "megatron_lite.context_parallel_attention.default"
+        kernels = set(GROUPS["attention"]) - {own}
+        if self.parallel.context_parallel_size > 1:
+            reasons |= dict.fromkeys(kernels, f"over context-parallel ranks attention is one operator, {own}")
+        else:
+            reasons[own] = "--context-parallel-size is 1"
         return [f"--recompute-policy ops({name}) keeps nothing: {reason}" for name, reason in reasons.items()
                 if reason and name in names]
+
+    def _no_collective(self) -> str:
+        parallel = self.parallel
+        if parallel.tensor_model_parallel_size > 1 or (parallel.context_parallel_size > 1
+                                                       and self.model.attention_backend == "unfused"):
+            return ""
+        if parallel.context_parallel_size > 1:
+            return "--tensor-model-parallel-size is 1, and what context-parallel ranks exchange is part of their attention"
+        return "--tensor-model-parallel-size is 1"
 
     def _check_recompute_policy(self, num_layers: int, num_stages: int) -> None:
         given = self.recompute.recompute_policy
@@ -153,6 +170,18 @@ class RunConfig:
             raise ValueError("--memory-timeline records the forward and backward of one micro-batch, which a pipeline mixes with "
                              "those of others: give --pipeline-model-parallel-size 1")
 
+    def _check_context_parallel(self) -> None:
+        size, parts = self.parallel.context_parallel_size, self.parallel.sequence_parts
+        if self.data.seq_length % parts:
+            shards = f" x --tensor-model-parallel-size {parts // (2 * size)}" if self.parallel.sequence_parallel else ""
+            under = ", which --sequence-parallel splits again" if shards else ""
+            raise ValueError(f"--seq-length {self.data.seq_length} is not divisible by 2 x --context-parallel-size "
+                             f"{size}{shards} = {parts}: each rank holds two chunks of the sequence{under}")
+        if self.model.attention_dropout > 0.0 and self.model.attention_backend != "unfused":
+            raise ValueError(f"--context-parallel-size {size} has no flash attention with --attention-dropout "
+                             f"{self.model.attention_dropout}: give --attention-dropout 0, or --attention-backend unfused, which "
+                             "builds the scores")
+
     def _check_compiler(self) -> None:
         budget = self.recompute.activation_memory_budget
         if not self.training.torch_compile:
@@ -163,9 +192,10 @@ class RunConfig:
         if any(rule.action != Action() or rule.store != "device" for rule in self.recompute.policy.rules):
             raise ValueError("--torch-compile decides itself what compiled layers recompute: give --activation-memory-budget "
                              "instead of a recompute policy, or leave --torch-compile out")
-        if self.parallel.tensor_model_parallel_size > 1:
-            raise ValueError("--torch-compile needs --tensor-model-parallel-size 1 (got "
-                             f"{self.parallel.tensor_model_parallel_size}): every collective would end a compiled graph")
+        for axis in ("tensor_model_parallel_size", "context_parallel_size"):
+            if (size := getattr(self.parallel, axis)) > 1:
+                raise ValueError(f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective would end a compiled "
+                                 "graph")
 
     def _check_split(self, flag: str) -> None:
         tp_size = self.parallel.tensor_model_parallel_size
@@ -174,10 +204,12 @@ class RunConfig:
         if self.parallel.sequence_parallel:
             raise ValueError(f"{flag} has nothing to split under --sequence-parallel, where each rank's input is already 1/t: "
                              "leave one of them out")
-        elements = self.data.seq_length * self.training.micro_batch_size * self.model.hidden_size
+        cp_size = self.parallel.context_parallel_size
+        elements = self.data.seq_length // cp_size * self.training.micro_batch_size * self.model.hidden_size
         if elements % tp_size:
-            raise ValueError(f"{flag} splits the {elements} elements of --seq-length x --micro-batch-size x --hidden-size over "
-                             f"--tensor-model-parallel-size {tp_size} ranks, which does not divide them")
+            share = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
+            raise ValueError(f"{flag} splits the {elements} elements of --seq-length{share} x --micro-batch-size x --hidden-size "
+                             f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them")
 
     def to_json(self) -> str:
         """The run as indented JSON, one object per topic. `from_json` gives an equal value back."""

@@ -99,8 +99,9 @@ def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]
     priced = price(whole, sizes.device)
     saved = priced.kept_bytes + priced.host_bytes - own.kept_bytes - own.host_bytes
     text = f"Splitting the inputs of units over the ranks frees {size(saved)}, for one all-gather per unit in backward."
-    if sizes.seq_length % sizes.tp_size == 0:
-        sequence = price(replace(whole, parallel=replace(config.parallel, sequence_parallel=True)), sizes.device)
+    parallel = replace(config.parallel, sequence_parallel=True)
+    if sizes.seq_length % parallel.sequence_parts == 0:
+        sequence = price(replace(whole, parallel=parallel), sizes.device)
         if sequence.kept_bytes <= own.kept_bytes and sequence.peak.held_bytes < own.peak.held_bytes:
             text += (" --sequence-parallel in its place splits these inputs too, and norms and dropouts besides: "
                      f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}.")

@@ -1,4 +1,4 @@
-"""The tensor-parallel collectives of one micro-batch on one rank, by rule: which linear issues which, forward and backward.
+"""The collectives of one micro-batch on one rank, by rule: which part of a layer issues which, forward and backward.
 
                           forward              backward
     column (qkv, fc1)     -                    all-reduce of dx
@@ -7,9 +7,16 @@
     column                all-gather of x      all-gather of x again, reduce-scatter of dx
     row                   reduce-scatter       all-gather of dy
 
-Each is of a whole [s, b, h]. A replay repeats the forward's, but for that of its last fc2 where the tail is skipped, and those
-whose results an `ops(...)` policy keeps; of an input that is split over the ranks, it begins with a gather. What is reduced once
-per step (gradients) is not here. Standard library only.
+Each is of a whole [s, b, h], under context parallelism of s/c. Attention over c ranks exchanges keys and values, of which each
+rank has a part of 2 s/c b g/t d:
+
+    p2p                   c - 1 shifts         2 c - 1 shifts                                each of a part
+    allgather             all-gather           all-gather, reduce-scatter                    of all parts
+    unfused               all-gather           reduce-scatter                                of all parts
+
+A replay repeats the forward's, but for that of its last fc2 where the tail is skipped, and those whose results an `ops(...)`
+policy keeps; of an input that is split over the ranks, it begins with a gather. What is reduced once per step (gradients) is not
+here. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,13 +25,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.memory.layer_operators import ALL_GATHER, ALL_REDUCE, COLLECTIVES, REDUCE_SCATTER, repeated_results
+from megatron_lite.memory.layer_operators import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    CONTEXT_PARALLEL_ATTENTION,
+    CORE,
+    REDUCE_SCATTER,
+    Result,
+    repeated_results,
+)
 from megatron_lite.memory.layer_tensors import Sizes
-from megatron_lite.recompute.plan import MLP_REGION, RecomputePlan, Segment
+from megatron_lite.recompute.plan import CORE_ATTENTION, MLP_REGION, RecomputePlan, Segment
+
+SHIFT = "ring shift"
 
 
 class Collective(NamedTuple):
-    """num_bytes: of the whole tensor. A rank receives (t-1)/t of it, and twice that in an all-reduce."""
+    """num_bytes: of the whole tensor. A rank of n receives (n-1)/n of it, twice that in an all-reduce, and all in a shift."""
 
     kind: str
     num_bytes: int
@@ -52,18 +70,20 @@ def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> E
 
 def segment_collectives(model: ModelConfig, plan: RecomputePlan, segment: Segment, sizes: Sizes) -> Exchange:
     """Of all layers of one segment of the plan."""
-    row = _row(model, sizes)
-    half = _column(model, sizes) + row  # attention, or the MLP
-    halves = 2 * segment.num_layers
-    replay = half.forward * (halves if segment.unit else 1 if MLP_REGION in segment.regions else 0)
+    column, core, row = _column(model, sizes), _core(model, sizes), _row(model, sizes)
+    mlp = column + row
+    layer = column + core + row + mlp
+    has_tail = segment.unit or MLP_REGION in segment.regions
+    replay = layer.forward * segment.num_layers if segment.unit else (
+        core.forward * (CORE_ATTENTION in segment.regions) + mlp.forward * (MLP_REGION in segment.regions))
     if segment.ops:
         repeated = repeated_results(model, segment.ops, sizes, skip_tail=plan.skip_tail)
-        replay = tuple(_hidden(COLLECTIVES[one.operator], model, sizes) for one in repeated if one.operator in COLLECTIVES)
-    elif replay and plan.skip_tail:
-        replay = replay[: -len(row.forward)]
+        replay = tuple(sent for one in repeated for sent in _of_result(one, model, sizes))
+    elif has_tail and plan.skip_tail:
+        replay = replay[: len(replay) - len(row.forward)]
     if segment.split:
         replay = (_hidden(ALL_GATHER, model, sizes), *replay)
-    return Exchange(half.forward * halves, half.backward * halves, replay)
+    return Exchange(layer.forward * segment.num_layers, layer.backward * segment.num_layers, replay)
 
 
 def embedding_collectives(model: ModelConfig, sizes: Sizes) -> Exchange:
@@ -94,6 +114,29 @@ def _row(model: ModelConfig, sizes: Sizes) -> Exchange:
     if not sizes.sequence_parallel:
         return Exchange(forward=(_hidden(ALL_REDUCE, model, sizes),))
     return Exchange(forward=(_hidden(REDUCE_SCATTER, model, sizes),), backward=(_hidden(ALL_GATHER, model, sizes),))
+
+
+def _core(model: ModelConfig, sizes: Sizes) -> Exchange:
+    """Of attention over context-parallel ranks."""
+    if sizes.cp_size == 1:
+        return Exchange()
+    num_bytes = 2 * sizes.tokens * model.query_groups * model.head_dim // sizes.tp_size * sizes.element_bytes
+    gather = Collective(ALL_GATHER, sizes.cp_size * num_bytes)
+    scatter = Collective(REDUCE_SCATTER, sizes.cp_size * num_bytes)
+    if model.builds_scores(sizes.device):
+        return Exchange(forward=(gather,), backward=(scatter,))
+    if sizes.cp_comm_type == "allgather":
+        return Exchange(forward=(gather,), backward=(gather, scatter))
+    shift = Collective(SHIFT, num_bytes)
+    return Exchange(forward=(shift,) * (sizes.cp_size - 1), backward=(shift,) * (2 * sizes.cp_size - 1))
+
+
+def _of_result(result: Result, model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
+    """What is sent where an operator runs again."""
+    if result.operation == CORE:
+        sends = result.operator in COLLECTIVES or result.operator == CONTEXT_PARALLEL_ATTENTION
+        return _core(model, sizes).forward if sends else ()
+    return (_hidden(COLLECTIVES[result.operator], model, sizes),) if result.operator in COLLECTIVES else ()
 
 
 def _hidden(kind: str, model: ModelConfig, sizes: Sizes) -> Collective:

@@ -1,11 +1,12 @@
 """FLOPs of matrix multiplications, as torch's FlopCounterMode counts them: 2 per multiply-add, attention over the whole s x s
-square (a causal kernel may skip half of it), backward twice the forward.
+square (a causal kernel may skip half of it, and context-parallel ranks skip what none of their queries may read), backward twice
+the forward.
 
     model FLOPs      forward + backward: what the model asks for, the same under every plan
     hardware FLOPs   model FLOPs + what the plan runs again + the scores that flash attention rebuilds in its backward kernel
                      + the logits again where the loss is computed in chunks
 
-MFU and HFU are these over time and peak_flops. Every figure is over all TP ranks. Standard library only.
+MFU and HFU are these over time and peak_flops. Every figure is over all TP and CP ranks. Standard library only.
 """
 
 from __future__ import annotations
@@ -67,28 +68,33 @@ def step_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_
 
 
 def hardware_flops(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, padded_vocab_size: int,
-                   device: str, loss_chunk_size: int | None = None, tp_size: int = 1) -> int:
-    """Hardware FLOPs of forward and backward over `batch` sequences. device: "cpu" or "cuda". tp_size: see replayed_layers."""
+                   device: str, loss_chunk_size: int | None = None, tp_size: int = 1, cp_size: int = 1) -> int:
+    """Hardware FLOPs of forward and backward over `batch` sequences. device: "cpu" or "cuda". tp_size, cp_size: see
+    replayed_layers."""
     shape = dict(batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size)
     return (step_flops(model, **shape)
             + (0 if loss_chunk_size is None else logits_flops(model, **shape))
-            + replay_flops(model, plan, batch=batch, seq_length=seq_length, device=device, tp_size=tp_size)
+            + replay_flops(model, plan, batch=batch, seq_length=seq_length, device=device, tp_size=tp_size, cp_size=cp_size)
             + flash_rebuild_flops(model, batch=batch, seq_length=seq_length, device=device))
 
 
-def replay_flops(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str, tp_size: int = 1) -> int:
+def replay_flops(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str, tp_size: int = 1,
+                 cp_size: int = 1) -> int:
     """What backward over `batch` sequences runs again under the plan."""
-    return sum(map(sum, replayed_layers(model, plan, batch=batch, seq_length=seq_length, device=device, tp_size=tp_size)))
+    return sum(map(sum, replayed_layers(model, plan, batch=batch, seq_length=seq_length, device=device, tp_size=tp_size,
+                                        cp_size=cp_size)))
 
 
 def replayed_layers(model: ModelConfig, plan: RecomputePlan, *, batch: int, seq_length: int, device: str,
-                    tp_size: int = 1) -> list[LayerFlops]:
+                    tp_size: int = 1, cp_size: int = 1) -> list[LayerFlops]:
     """What backward runs again of each layer of the plan. The regions layernorm and activation hold no matmul: zeros.
 
-    tp_size: matters only to policies that name single operators, since sharded linears add their bias apart.
+    tp_size, cp_size: matter only to policies that name single operators: sharded linears add their bias apart, and attention
+    over context-parallel ranks is an operator of its own.
     """
     layer, flash = layer_flops(model, batch=batch, seq_length=seq_length), not model.builds_scores(device)
-    sizes = Sizes(micro_batch_size=batch, seq_length=seq_length, padded_vocab_size=0, tp_size=tp_size, device=device)
+    sizes = Sizes(micro_batch_size=batch, seq_length=seq_length, padded_vocab_size=0, tp_size=tp_size, cp_size=cp_size,
+                  device=device)
     return [again for segment in plan.segments for again in (
         [_not_kept(model, layer, segment, sizes, skip_tail=plan.skip_tail)] if segment.ops
         else _replayed(layer, segment, skip_tail=plan.skip_tail, flash=flash))]

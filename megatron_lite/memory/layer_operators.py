@@ -13,7 +13,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import Choice
 from megatron_lite.memory.layer_tensors import KeptTensor, LayerTensors, Sizes, layer_tensors
 
-FC2 = "linear_fc2"
+FC2, CORE = "linear_fc2", "core_attention"
+CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 COLLECTIVES = {"_c10d_functional.all_reduce.default": ALL_REDUCE, "_c10d_functional.all_gather_into_tensor.default": ALL_GATHER,
                "_c10d_functional.reduce_scatter_tensor.default": REDUCE_SCATTER}
@@ -89,12 +90,15 @@ def _core(model: ModelConfig, layer: LayerTensors, sizes: Sizes) -> Iterator[Res
     kept = {tensor.name: tensor for operation in layer.operations for tensor in operation.keeps}
     if model.builds_scores(sizes.device):
         heads = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size
-        scores = heads * sizes.seq_length**2 * sizes.element_bytes
-        yield Result("aten.baddbmm.default", "core_attention", ("scores",), (KeptTensor("scores", scores),))
-        yield Result("aten.bmm.default", "core_attention", ("context",),
+        scores = heads * sizes.seq_length * sizes.own_seq_length * sizes.element_bytes
+        if sizes.cp_size > 1:
+            kv = 2 * sizes.micro_batch_size * sizes.seq_length * model.query_groups * model.head_dim // sizes.tp_size
+            yield Result(_collective(ALL_GATHER), CORE, (), (KeptTensor("gathered key and value", kv * sizes.element_bytes),))
+        yield Result("aten.baddbmm.default", CORE, ("scores",), (KeptTensor("scores", scores),))
+        yield Result("aten.bmm.default", CORE, ("context",),
                      (kept["attention output"]._replace(name="attention output by head"),))
     else:
         kernel = "flash_attention" if sizes.device == "cuda" else "flash_attention_for_cpu"
-        draws = model.attention_dropout > 0.0
-        yield Result("" if draws else f"aten._scaled_dot_product_{kernel}.default", "core_attention", ("scores", "context"),
+        operator = f"aten._scaled_dot_product_{kernel}.default" if sizes.cp_size == 1 else CONTEXT_PARALLEL_ATTENTION
+        yield Result("" if model.attention_dropout > 0.0 else operator, CORE, ("scores", "context"),
                      (kept["attention output"], kept["log-sum-exp"]))

@@ -19,7 +19,7 @@ CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What decides the sizes besides the model: one micro-batch on one rank.
+    """What decides the sizes besides the model: one micro-batch on one rank. seq_length: of the whole sequence.
 
     element_bytes: of weights and activations: 4, or 2 under --bf16 or --fp16. device: "cpu" or "cuda". loss_chunk_size: None
     where logits are kept. has_embedding, has_head: whether the layers are the model's first, and its last.
@@ -30,6 +30,8 @@ class Sizes:
     padded_vocab_size: int
     tp_size: int = 1
     sequence_parallel: bool = False
+    cp_size: int = 1
+    cp_comm_type: str = "p2p"
     element_bytes: int = 4
     device: str = "cpu"
     loss_chunk_size: int | None = None
@@ -42,18 +44,29 @@ class Sizes:
         tp_size = config.parallel.tensor_model_parallel_size
         return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
                    padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
-                   sequence_parallel=config.parallel.sequence_parallel, device=device,
+                   sequence_parallel=config.parallel.sequence_parallel, cp_size=config.parallel.context_parallel_size,
+                   cp_comm_type=config.parallel.cp_comm_type, device=device,
                    element_bytes=4 if config.training.precision == "fp32" else 2, loss_chunk_size=config.training.loss_chunk_size,
                    has_embedding=stage is None or stage.is_first, has_head=stage is None or stage.is_last)
 
     @property
     def tokens(self) -> int:
-        """s b."""
-        return self.seq_length * self.micro_batch_size
+        """s b / c."""
+        return self.own_seq_length * self.micro_batch_size
+
+    @property
+    def own_seq_length(self) -> int:
+        """s / c: of each sequence on one context-parallel rank."""
+        return self.seq_length // self.cp_size
+
+    @property
+    def num_ranks(self) -> int:
+        """t c: ranks that share the work of a layer on a micro-batch."""
+        return self.tp_size * self.cp_size
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of a norm or residual on one rank: s b / t under sequence parallelism, else s b."""
+        """Tokens of a norm or residual on one rank: s b / ct under sequence parallelism, else s b / c."""
         return self.tokens // self.tp_size if self.sequence_parallel else self.tokens
 
     @property
@@ -165,7 +178,7 @@ class _Attention:
             rows = tokens * (channels + kv_channels) // model.head_dim
             self.preparation += (Operation("qk_layernorm", (*raw, *_statistics("qk norm", model, sizes, rows))),)
         if rotary:
-            tables = 2 * sizes.seq_length * model.rotary_dim * element
+            tables = 2 * sizes.own_seq_length * model.rotary_dim * element
             self.preparation += (Operation("rotary", (KeptTensor("rotary tables", tables),)),)
         if rotary or normed or grouped:
             prefix = "rotated " if rotary else "normed " if normed else ""
@@ -176,13 +189,15 @@ class _Attention:
         self.core = self._kept(model, sizes, grouped)
 
     def _kept(self, model: ModelConfig, sizes: Sizes, grouped: bool) -> tuple[KeptTensor, ...]:
-        scores = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.seq_length
+        scores = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
         if not model.builds_scores(sizes.device):
             return (*self.heads, self.attended, KeptTensor("log-sum-exp", scores * sizes.accumulate_bytes))
         heads = self.heads
+        repeated = self.attended.num_bytes * sizes.cp_size  # of all ranks, for every head
         if grouped:
-            repeated = self.attended.num_bytes
             heads = (heads[0], KeptTensor("repeated key", repeated), KeptTensor("repeated value", repeated))
+        elif sizes.cp_size > 1:
+            heads = (heads[0], KeptTensor("gathered key and value", 2 * repeated))
         scores *= sizes.seq_length
         element = sizes.element_bytes
         softmax = max(4, element) if model.attention_softmax_in_fp32 else element

@@ -55,9 +55,9 @@ def price(config: RunConfig, device: str) -> Priced:
     shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
     layers = replace(config.model, num_layers=stage.num_layers)
     model_flops = step_flops(layers, **shape, padded_vocab_size=sizes.padded_vocab_size if sizes.has_head else 0)
-    again = replay_flops(config.model, plan, **shape, device=device, tp_size=sizes.tp_size)
+    again = replay_flops(config.model, plan, **shape, device=device, tp_size=sizes.tp_size, cp_size=sizes.cp_size)
     return Priced(config.recompute, plan, activation_bytes(config.model, plan, sizes), _peak(config, plan, sizes),
-                  model_flops // sizes.tp_size, again // sizes.tp_size, host_bytes(config.model, plan, sizes))
+                  model_flops // sizes.num_ranks, again // sizes.num_ranks, host_bytes(config.model, plan, sizes))
 
 
 def first_stage(config: RunConfig) -> Stage:

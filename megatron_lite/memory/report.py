@@ -108,6 +108,7 @@ class Report:
         """What makes this model's terms other than the paper's formula."""
         model, sizes = self.config.model, self.sizes
         reasons = {
+            f"1/{sizes.cp_size} of each sequence, on each context-parallel rank": sizes.cp_size > 1,
             "4-byte activations": sizes.element_bytes != 2,
             "flash attention, which keeps no scores": not model.builds_scores(sizes.device),
             "float32 softmax": model.builds_scores(sizes.device) and model.attention_softmax_in_fp32,
@@ -152,14 +153,14 @@ def explain(config: RunConfig, device: str) -> Report:
 
 def _runs(config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes) -> Iterator[LayerRun]:
     again = replayed_layers(config.model, plan, batch=sizes.micro_batch_size, seq_length=sizes.seq_length, device=sizes.device,
-                            tp_size=sizes.tp_size)
+                            tp_size=sizes.tp_size, cp_size=sizes.cp_size)
     for _, alike in itertools.groupby(plan.segments, key=lambda segment: replace(segment, first_layer=0)):
         segment, *others = alike
         layers = range(segment.first_layer, segment.first_layer + segment.num_layers)
         yield LayerRun(segment=segment, count=1 + len(others), kept=_kept_in(terms, layers, on_host=False),
                        moved=_kept_in(terms, layers, on_host=True),
                        rebuilt=_rebuilt(config, plan, segment, sizes), left_out=_left_out(config, plan, segment, sizes),
-                       replay_flops=sum(sum(again[layer]) for layer in layers) // sizes.tp_size,
+                       replay_flops=sum(sum(again[layer]) for layer in layers) // sizes.num_ranks,
                        exchange=segment_collectives(config.model, plan, segment, sizes))
 
 

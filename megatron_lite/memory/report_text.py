@@ -38,9 +38,10 @@ def _head(report: Report) -> Iterator[str]:
     yield from _field("model", f"GPT of {model.num_layers} layers: h {model.hidden_size}, f {model.ffn_size}, "
                                f"a {model.num_attention_heads}{groups}, s {sizes.seq_length}, b {sizes.micro_batch_size}, "
                                f"V {sizes.padded_vocab_size}, {config.training.precision}")
+    sequence = ", sequence-parallel" if sizes.sequence_parallel else ""
+    context = f", context-parallel {sizes.cp_size} ({sizes.cp_comm_type})" if sizes.cp_size > 1 else ""
     pipeline = f", pipeline-parallel {len(report.ranks)}" if report.ranks else ""
-    yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{', sequence-parallel' if sizes.sequence_parallel else ''}"
-                               f"{pipeline}; "
+    yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; "
                                f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
                                f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
                                f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dropout import dropout
+from megatron_lite.parallel.chunks import part_of
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_parameter
@@ -43,11 +45,18 @@ class LanguageModelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            length = hidden_states.shape[0]
-            start = self.context.rank * length if self.context.sequence_parallel else 0
-            hidden_states = hidden_states + self.position_embeddings(start, length)
+            hidden_states = hidden_states + self._positions(hidden_states.shape[0])
         return dropout(hidden_states, self.hidden_dropout if self.training else 0.0, self.context.rng,
                        self.context.residual_stream)
+
+    def _positions(self, length: int) -> Tensor:
+        """Of this rank's tokens, which may be two stretches of the sequence: [length, 1, h]."""
+        assert self.position_embeddings is not None
+        context = self.context
+        start, shards = (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
+        stretches = [self.position_embeddings(span.start, span.stop - span.start)
+                     for span in part_of(context.cp.spans(shards * length), start, length)]
+        return stretches[0] if len(stretches) == 1 else torch.cat(stretches)
 
 
 class OutputEmbedding(nn.Module):

@@ -11,6 +11,7 @@ from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import LanguageModelEmbedding, OutputEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
+from megatron_lite.parallel.chunks import select
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
@@ -58,7 +59,10 @@ class GPTModel(nn.Module):
         self._rotary: RotaryTables | None = None
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Negative log-likelihood of each label, float32 [b, s]. tokens, labels: [b, s]. Of a whole model."""
+        """Negative log-likelihood of each label, float32 [b, s]. tokens, labels: [b, s], or [b, s/c] of this rank's chunks.
+
+        Of a whole model.
+        """
         return self.losses(self.hidden_states(tokens), labels)
 
     def losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
@@ -109,8 +113,10 @@ class GPTModel(nn.Module):
         return self.embedding.word_embeddings.weight
 
     def _rotary_tables(self, seq_length: int) -> RotaryTables:
-        """Built once per sequence length: they are constants of the model, not state."""
+        """Of this rank's `seq_length` tokens. Built once per sequence length: they are constants of the model, not state."""
         if self._rotary is None or self._rotary.cos.shape[0] != seq_length:
-            self._rotary = rotary_tables(seq_length, self.config.rotary_dim, self.config.rotary_base,
-                                         device=self.context.device, dtype=self.context.params_dtype)
+            cp = self.context.cp
+            whole = rotary_tables(cp.size * seq_length, self.config.rotary_dim, self.config.rotary_base,
+                                  device=self.context.device, dtype=self.context.params_dtype)
+            self._rotary = RotaryTables(*(select(table, cp.spans(seq_length), 0) for table in whole))
         return self._rotary

@@ -1,7 +1,7 @@
 """All gradients of a rank in one contiguous buffer, float32 (float64 for a float64 model), where backward accumulates them.
 
     [ gradients that TP ranks must add | all others ]       one all-reduce over TP for the first part,
-                                                            one over DP for the whole
+                                                            one over DP x CP for the whole
 A parameter's `.grad` becomes a view of the buffer when its first gradient of a step arrives, which is copied in: nothing needs
 to be zeroed and added to. Later micro-batches add to the view. A 16-bit parameter's is float32 too (`grad_dtype`): each
 micro-batch's gradient is rounded to 16 bits once and summed in float32.
@@ -52,7 +52,7 @@ class GradBuffer:
 
     def reduce_(self) -> None:
         """Completes the gradients once backward has run: sums over TP where ranks hold parts, over first and last stage where
-        both hold the parameter, then over DP."""
+        both hold the parameter, then over DP and CP."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None and _autograd_sums_into(parameter, self.grads[name]):  # had no part in this step
                 parameter.grad = self.grads[name].zero_()

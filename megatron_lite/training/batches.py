@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.parallel.chunks import select, spans_of
 from megatron_lite.parallel.state import ParallelState
 
 
@@ -23,7 +24,7 @@ class SampleDataset(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """tokens and labels [b, s]: labels are the tokens one position later."""
+    """tokens and labels [b, s], of this rank's chunks [b, s/c]: labels are the tokens one position later."""
 
     tokens: Tensor
     labels: Tensor
@@ -37,18 +38,20 @@ class Batches(Protocol):
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
-def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device) -> MicroBatch:
-    """The named samples. The copy to a GPU does not wait for the kernels before it."""
+def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device, *, cp_rank: int = 0,
+          cp_size: int = 1) -> MicroBatch:
+    """The named samples, or one context-parallel rank's chunks of them. The copy to a GPU waits for no kernel."""
     samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
     if device.type == "cuda":
         samples = samples.pin_memory().to(device, non_blocking=True)
     # Copies also of a single sample, whose slice is contiguous: backward keeps the tokens, and would keep the whole sample.
-    return MicroBatch(*(part.clone(memory_format=torch.contiguous_format) for part in (samples[:, :-1], samples[:, 1:])))
+    spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)
+    return MicroBatch(*(select(part, spans, 1) for part in (samples[:, :-1], samples[:, 1:])))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """This data-parallel rank's micro-batches of the iteration that starts after `consumed_samples`, read when asked for."""
+    """This rank's micro-batches of the iteration that starts after `consumed_samples`, read when asked for."""
 
     dataset: SampleDataset
     consumed_samples: int
@@ -60,6 +63,6 @@ class MicroBatches:
         return self.num_microbatches
 
     def __getitem__(self, number: int) -> MicroBatch:
-        indices = microbatch_indices(self.consumed_samples, self.micro_batch_size, self.parallel.dp_rank, self.parallel.dp_size,
-                                     number)
-        return fetch(self.dataset, indices, self.parallel.device)
+        parallel = self.parallel
+        indices = microbatch_indices(self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number)
+        return fetch(self.dataset, indices, parallel.device, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)

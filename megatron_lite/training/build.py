@@ -39,7 +39,8 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
     """This rank's shard of the model or of one stage, initialised from `--seed`; 16-bit under `--bf16` or `--fp16`."""
     stage = stage or whole_model(config.model.num_layers)
     context = TensorParallelContext.of(parallel, sequence_parallel=config.parallel.sequence_parallel,
-                                       params_dtype=PARAMS_DTYPE[config.training.precision])
+                                       params_dtype=PARAMS_DTYPE[config.training.precision],
+                                       cp_comm_type=config.parallel.cp_comm_type)
     model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
                      padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
                      plan=plan_stage(config.recompute, stage.num_layers, stage.number),

@@ -31,6 +31,6 @@ def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int
     for iteration in range(num_iterations):
         total += runner.evaluate(MicroBatches(dataset=dataset, consumed_samples=iteration * batch_size, parallel=parallel,
                                               micro_batch_size=micro_batch_size, num_microbatches=num_microbatches))
-    total = all_reduce_(all_reduce_(total, parallel.dp_group), parallel.pp_group)
-    loss = total.item() / (num_iterations * num_microbatches * parallel.dp_size)
+    total = all_reduce_(all_reduce_(total, parallel.data_group), parallel.pp_group)
+    loss = total.item() / (num_iterations * num_microbatches * parallel.data_size)
     return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

@@ -231,7 +231,7 @@ class Trainer:
             hardware_flops=hardware_flops(config.model, plan_model(config), batch=batch_size, seq_length=seq_length,
                                           padded_vocab_size=vocabulary, device=device.type,
                                           loss_chunk_size=config.training.loss_chunk_size,
-                                          tp_size=self.parallel.tp_size),
+                                          tp_size=self.parallel.tp_size, cp_size=self.parallel.cp_size),
             peak_flops=known_peak_flops(config.logging, device, bf16=config.training.precision != "fp32"))
         return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
 

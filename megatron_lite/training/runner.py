@@ -41,7 +41,7 @@ class StageRunner:
         if parallel.pp_size == 1:
             return cls(model, parallel)
         context = next(iter(model)).context
-        seq_length = config.data.seq_length // (context.size if context.sequence_parallel else 1)
+        seq_length = config.data.seq_length // parallel.cp_size // (context.size if context.sequence_parallel else 1)
         links = Links(parallel.pp_lanes, device=parallel.device, dtype=context.params_dtype,
                       shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size))
         return cls(model, parallel, links=links, overlap=config.parallel.overlap_p2p_comm,

@@ -35,13 +35,15 @@ def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, l
                observer: Observer | None = None) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
 
-    The loss is the mean over micro-batches and data-parallel ranks, so that gradients are those of the global batch.
+    The loss is the mean over micro-batches and over the ranks of `data_group`, which hold equally many tokens, so that gradients
+    are those of the global batch.
     observer: looks at the first micro-batch.
     """
     optimizer.zero_grad()
     parallel = runner.parallel
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
-    loss = runner.train(batches, share=1.0 / (len(batches) * parallel.dp_size), observer=observer or Observer(), loss_scale=scale)
+    loss = runner.train(batches, share=1.0 / (len(batches) * parallel.data_size), observer=observer or Observer(),
+                        loss_scale=scale)
     update = optimizer.step(learning_rate)
-    loss = all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group)
+    loss = all_reduce_(all_reduce_(loss, parallel.data_group), parallel.pp_group)
     return StepResult(loss, update.grad_norm, update.skipped, torch.ones_like(loss) if scale is None else scale)

@@ -67,18 +67,19 @@ def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
 
 
 def figures(config: ModelConfig, recompute: RecomputeConfig, parallel: ParallelState, *, sequence_parallel: bool,
-            dtype: torch.dtype, live: LiveStorages | None = None, loss_chunk_size: int | None = None) -> Figures:
+            dtype: torch.dtype, live: LiveStorages | None = None, loss_chunk_size: int | None = None,
+            cp_comm_type: str = "p2p") -> Figures:
     plan = plan_stage(recompute, config.num_layers)
     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan,
-                             loss_chunk_size=loss_chunk_size)
+                             loss_chunk_size=loss_chunk_size, cp_comm_type=cp_comm_type)
     with kept_for_backward(exclude=model.parameters()) as meter, live or nullcontext():
-        loss = model.loss(*sample_tokens()).mean()
+        loss = model.loss(*sample_tokens(parallel=parallel)).mean()
     known = {tensor.untyped_storage()._cdata for tensor in (loss, *model.parameters(), *model.constants())}
     stores = model.decoder.stores
     unaccounted = None if live is None else live.bytes_beside(known | meter.storages().keys() | stores.storages())
     sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(parallel.tp_size),
-                  tp_size=parallel.tp_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize,
-                  loss_chunk_size=loss_chunk_size)
+                  tp_size=parallel.tp_size, sequence_parallel=sequence_parallel, cp_size=parallel.cp_size,
+                  cp_comm_type=cp_comm_type, element_bytes=dtype.itemsize, loss_chunk_size=loss_chunk_size)
     return Figures(meter.total_bytes() + stores.device_bytes, activation_bytes(config, plan, sizes), unaccounted,
                    stores.host_bytes, host_bytes(config, plan, sizes))
 

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective, Exchange, plan_collectives
+from megatron_lite.memory.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SHIFT,
+    Collective,
+    Exchange,
+    plan_collectives,
+)
 from megatron_lite.memory.layer_tensors import Sizes
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
@@ -19,7 +27,7 @@ from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3
 MODEL = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_backend="unfused")
-TORCH_NAMES = {"allreduce_": ALL_REDUCE, "_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}
+TORCH_NAMES = {"allreduce_": ALL_REDUCE, "_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "send": SHIFT}
 
 
 def full(method: str, count: int, *, split: bool = False) -> RecomputeConfig:
@@ -46,12 +54,14 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     return plans | {f"{name}, whole tail": replace(plan, skip_tail=False) for name, plan in plans.items()}
 
 
-def by_kind_and_bytes(sent: list[Sent], element_bytes: int) -> Counter[Collective]:
+def by_kind_and_bytes(sent: list[Sent], element_bytes: int, *, tokens: int = BATCH * SEQ_LENGTH) -> Counter[Collective]:
     """Sums of the cross-entropy are float32: one or two numbers per token."""
     found: Counter[Collective] = Counter()
     for one in sent:
+        if one.name == "recv_":  # the other half of a shift
+            continue
         elements = torch.Size(one.shape).numel()
-        width = 4 if elements <= 2 * BATCH * SEQ_LENGTH else element_bytes
+        width = 4 if elements <= 2 * tokens else element_bytes
         found[Collective(TORCH_NAMES[one.name], elements * width)] += 1
     return found
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.context_parallel import attention
+
 
 class Sent(NamedTuple):
-    """One collective: "allreduce_", "_allgather_base_", "_reduce_scatter_base_" .., and the largest tensor it touched.
+    """One collective: "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "send" .., and the largest tensor it touched.
 
     A functional one goes by the name of the in-place one that does the same.
     """
@@ -33,6 +35,9 @@ class _Recorder(TorchDispatchMode):
         self.sent = sent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "megatron_lite":  # our one operator, of which torch does not dispatch what it is made of
+            with self:
+                return attention._attend_in_named_group(*args, **(kwargs or {}))
         results = func(*args, **(kwargs or {}))
         name = func.name().split("::")[1]
         if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name != "wait_tensor"):

@@ -14,6 +14,7 @@ from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from tests.support.models import (
+    SEQ_LENGTH,
     Outcome,
     build_tiny_model,
     loss_and_grads,
@@ -52,23 +53,25 @@ def variant_config(name: str, **overrides: object) -> ModelConfig:
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 
 
-def gradients(name: str, parallel: ParallelState, *, sequence_parallel: bool = False,
-              dtype: torch.dtype = torch.float64) -> Outcome:
+def gradients(name: str, parallel: ParallelState, *, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64,
+              cp_comm_type: str = "p2p", seq_length: int = SEQ_LENGTH) -> Outcome:
     """Loss and whole gradients of a variant, over two micro-batches."""
-    return loss_and_grads(build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype),
-                          parallel)
+    model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
+                             cp_comm_type=cp_comm_type)
+    return loss_and_grads(model, parallel, seq_length=seq_length)
 
 
-def unsharded_gradients(name: str, dtype: torch.dtype = torch.float64) -> Outcome:
+def unsharded_gradients(name: str, dtype: torch.dtype = torch.float64, seq_length: int = SEQ_LENGTH) -> Outcome:
     """The same in this process alone: no group, no collective."""
     with tp_state(1) as parallel:
-        return gradients(name, parallel, dtype=dtype)
+        return gradients(name, parallel, dtype=dtype, seq_length=seq_length)
 
 
-def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: bool = False,
-          dtype: torch.dtype = torch.float64, clip_grad: float = 1.0) -> Training:
-    """`steps` AdamW updates, each over the same 4 sequences, split over the data-parallel ranks."""
-    model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64,
+          clip_grad: float = 1.0, cp_comm_type: str = "p2p") -> Training:
+    """`steps` AdamW updates, each over the same 4 sequences, split over the data-parallel and context-parallel ranks."""
+    model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
+                             cp_comm_type=cp_comm_type)
     optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
     losses, grad_norms = [], []
     for _ in range(steps):
@@ -80,10 +83,10 @@ def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: 
 
 def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> float:
     optimizer.zero_grad()
-    tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(batch=4))
-    loss = model.loss(tokens, labels).mean() / parallel.dp_size
+    tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(batch=4, parallel=parallel))
+    loss = model.loss(tokens, labels).mean() / parallel.data_size
     loss.backward()
-    return all_reduce_(loss.detach().double(), parallel.dp_group).item()
+    return all_reduce_(loss.detach().double(), parallel.data_group).item()
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:

@@ -14,7 +14,8 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.parallel.collectives import all_gather_first_dim
+from megatron_lite.parallel.chunks import select, spans_of
+from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tensor_parallel.context import TensorParallelContext
@@ -33,9 +34,9 @@ def tiny_config(**overrides: object) -> ModelConfig:
 
 
 @contextmanager
-def tp_state(tp_size: int, *, seed: int = 7) -> Iterator[ParallelState]:
+def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7) -> Iterator[ParallelState]:
     """The parallel state of this process within the initialised default group (or alone)."""
-    config = ParallelConfig(tensor_model_parallel_size=tp_size, distributed_backend="gloo")
+    config = ParallelConfig(tensor_model_parallel_size=tp_size, context_parallel_size=cp_size, distributed_backend="gloo")
     with parallel_state(config, seed=seed) as parallel:
         yield parallel
 
@@ -47,9 +48,10 @@ def padded_vocab_size(tp_size: int) -> int:
 
 def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool = False,
                      dtype: torch.dtype = torch.float64, seed: int = 7, plan=None,
-                     loss_chunk_size: int | None = None, stage: Stage | None = None) -> GPTModel:
+                     loss_chunk_size: int | None = None, stage: Stage | None = None, cp_comm_type: str = "p2p") -> GPTModel:
     """This rank's shard (of one stage), with biases and norm weights that tell their elements apart."""
-    context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype)
+    context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype,
+                                       cp_comm_type=cp_comm_type)
     model = GPTModel(config, context, vocab_size=VOCAB_SIZE, padded_vocab_size=padded_vocab_size(parallel.tp_size), plan=plan,
                      loss_chunk_size=loss_chunk_size, stage=stage)
     initialize_parameters_(model, seed=seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
@@ -72,10 +74,13 @@ def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> No
                 parameter[span.local_start : span.local_start + span.length] = whole[span.global_start :][: span.length]
 
 
-def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), each [b, s]."""
+def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH,
+                  parallel: ParallelState | None = None) -> tuple[Tensor, Tensor]:
+    """(tokens, labels), each [b, s]; with `parallel` each [b, s/c], this context-parallel rank's chunks."""
     text = torch.randint(0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
+    spans = spans_of(seq_length, rank=rank, size=size)
+    return select(text[:, :-1], spans, 1), select(text[:, 1:], spans, 1)
 
 
 @torch.no_grad()
@@ -117,16 +122,16 @@ class Outcome:
     grads: dict[str, Tensor]
 
 
-def loss_and_grads(model: GPTModel, parallel: ParallelState, *, micro_batches: int = 2) -> Outcome:
+def loss_and_grads(model: GPTModel, parallel: ParallelState, *, micro_batches: int = 2, seq_length: int = SEQ_LENGTH) -> Outcome:
     """Two micro-batches forward and backward through the product's own gradient buffer."""
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
     total = torch.zeros((), dtype=torch.float64)
     for number in range(micro_batches):
-        tokens, labels = sample_tokens(number)
-        loss = model.loss(tokens, labels).mean() / micro_batches
+        tokens, labels = sample_tokens(number, parallel=parallel, seq_length=seq_length)
+        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.cp_size)
         loss.backward()
         total += loss.detach()
     buffer.reduce_()
-    return Outcome(total, {name: whole_tensor(buffer.grads[name], parameter, parallel)
+    return Outcome(all_reduce_(total, parallel.cp_group), {name: whole_tensor(buffer.grads[name], parameter, parallel)
                            for name, parameter in parameters.items()})

@@ -1,0 +1,1 @@
+"""Floor 2: attention over sequences that context-parallel ranks share."""

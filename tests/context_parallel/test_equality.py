@@ -1,0 +1,94 @@
+"""Ranks that share each sequence compute what one rank computes alone: loss, gradients, weights after training.
+
+Tolerances as in tests/tensor_parallel/test_equality.py: sums in another order, relative to the largest value of a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron_lite.parallel.state import ParallelState
+from tests.support.equality import (
+    VARIANTS,
+    Training,
+    difference,
+    differences,
+    gradients,
+    train,
+    unsharded_gradients,
+)
+from tests.support.models import Outcome, tp_state
+from tests.support.ranks import run_ranks
+
+
+class Layout(NamedTuple):
+    """What is left of the world is data-parallel. seq_length: divisible by 2 c, and by t of it under sequence parallelism."""
+
+    world_size: int
+    tp_size: int
+    cp_size: int
+    sequence_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    seq_length: int = 12
+
+    @property
+    def name(self) -> str:
+        sequence = "-sequence-parallel" if self.sequence_parallel else ""
+        return f"tp{self.tp_size}{sequence}-cp{self.cp_size}-{self.cp_comm_type}-world{self.world_size}"
+
+
+LAYOUTS = [Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather"), Layout(3, 1, 3), Layout(4, 1, 4, seq_length=16),
+           Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16), Layout(4, 2, 2), Layout(4, 2, 2, True),
+           Layout(4, 2, 2, True, "allgather")]
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}
+
+
+def outcomes(layout: Layout, parallel: ParallelState) -> dict[tuple[str, torch.dtype], Outcome]:
+    return {(name, dtype): gradients(name, parallel, sequence_parallel=layout.sequence_parallel, dtype=dtype,
+                                     cp_comm_type=layout.cp_comm_type, seq_length=layout.seq_length)
+            for name in VARIANTS for dtype in TOLERANCES}
+
+
+def check_gradients(layout: Layout) -> None:
+    def work(rank: int, world_size: int) -> dict[tuple[str, torch.dtype], Outcome]:
+        with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
+            return outcomes(layout, parallel)
+
+    first, *others = run_ranks(work, layout.world_size, detail=False)
+    for (name, dtype), outcome in first.items():
+        errors = differences(unsharded_gradients(name, dtype, layout.seq_length), outcome)
+        assert {(name, key): error for key, error in errors.items() if not error < TOLERANCES[dtype]} == {}
+        for other in others:  # all ranks update alike
+            assert all(torch.equal(grad, other[name, dtype].grads[key]) for key, grad in outcome.grads.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None:
+    """Learned positions and rotary ones, query groups, flash and unfused attention: all variants, in both precisions."""
+    check_gradients(layout)
+
+
+TRAININGS = [Layout(2, 1, 2), Layout(4, 2, 2, True, "allgather"), Layout(4, 1, 2)]  # the last with two replicas
+
+
+@pytest.mark.parametrize("layout", TRAININGS, ids=lambda layout: layout.name)
+def test_ten_steps_of_training_equal_those_of_one_rank(layout: Layout) -> None:
+    """Without clipping, whose norm is a float32 number. In float32 weights are not compared: AdamW turns the rounding noise of
+    a gradient that is zero in exact arithmetic (a key's bias) into steps of full size."""
+    def work(rank: int, world_size: int) -> list[Training]:
+        with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
+            return [train(name, parallel, steps=10, sequence_parallel=layout.sequence_parallel, dtype=dtype, clip_grad=0.0,
+                          cp_comm_type=layout.cp_comm_type) for name, dtype in cases]
+
+    cases = [("gpt2", torch.float64), ("llama", torch.float64), ("gpt2", torch.float32)]
+    with tp_state(1) as alone:
+        expected = [train(name, alone, steps=10, dtype=dtype, clip_grad=0.0) for name, dtype in cases]
+    for of_rank in run_ranks(work, layout.world_size, detail=False):
+        for (_, dtype), want, have in zip(cases, expected, of_rank, strict=True):
+            assert want.losses[-1] < want.losses[0] - 0.5  # it trains
+            assert have.losses == pytest.approx(want.losses, rel=1e-10 if dtype == torch.float64 else 1e-5)
+            if dtype == torch.float64:
+                assert {key for key, value in want.weights.items() if not difference(value, have.weights[key]) < 1e-8} == set()

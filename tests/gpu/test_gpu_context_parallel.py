@@ -1,0 +1,112 @@
+"""The kernels under attention over context-parallel ranks, on any device: all ranks in one process, their exchange in memory.
+
+Written without pytest's own functions, as test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.context_parallel.attention import context_parallel_attention
+from megatron_lite.context_parallel.exchange import EXCHANGES, Exchange, Part
+from megatron_lite.context_parallel.kernels import has_kernel
+from megatron_lite.parallel.chunks import ContextParallel, select
+
+S, B, HEADS, D, SIZE, SCALE = 96, 2, 4, 64, 3, 0.125
+
+
+@dataclass
+class InMemory:
+    """Stands for the group of one rank. parts: of all ranks, which `totals` get the gradients of."""
+
+    own: int
+    parts: list[Tensor]
+    totals: list[Tensor] = field(default_factory=list)
+
+    def rank(self) -> int:
+        return self.own
+
+    def size(self) -> int:
+        return len(self.parts)
+
+
+def parts_in_memory(own: Tensor, group: Any) -> Iterator[Part]:
+    for step in range(group.size()):
+        source = (group.rank() - step) % group.size()
+        yield Part(source, group.parts[source])
+
+
+class SumInMemory:
+    def __init__(self, like: Tensor, group: Any) -> None:
+        self._group = group
+
+    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
+        self._group.totals[source][0, tokens] += key
+        self._group.totals[source][1, tokens] += value
+
+    def result(self) -> Tensor:
+        """Not complete yet: other ranks follow."""
+        return torch.zeros_like(self._group.totals[self._group.rank()])
+
+
+@contextmanager
+def memory_as_an_exchange() -> Iterator[None]:
+    EXCHANGES["memory"] = Exchange(parts_in_memory, SumInMemory)
+    try:
+        yield
+    finally:
+        del EXCHANGES["memory"]
+
+
+def inputs(groups: int) -> list[Tensor]:
+    """query, key, value and the output's gradient, whole."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn((S, B, heads, D), dtype=torch.float64, generator=generator) for heads in (HEADS, groups, groups, HEADS)]
+
+
+def over_ranks(whole: list[Tensor]) -> list[Tensor]:
+    """Output, and the gradients of query, key and value, in the order of the ranks' tokens."""
+    spans = [ContextParallel(rank=rank, size=SIZE).spans(S // SIZE) for rank in range(SIZE)]
+    shards = [[select(tensor, of_rank, 0) for tensor in whole] for of_rank in spans]
+    parts = [torch.stack((key, value)) for _, key, value, _ in shards]
+    totals = [torch.zeros_like(part, dtype=torch.float32) for part in parts]
+    found = []
+    with memory_as_an_exchange():
+        for rank, (query, key, value, grad) in enumerate(shards):
+            group: Any = InMemory(rank, parts, totals)
+            cp = ContextParallel(group=group, rank=rank, size=SIZE, comm_type="memory")
+            query.requires_grad_()
+            output = context_parallel_attention(query, key.requires_grad_(), value.requires_grad_(), cp=cp, scale=SCALE)
+            output.backward(grad)
+            assert query.grad is not None
+            found.append((output.detach(), query.grad, *totals[rank]))
+    return [torch.cat(tensors) for tensors in zip(*found, strict=True)]
+
+
+def alone(whole: list[Tensor]) -> list[Tensor]:
+    """The same by the formula, in float64 on the CPU."""
+    query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
+    keys, values = (tensor.repeat_interleave(HEADS // tensor.shape[2], 2) for tensor in (key, value))
+    scores = torch.einsum("ibhd,jbhd->bhij", query, keys) * SCALE + torch.full((S, S), -torch.inf).triu_(1)
+    output = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), values)
+    expected = [output.detach(), *torch.autograd.grad(output, (query, key, value), whole[3])]
+    spans = [span for rank in range(SIZE) for span in ContextParallel(rank=rank, size=SIZE).spans(S // SIZE)]
+    return [select(tensor, spans, 0) for tensor in expected]
+
+
+def test_attention_over_three_ranks_is_that_of_one(device: torch.device) -> None:
+    """float32: a few times 1e-7. bf16 rounds at 4e-3 what goes in, each part of the output, and the output."""
+    for groups in (HEADS, 2):
+        expected = alone(inputs(groups))
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            whole = [tensor.to(device, dtype) for tensor in inputs(groups)]
+            assert has_kernel(whole[0])
+            for name, ours, exact in zip(("output", "query", "key", "value"), over_ranks(whole), expected, strict=True):
+                error = (ours.cpu().double() - exact).norm() / exact.norm()
+                assert error < tolerance, (name, groups, dtype, error)

@@ -1,0 +1,137 @@
+"""Mistakes in attention over context-parallel ranks, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.context_parallel import attention, exchange
+from megatron_lite.context_parallel.kernels import attend
+from megatron_lite.model import embedding, gpt
+from megatron_lite.optim import grad_buffer
+from megatron_lite.parallel import chunks
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training import step
+from tests.context_parallel import test_attention, test_equality, test_run
+from tests.context_parallel.test_equality import Layout
+from tests.support.mutants import Mutant, assert_seen
+
+Patch = pytest.MonkeyPatch
+
+
+def each_rank_holds_one_stretch(patch: Patch) -> None:
+    patch.setattr(chunks, "spans_of", lambda length, *, rank, size: (slice(rank * length // size, (rank + 1) * length // size),))
+
+
+def chunks_in_the_order_of_the_ranks(patch: Patch) -> None:
+    """Rank i holds i and c + i."""
+    def spans(length: int, *, rank: int, size: int) -> tuple[slice, ...]:
+        part = length // (2 * size)
+        return tuple(slice(chunk * part, (chunk + 1) * part) for chunk in (rank, size + rank))
+
+    patch.setattr(chunks, "spans_of", spans)
+
+
+def parts_are_added_without_rescaling(patch: Patch) -> None:
+    patch.setattr(attention, "merge_", lambda total, part: total.output.add_(part.output))
+
+
+def the_log_sum_exp_stays_that_of_the_first_part(patch: Patch) -> None:
+    def merge(total, part):
+        merged = total._replace(lse=total.lse.clone())
+        real(merged, part)
+
+    real = attention.merge_
+    patch.setattr(attention, "merge_", merge)
+
+
+def backward_with_the_log_sum_exp_of_each_part(patch: Patch) -> None:
+    def backward(grad_output, query, key, value, attended, *, causal, scale):
+        return real(grad_output, query, key, value, attend(query, key, value, causal=causal, scale=scale), causal=causal,
+                    scale=scale)
+
+    real = attention.attend_backward
+    patch.setattr(attention, "attend_backward", backward)
+
+
+def own_keys_are_read_ahead(patch: Patch) -> None:
+    real = attention._reading
+    patch.setattr(attention, "_reading", lambda *args: real(*args)._replace(causal=False))
+
+
+def the_ring_turns_the_other_way(patch: Patch) -> None:
+    """What comes from the rank before is taken for what the rank after sent."""
+    real = exchange.around_the_ring
+
+    def parts(own, group):
+        for part in real(own, group):
+            yield part._replace(source=(2 * group.rank() - part.source) % group.size())
+
+    patch.setitem(exchange.EXCHANGES, "p2p", exchange.Exchange(parts, exchange.RingSum))
+
+
+def gradients_of_keys_stop_one_rank_before_home(patch: Patch) -> None:
+    def result(self):
+        self._travelling.wait()
+        return self._travelling.operand
+
+    patch.setattr(exchange.RingSum, "result", result)
+
+
+def learned_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
+    patch.setattr(embedding, "part_of", lambda spans, start, length: (slice(start, start + length),))
+
+
+def rotary_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
+    patch.setattr(gpt, "select", lambda table, spans, dim: table[: sum(span.stop - span.start for span in spans)])
+
+
+def unfused_masks_as_if_keys_were_gathered_in_order(patch: Patch) -> None:
+    real = chunks.ContextParallel.positions_by_rank
+
+    def in_order(self, num_tokens, device):
+        return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
+
+    patch.setattr(chunks.ContextParallel, "positions_by_rank", in_order)
+
+
+def gradients_are_not_summed(patch: Patch) -> None:
+    patch.setattr(grad_buffer, "all_reduce_", lambda tensor, group: tensor)
+
+
+def the_loss_is_the_mean_over_data_parallel_ranks_alone(patch: Patch) -> None:
+    patch.setattr(ParallelState, "data_size", property(lambda self: self.dp_size))
+
+
+def only_data_parallel_ranks_add_up_the_loss(patch: Patch) -> None:
+    patch.setattr(step, "all_reduce_", lambda tensor, group: tensor)
+
+
+FORMULA = partial(Mutant, test=test_attention.test_output_and_gradients_are_those_of_the_formula, arguments=dict(cp_size=3))
+EQUALITY = partial(Mutant, test=test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
+                   arguments=dict(layout=Layout(2, 1, 2)))
+MUTANTS = [
+    *(FORMULA(fault) for fault in (
+        each_rank_holds_one_stretch, chunks_in_the_order_of_the_ranks, parts_are_added_without_rescaling,
+        the_log_sum_exp_stays_that_of_the_first_part, backward_with_the_log_sum_exp_of_each_part, own_keys_are_read_ahead,
+        the_ring_turns_the_other_way, gradients_of_keys_stop_one_rank_before_home)),
+    *(EQUALITY(fault) for fault in (
+        learned_positions_count_from_zero_on_every_rank, rotary_positions_count_from_zero_on_every_rank,
+        unfused_masks_as_if_keys_were_gathered_in_order, gradients_are_not_summed)),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault.__name__)
+def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_seen(mutant, monkeypatch)
+
+
+@pytest.mark.parametrize("fault", [the_loss_is_the_mean_over_data_parallel_ranks_alone, only_data_parallel_ranks_add_up_the_loss],
+                         ids=lambda fault: fault.__name__)
+def test_a_run_shows_the_mistake(fault: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_run.test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path, test_run.NO_DROPOUT, 2, {})

@@ -1,0 +1,58 @@
+"""The chunks of a sequence: each token on one rank, in order within a chunk, with the same causal work on every rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_lite.parallel.chunks import ContextParallel, part_of, select, spans_of
+
+SIZES = (1, 2, 3, 4, 8)
+
+
+def positions(size: int, rank: int, length: int) -> list[int]:
+    return [place for span in spans_of(length, rank=rank, size=size) for place in range(span.start, span.stop)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_token_is_on_one_rank(size: int) -> None:
+    held = [positions(size, rank, 48) for rank in range(size)]
+    assert sorted(itertools.chain(*held)) == list(range(48))
+    assert {len(of_rank) for of_rank in held} == {48 // size}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_queries_of_every_rank_read_equally_many_keys(size: int) -> None:
+    assert len({sum(place + 1 for place in positions(size, rank, 48)) for rank in range(size)}) == 1
+
+
+def test_rank_i_holds_chunks_i_and_2c_minus_1_minus_i() -> None:
+    """The order of Megatron's get_batch_on_this_cp_rank, in which its data and its ring agree."""
+    assert [positions(2, rank, 8) for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [positions(3, rank, 6) for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize(("size", "shards"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 3)])
+def test_parts_of_a_ranks_tokens_are_stretches_of_its_positions(size: int, shards: int) -> None:
+    """As sequence parallelism cuts them; with 3 shards one lies across both chunks."""
+    own = 48 // size
+    for rank in range(size):
+        spans, whole = spans_of(48, rank=rank, size=size), positions(size, rank, 48)
+        for shard in range(shards):
+            part = part_of(spans, shard * own // shards, own // shards)
+            found = [place for span in part for place in range(span.start, span.stop)]
+            assert found == whole[shard * own // shards : (shard + 1) * own // shards]
+
+
+def test_select_copies_the_spans_of_any_dim() -> None:
+    tensor = torch.arange(24).view(2, 12)
+    taken = select(tensor, spans_of(12, rank=1, size=3), 1)
+    assert torch.equal(taken, tensor[:, [2, 3, 8, 9]]) and taken.is_contiguous()
+    assert select(tensor, (slice(0, 2),), 0).data_ptr() != tensor.data_ptr()
+
+
+def test_the_positions_of_all_ranks_stand_in_the_order_of_a_gather() -> None:
+    table = ContextParallel(rank=1, size=2).positions_by_rank(4, torch.device("cpu"))
+    assert table.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
