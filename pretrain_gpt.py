@@ -90,7 +90,8 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
         if parallel.rank == 0:
             print(*notices, arguments_table(config), sep="\n", flush=True)
             print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel {parallel.cp_size}, "
-                  f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}", flush=True)
+                  f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}",
+                  flush=True)
         try:
             build_trainer(config, parallel).run()
         except TrainingError as error:

@@ -22,6 +22,7 @@ from megatron_lite.tools.generate import config_for_ranks
 from megatron_lite.training.batches import fetch
 from megatron_lite.training.build import build_trainer
 from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.runner import StageRunner
 from tests.support.commands import MOCK, SMALL_RUN, run_command
 from tests.support.models import whole_tensor
 from tests.support.ranks import run_ranks
@@ -44,8 +45,9 @@ def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:
 def validated(rank: int, world_size: int, config: RunConfig) -> float:
     trainer = run_to_end(config)
     assert trainer.datasets.valid is not None
-    return evaluate(trainer.runner, trainer.datasets.valid, num_iterations=1, num_microbatches=trainer.num_microbatches,
-                    micro_batch_size=1, parallel=trainer.parallel).loss
+    runner = StageRunner.of(config, trainer.model, trainer.parallel)
+    return evaluate(runner, trainer.datasets.valid, num_iterations=1, num_microbatches=trainer.num_microbatches,
+                    micro_batch_size=1).loss
 
 
 @pytest.mark.parametrize(("model", "world_size", "layout"), [
@@ -99,8 +101,8 @@ def test_a_checkpoint_of_two_context_parallel_ranks_loads_anywhere_and_says_what
         assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
         told = [notice for notice in notices if "random-number streams" in notice]
         assert told == ([] if cp_size == 2 else [
-            f"the checkpoint was saved on TP 1 x CP 2 x PP 1 x DP 1, this run has TP {tp_size} x CP 1 x PP 1 x DP 1: random-number streams (dropout) "
-            "start from --seed"])
+            "the checkpoint was saved on TP 1 x CP 2 x PP 1 x DP 1, this run has "
+            f"TP {tp_size} x CP 1 x PP 1 x DP 1: random-number streams (dropout) start from --seed"])
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:

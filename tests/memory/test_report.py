@@ -45,6 +45,9 @@ SPLIT += ["--recompute-policy 0-2:full/2@split;3:none;*:full@split",
 LAYOUTS = {"": POLICIES, "--tensor-model-parallel-size 2 ": POLICIES + SPLIT,
            "--tensor-model-parallel-size 2 --sequence-parallel ": POLICIES}
 CASES = [(model + layout, policy) for model in (TINY, LLAMA) for layout, policies in LAYOUTS.items() for policy in policies]
+CASES += [(run, policy) for run in (
+    LLAMA + "--context-parallel-size 3 ", TINY + UNFUSED + "--context-parallel-size 2 ",
+    LLAMA + "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type allgather ") for policy in POLICIES]
 
 
 def config_of(words: str) -> RunConfig:
@@ -81,7 +84,7 @@ def test_the_parts_add_up_to_the_whole(run: str, policy: str) -> None:
         moved = sum(one.count * tensor.num_bytes for one in report.runs for tensor in one.moved)
         assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
         again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
-        assert sizes.tp_size * sum(one.count * one.replay_flops for one in report.runs) == again
+        assert sizes.num_ranks * sum(one.count * one.replay_flops for one in report.runs) == again
         sent = report.embedding.exchange
         for one in report.runs:
             for _ in range(one.count):
