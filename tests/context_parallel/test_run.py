@@ -46,7 +46,8 @@ def validated(rank: int, world_size: int, config: RunConfig) -> float:
     trainer = run_to_end(config)
     assert trainer.datasets.valid is not None
     runner = StageRunner.of(config, trainer.model, trainer.parallel)
-    return evaluate(runner, trainer.datasets.valid, num_iterations=1, num_microbatches=trainer.num_microbatches,
+    count = trainer.batches.num_microbatches(trainer.batches.full)
+    return evaluate(runner, trainer.datasets.valid, num_iterations=1, num_microbatches=count,
                     micro_batch_size=1).loss
 
 
