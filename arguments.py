@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lite.config import checks, flags
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.model import ATTENTION_BACKENDS, NORMALIZATIONS, POSITION_EMBEDDING_TYPES, ModelConfig
 from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
@@ -83,7 +84,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if chunk_size is not None and chunk_size >= tokens:
         notices.append(f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at once: their logits are not "
                        "kept, but exist")
-    notices += config.recompute_warnings()
+    notices += [*config.data_parallel.notices(), *config.recompute_warnings()]
     return ParsedArguments(config, dump_config, explain_recompute, tuple(notices))
 
 
@@ -154,6 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it")
     _add_model_arguments(parser)
     _add_parallel_arguments(parser)
+    _add_data_parallel_arguments(parser)
     _add_recompute_arguments(parser)
     _add_training_arguments(parser)
     _add_optimizer_arguments(parser)
@@ -215,6 +217,19 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
                 values=DISTRIBUTED_BACKENDS)
     group.value("--distributed-timeout-minutes", int, "time after which a collective gives up")
+
+
+def _add_data_parallel_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "data parallelism", DataParallelConfig)
+    group.switch("--overlap-grad-reduce", "sum gradients over the data-parallel ranks bucket by bucket, beside backward")
+    group.value("--ddp-bucket-size", int, "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank")
+    group.switch("--grad-reduce-in-bf16", "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)")
+    group.switch("--use-distributed-optimizer", "optimizer states and master weights over the data-parallel ranks (ZeRO-1)")
+    group.switch("--overlap-param-gather", "gather the updated weights beside the next forward")
+    group.switch("--use-torch-fsdp2", "weights, gradients and optimizer states over the data-parallel ranks, layer by layer")
+    group.off_switch("--torch-fsdp2-no-reshard-after-forward", "torch_fsdp2_reshard_after_forward", "keep a layer's weights from "
+                     "its forward until its backward")
+    group.switch("--fsdp-memory-efficient-wrapping", "gather token embedding and output projection by themselves, when needed")
 
 
 def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
@@ -390,6 +405,10 @@ def _unread_message(unread: Sequence[str], supported: Sequence[str]) -> str:
 def _without_effect(given: dict[str, Any]) -> list[str]:
     """Takes the flags without effect out of `given`. Returns a notice for each. ValueError: a value other than the only one."""
     notices = []
+    if "--accumulate-allreduce-grads-in-fp32" in given and given.get("grad_reduce_in_bf16"):
+        raise ValueError("--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one of them out")
+    if "--fsdp-reshard-after-forward" in given and not given.get("torch_fsdp2_reshard_after_forward", True):
+        raise ValueError("--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward: leave one of them out")
     for entry, reason in flags.WITHOUT_EFFECT.items():
         flag = entry.partition(" ")[0]
         if given.pop(flag, None) is not None:

@@ -88,7 +88,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
     with parallel_state(config.parallel, seed=config.training.seed, launch=launch) as parallel:
         if parallel.rank == 0:
-            print(*notices, arguments_table(config), sep="\n", flush=True)
+            print(*notices, *config.data_parallel.notices(parallel.data_size), arguments_table(config), sep="\n", flush=True)
             print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel {parallel.cp_size}, "
                   f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}",
                   flush=True)

@@ -52,6 +52,13 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--cp-comm-type", str, ["p2p"], "allgather"),
     ("--distributed-backend", str, "nccl", "gloo"),
     ("--distributed-timeout-minutes", int, 10, "3"),
+    ("--overlap-grad-reduce", ON, False),
+    ("--ddp-bucket-size", int, None, "7"),
+    ("--grad-reduce-in-bf16", ON, False),
+    ("--use-distributed-optimizer", ON, False),
+    ("--overlap-param-gather", ON, False),
+    ("--use-torch-fsdp2", ON, False),
+    ("--torch-fsdp2-no-reshard-after-forward", OFF, True),
     ("--recompute-activations", ON, False),
     ("--recompute-granularity", str, None, "selective"),
     ("--recompute-method", str, None, "block"),
@@ -135,6 +142,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--recompute-verify", ON, False),
     ("--loss-chunk-size", int, None, "256"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
+    ("--fsdp-memory-efficient-wrapping", ON, False),
 )
 OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
 WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json"}
@@ -184,6 +192,11 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "--lr-wsd-decay-iters": ("--lr-decay-style WSD", {"lr_decay_style": "WSD"}),
     "--lr-wsd-decay-samples": (f"--lr-decay-style WSD {SAMPLES}",
                                {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8}),
+    "--grad-reduce-in-bf16": ("--bf16", {"bf16": True}),
+    "--overlap-param-gather": ("--use-distributed-optimizer --overlap-grad-reduce",
+                               {"use_distributed_optimizer": True, "overlap_grad_reduce": True}),
+    "--torch-fsdp2-no-reshard-after-forward": ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
+    "--fsdp-memory-efficient-wrapping": ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     "--recompute-activations": ("", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
     "--recompute-granularity": ("", {"recompute_modules": ("core_attn",)}),
     "--recompute-method": ("--recompute-granularity full", {"recompute_granularity": "full", "recompute_num_layers": 1}),
@@ -282,6 +295,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         "--recompute-verify", "--explain-recompute", "--recompute-policy",
         "--num-microbatches-with-partial-activation-checkpoints",
         "--torch-compile", "--activation-memory-budget", "--contiguous-saved-activations",
+        "--fsdp-memory-efficient-wrapping", "--fsdp-reshard-after-forward", "--no-fsdp-reshard-after-forward",
         # retired there
         "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
         "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",

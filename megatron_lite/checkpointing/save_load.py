@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -109,10 +110,11 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
                         cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model),
                         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state())
 
+    found = _to_save(model, optimizer, parallel)
+
     def write() -> None:
         if parallel.data_rank == 0:
-            for kind, tensors in (("model", _model_tensors(model, parallel)),
-                                  ("optimizer", _optimizer_tensors(model, optimizer, parallel))):
+            for kind, tensors in (("model", found.weights), ("optimizer", found.states)):
                 _write_tensors(temporary / shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size), tensors)
             if parallel.tp_rank == 0:
                 write_durably(temporary / parameters_file(parallel.pp_rank), metadata.parameters_to_json().encode())
@@ -232,9 +234,10 @@ def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model:
                 raise InputError(f"{step}: parameter {name} is {'missing' if saved is None else saved.global_shape}, this model "
                                  f"has {wanted.global_shape}")
             values = reader.read(name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-            parameter.copy_(values)
-            if optimizer is not None:
-                optimizer.set_master(name, values)
+            if optimizer is None:
+                parameter.copy_(values)
+            else:
+                optimizer.set_weight(name, values)
 
 
 def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer) -> None:
@@ -263,20 +266,29 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
     return []
 
 
-def _model_tensors(model: nn.Module, parallel: ParallelState) -> dict[str, Tensor]:
-    return _owned({name: (parameter, parameter) for name, parameter in model.named_parameters()}, parallel)
+class _ToSave(NamedTuple):
+    """What this rank writes, on the CPU, by the names of the files' tensors."""
+
+    weights: dict[str, Tensor]
+    states: dict[str, Tensor]
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> dict[str, Tensor]:
-    return _owned({f"{name}/{key}": (value, parameter) for name, parameter in model.named_parameters()
-                   for key, value in optimizer.states[name].items()}, parallel)
+def _to_save(model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> _ToSave:
+    """Empty on all but the first of the data-parallel ranks. What these share out is gathered, one parameter at a time."""
+    found = _ToSave({}, {})
+    for name, parameter in model.named_parameters():
+        weight, states = optimizer.weight(name), optimizer.whole_states(name)
+        if parallel.data_rank == 0:
+            found.weights.update(_owned({name: weight}, parameter, parallel))
+            found.states.update(_owned({f"{name}/{key}": value for key, value in states.items()}, parameter, parallel))
+    return found
 
 
-def _owned(tensors: dict[str, tuple[Tensor, Tensor]], parallel: ParallelState) -> dict[str, Tensor]:
-    """What this rank saves of {key: (tensor, the parameter whose split it shares)}."""
-    owned = {key: owned_rows(tensor, spec_of(parameter), tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-             for key, (tensor, parameter) in tensors.items()}
-    return {key: tensor for key, tensor in owned.items() if tensor is not None}
+def _owned(tensors: dict[str, Tensor], parameter: Tensor, parallel: ParallelState) -> dict[str, Tensor]:
+    """This rank's part of tensors that are split like the parameter, without what another TP rank saves."""
+    spec = spec_of(parameter)
+    owned = {key: owned_rows(tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size) for key, tensor in tensors.items()}
+    return {key: tensor.cpu() for key, tensor in owned.items() if tensor is not None}
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -26,7 +26,10 @@ WITHOUT_EFFECT = {
     "--cross-entropy-fusion-impl NAME": "there is one cross-entropy",
     "--apply-query-key-layer-scaling": "it only keeps float16 scores in range, which are scaled before they are rounded",
     "--calculate-per-token-loss": "every token counts, so the mean over tokens is the mean over micro-batches",
-    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated and reduced in float32",
+    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in float32, and reduced so without "
+                                            "--grad-reduce-in-bf16",
+    "--fsdp-reshard-after-forward": "a layer's weights are freed after its forward, unless by "
+                                    "--torch-fsdp2-no-reshard-after-forward",
     "--use-cpu-initialization": "initial weights are always drawn on the CPU, the same for every device",
     "--disable-gloo-process-groups": "one backend serves all process groups (--distributed-backend)",
     "--local-rank N": "the rank is read from the launcher's environment",
@@ -90,6 +93,7 @@ RENAMED = {
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--layernorm-epsilon": "--norm-epsilon",
+    "--no-fsdp-reshard-after-forward": "--torch-fsdp2-no-reshard-after-forward",
     "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform",
     "--activations-checkpoint-method": "--recompute-granularity full --recompute-method",
     "--activations-checkpoint-num-layers": "--recompute-num-layers",

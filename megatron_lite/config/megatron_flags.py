@@ -24,17 +24,16 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      pipeline-model-parallel-comm-backend use-ring-exchange-p2p wgrad-deferral-limit"""),
     ("all sequences have one length, and one group of ranks shares each; use --context-parallel-size alone",
      """hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank"""),
-    ("each data-parallel rank keeps whole weights, gradients and optimizer states; split them with "
-     "--tensor-model-parallel-size",
+    ("data-parallel ranks share out optimizer states with --use-distributed-optimizer, and weights and gradients too with "
+     "--use-torch-fsdp2; there is no other way",
      """data-parallel-sharding-strategy disable-strict-fsdp-dtensor-load enable-full-sharding-in-hsdp
      fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer fsdp-manual-registration init-model-with-meta-device
      megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype
      megatron-fsdp-main-params-dtype megatron-fsdp-max-pool-double-buffer megatron-fsdp-version no-align-param-gather
      no-strict-fsdp-dtensor-load no-use-layer-wise-param-layout num-distributed-optimizer-instances
-     outer-dp-sharding-strategy overlap-param-gather overlap-param-gather-with-optimizer-step
-     torch-fsdp2-no-reshard-after-forward use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2"""),
-    ("communication is not overlapped or tuned; leave the flag out, the results are the same",
-     """create-all-gather-group ddp-average-in-collective ddp-bucket-size ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw
+     outer-dp-sharding-strategy overlap-param-gather-with-optimizer-step use-megatron-fsdp"""),
+    ("communication is not tuned further; leave the flag out, the results are the same",
+     """create-all-gather-group ddp-average-in-collective ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw
      ddp-param-name-patterns-for-fp32-local-accumulation ddp-reduce-scatter-with-fp32-accumulation delay-wgrad-compute
      disable-align-grad-reduce disable-clone-scatter-output-in-embedding disable-flight-recorder-dump-on-timeout
      disable-flight-recorder-extra-dump-on-exec disable-flight-recorder-include-only-active disable-symmetric-registration
@@ -45,7 +44,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      nccl-communicator-config-path no-align-grad-reduce no-clone-scatter-output-in-embedding
      no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active
      no-gradient-reduce-div-fusion no-tp-comm-bulk-dgrad no-tp-comm-bulk-wgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs
-     no-tp-comm-split-ag no-tp-comm-split-rs overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce sharp-enabled-group
+     no-tp-comm-split-ag no-tp-comm-split-rs overlap-cpu-optimizer-d2h-h2d sharp-enabled-group
      suggested-communication-unit-size symmetric-ar-type tensor-parallel-num-weight-shards tp-comm-bootstrap-backend
      tp-comm-overlap tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad use-nccl-ub use-sharp"""),
     ("mixture-of-experts layers are not built; train a dense model without the expert flags",
@@ -109,8 +108,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-param-ag te-precision-config-file
      use-kitchen-attention"""),
     ("the precision of a run is float32, or --bf16 or --fp16 with float32 losses, gradients and master weights",
-     """disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy fp32-residual-connection grad-reduce-in-bf16
-     output-logit-dtype"""),
+     """disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"""),
     ("the optimizer is AdamW on the device of the model; use --optimizer adam",
      """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype lion-beta1 lion-beta2 main-grads-dtype main-params-dtype
      muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lite.config.checks import flag
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
@@ -37,6 +38,7 @@ class RunConfig:
     data: DataConfig
     tokenizer: TokenizerConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss_scaling: LossScaleConfig = field(default_factory=LossScaleConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -67,6 +69,7 @@ class RunConfig:
         self._check_recompute_policy(max(stage_lengths), len(stage_lengths))
         self._check_pipeline()
         self._check_compiler()
+        self._check_data_parallel()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
         if by_samples and (schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters):
@@ -196,6 +199,14 @@ class RunConfig:
             if (size := getattr(self.parallel, axis)) > 1:
                 raise ValueError(f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective would end a compiled "
                                  "graph")
+
+    def _check_data_parallel(self) -> None:
+        if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
+            raise ValueError("--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are exchanged in float32")
+        if self.data_parallel.use_torch_fsdp2 and self.parallel.pipeline_model_parallel_size > 1:
+            raise ValueError("--use-torch-fsdp2 needs --pipeline-model-parallel-size 1 (got "
+                             f"{self.parallel.pipeline_model_parallel_size}), as a stage's weights would be gathered anew for "
+                             "every micro-batch: give --use-distributed-optimizer instead")
 
     def _check_split(self, flag: str) -> None:
         tp_size = self.parallel.tensor_model_parallel_size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from megatron_lite.model.embedding import LanguageModelEmbedding, OutputEmbeddin
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
 from megatron_lite.parallel.chunks import select
 from megatron_lite.parallel.parameter_spec import mark, spec_of
+from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.context import TensorParallelContext
@@ -72,9 +75,9 @@ class GPTModel(nn.Module):
             losses = vocab_parallel_cross_entropy(self._logits(hidden_states), labels, tp_group=group, first_id=self.first_id,
                                                   num_ids=self.num_ids)
         else:
-            losses = vocab_parallel_linear_cross_entropy(
-                hidden_states, self._output_weight(), labels, chunk_size=self.loss_chunk_size, tp_group=group,
-                sequence_parallel=self.context.sequence_parallel, first_id=self.first_id, num_ids=self.num_ids)
+            losses = self._project(partial(
+                vocab_parallel_linear_cross_entropy, labels=labels, chunk_size=self.loss_chunk_size, tp_group=group,
+                sequence_parallel=self.context.sequence_parallel, first_id=self.first_id, num_ids=self.num_ids), hidden_states)
         return losses.t()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -100,17 +103,15 @@ class GPTModel(nn.Module):
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """-> [s, b, padded V / t]."""
-        if self.output_layer is not None:
-            return self.output_layer(hidden_states)
-        return column_parallel_linear(hidden_states, self._output_weight(), None, tp_group=self.context.group,
-                                      sequence_parallel=self.context.sequence_parallel)
+        return self._project(partial(column_parallel_linear, bias=None, tp_group=self.context.group,
+                                     sequence_parallel=self.context.sequence_parallel), hidden_states)
 
-    def _output_weight(self) -> Tensor:
-        """[padded V / t, h]."""
+    def _project(self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        """`function(hidden_states, weight)` with the output weight [padded V / t, h]."""
         if self.output_layer is not None:
-            return self.output_layer.weight
+            return self.output_layer(hidden_states, function)
         assert self.embedding is not None, self.stage
-        return self.embedding.word_embeddings.weight
+        return function(hidden_states, weight_of(self.embedding.word_embeddings))
 
     def _rotary_tables(self, seq_length: int) -> RotaryTables:
         """Of this rank's `seq_length` tokens. Built once per sequence length: they are constants of the model, not state."""

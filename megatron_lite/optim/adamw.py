@@ -1,21 +1,26 @@
-"""AdamW over a model's parameters, with float32 master weights where the model is bf16 or fp16.
+"""AdamW over pieces of a model's parameters, with float32 master weights where the model is bf16 or fp16.
 
 torch's fused AdamW does the arithmetic. A step whose gradient norm is not finite changes nothing (torch's `found_inf`), which
-every rank decides alike from the same global norm, on the device, without waiting for it. It lowers the loss scale, if any.
+every rank decides alike from the same global norm, on the device, without waiting for it. It lowers the loss scale, if any. What
+a piece is, and what is sent, is the layout's affair: see pieces.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.norms import count_zeros, global_norm
+from megatron_lite.optim.pieces import Layout, Piece
+from megatron_lite.optim.replicated import Replicated
+from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.state import ParallelState
 
 
@@ -27,100 +32,131 @@ class OptimizerStep(NamedTuple):
 
 
 class Optimizer:
-    """Owns gradients, master weights and moments. `states[name]` holds a parameter's "exp_avg", "exp_avg_sq" and, for a
-    16-bit model, "master", each float32 and shaped like the parameter: what a checkpoint keeps. loss_scale: what the losses were
-    multiplied with before backward, and gradients are divided by here."""
+    """Owns gradients, master weights and moments. `states[name]` holds "exp_avg", "exp_avg_sq" and, for a 16-bit model, "master"
+    of this rank's piece of a parameter, each float32; a rank without a piece of it has no entry. loss_scale: what gradients were
+    multiplied with in backward, and are divided by here."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState, *,
-                 loss_scale: LossScale | None = None) -> None:
-        self._parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState,
+                 data_parallel: DataParallelConfig | None = None, *, loss_scale: LossScale | None = None) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
         self.loss_scale = loss_scale
-        self.buffer = GradBuffer(self._parameters, parallel)
-        self._masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
-        for name, master in self._masters.items():
-            master.grad = self.buffer.grads[name]
-        self._adamw = torch.optim.AdamW(_weight_decay_groups(self._masters, config.weight_decay), lr=0.0,
-                                        betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)
-        self.states = {name: self._new_state(name, master) for name, master in self._masters.items()}
+        self.layout: Layout = choose_layout(model, parallel, data_parallel or DataParallelConfig())
+        self._pieces = list(self.layout.pieces)
+        groups = _weight_decay_groups(self._pieces, config.weight_decay)
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps,
+                                        fused=True) if groups else None
+        self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
+        self.states = {piece.name: self._new_state(piece) for piece in self._pieces}
+
+    @property
+    def buffer(self) -> GradBuffer:
+        """Where gradients accumulate, in a layout that has such a buffer."""
+        assert isinstance(self.layout.gradients, GradBuffer)
+        return self.layout.gradients
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        self.buffer.forget()
+        self.layout.gradients.forget()
+
+    def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """The next gradient of these parameters (of all) is the last before `step`: so its reduction may begin beside backward.
+
+        Not needed: without it `step` begins the reductions.
+        """
+        self.layout.gradients.sync_next_backward(parameters)
 
     def step(self, learning_rate: float) -> OptimizerStep:
         """Reduces and clips the gradients and updates the weights, unless the global norm is not finite."""
-        self.buffer.reduce_()
-        if self.loss_scale is not None:
-            self.buffer.scale_(self.loss_scale.inverse())
-        grad_norm = global_norm(self._parameters, self.buffer.grads, self._parallel)
+        self.layout.gradients.reduce_()
+        grads = [piece.grad for piece in self._pieces]
+        if self.loss_scale is not None and grads:
+            torch._foreach_mul_(grads, self.loss_scale.inverse())
+        grad_norm = global_norm(self._pieces, grads, self._parallel, self.layout.shard_group)
         skipped = torch.isfinite(grad_norm).logical_not().float()
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
-        if self._clip_grad > 0.0:
-            self.buffer.scale_((self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
-        self._adamw.step()
-        self._copy_masters_to_model()
+        if self._clip_grad > 0.0 and grads:
+            torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.found_inf = skipped  # type: ignore[attr-defined]
+            self._adamw.step()
+        self._updates += 1.0 - skipped
+        self.layout.publish()
         return OptimizerStep(grad_norm, skipped)
+
+    def finish(self) -> None:
+        """Waits until every parameter of the model has its new weights. Modules wait by themselves for those that they use."""
+        self.layout.finish()
 
     @property
     def num_updates(self) -> int:
         """Updates made so far; reads the device."""
-        return int(next(iter(self._adamw.state.values()))["step"].item())
+        return int(self._updates.item())
 
     def params_norm(self) -> Tensor:
         """2-norm of all weights, 0-d."""
-        return global_norm(self._parameters, self._masters, self._parallel)
+        return global_norm(self._pieces, [piece.master for piece in self._pieces], self._parallel, self.layout.shard_group)
 
     def num_zeros_in_grad(self) -> Tensor:
         """Zeros in the gradients of the last step, 0-d int64."""
-        return count_zeros(self._parameters, self.buffer.grads, self._parallel)
+        return count_zeros(self._pieces, [piece.grad for piece in self._pieces], self._parallel, self.layout.shard_group)
+
+    def weight(self, name: str) -> Tensor:
+        """A whole parameter in the model's dtype, as a checkpoint holds it. Every data-parallel rank must ask for it."""
+        return self.layout.weight(name)
+
+    def whole_states(self, name: str) -> dict[str, Tensor]:
+        """The states of a whole parameter, shaped like it. Every data-parallel rank must ask for them."""
+        keys = ("exp_avg", "exp_avg_sq", *(("master",) if self.layout.keeps_masters else ()))
+        return {key: self.layout.whole(name, self.states.get(name, {}).get(key)) for key in keys}
 
     @torch.no_grad()
     def load(self, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int) -> None:
-        """Takes over moments and, where present, master weights, and the number of updates. KeyError if a name is missing.
+        """Takes over whole moments and, where present, master weights, and the number of updates. KeyError if one is missing.
 
         States without masters (saved by a float32 run) leave the masters as the model's loaded weights. Masters of a 16-bit run
         become the weights of a float32 one: nothing is rounded on the way.
         """
-        for name, master in self._masters.items():
+        for name, whole in states.items():
+            if "master" in whole and not self.layout.keeps_masters:
+                self.layout.set_weight(name, whole["master"])
+        for piece in self._pieces:
             for key in ("exp_avg", "exp_avg_sq"):
-                self.states[name][key].copy_(states[name][key])
-            if "master" in states[name]:  # for a float32 model the parameter itself
-                master.copy_(states[name]["master"])
-            self._adamw.state[master]["step"].fill_(float(num_updates))
+                piece.take_(self.states[piece.name][key], states[piece.name][key])
+            if "master" in states[piece.name] and self.layout.keeps_masters:
+                piece.take_(piece.master, states[piece.name]["master"])
+            if self._adamw is not None:
+                self._adamw.state[piece.master]["step"].fill_(float(num_updates))
+        self._updates.fill_(float(num_updates))
 
-    @torch.no_grad()
-    def set_master(self, name: str, values: Tensor) -> None:
-        """Overwrites a parameter's master weights, which for a float32 model are the parameter itself."""
-        self._masters[name].copy_(values)
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """Overwrites a whole parameter, and its master without rounding."""
+        self.layout.set_weight(name, values)
 
-    @torch.no_grad()
-    def _copy_masters_to_model(self) -> None:
-        pairs = [(parameter, self._masters[name]) for name, parameter in self._parameters.items()
-                 if self._masters[name] is not parameter]
-        if pairs:
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [master for _, master in pairs])
-
-    def _new_state(self, name: str, master: Tensor) -> dict[str, Tensor]:
+    def _new_state(self, piece: Piece) -> dict[str, Tensor]:
+        master = piece.master
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        assert self._adamw is not None
         self._adamw.state[master] = {"step": torch.zeros((), dtype=torch.float32, device=master.device), **moments}
-        return moments if master is self._parameters[name] else {**moments, "master": master}
+        return {**moments, "master": master} if self.layout.keeps_masters else moments
 
 
-def _master_of(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().float() if parameter.dtype in (torch.bfloat16, torch.float16) else parameter
+def choose_layout(model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> Layout:
+    """The one that the flags ask for; without other data-parallel ranks there is nothing to share out."""
+    if parallel.data_group is None:
+        return Replicated(model, parallel, config)
+    if config.use_torch_fsdp2:
+        from megatron_lite.optim.fsdp import FullySharded  # late: 0.6 s
+
+        return FullySharded(model, parallel)
+    return (Zero1 if config.use_distributed_optimizer else Replicated)(model, parallel, config)
 
 
-def _weight_decay_groups(masters: Mapping[str, Tensor], weight_decay: float) -> list[dict[str, object]]:
-    """Megatron's rule: biases and one-dimensional parameters (norms) do not decay."""
-    decayed: list[Tensor] = []
-    rest: list[Tensor] = []
-    for name, master in masters.items():
-        (decayed if master.dim() > 1 and not name.endswith(".bias") else rest).append(master)
-    groups: list[dict[str, object]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+def _weight_decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, object]]:
+    groups: list[dict[str, object]] = [
+        {"params": [piece.master for piece in pieces if piece.decays], "weight_decay": weight_decay},
+        {"params": [piece.master for piece in pieces if not piece.decays], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

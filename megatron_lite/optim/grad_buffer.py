@@ -1,47 +1,83 @@
-"""All gradients of a rank in one contiguous buffer, float32 (float64 for a float64 model), where backward accumulates them.
+"""All gradients of a rank in flat buckets, float32 (float64 for a float64 model), where backward accumulates them.
 
-    [ gradients that TP ranks must add | all others ]       one all-reduce over TP for the first part,
-                                                            one over DP x CP for the whole
-A parameter's `.grad` becomes a view of the buffer when its first gradient of a step arrives, which is copied in: nothing needs
+    [ gradients that TP ranks must add | all others | padding ]       a bucket is reduced over data-parallel ranks as a whole
+
+A parameter's `.grad` becomes a view of its bucket when its first gradient of a step arrives, which is copied in: nothing needs
 to be zeroed and added to. Later micro-batches add to the view. A 16-bit parameter's is float32 too (`grad_dtype`): each
 micro-batch's gradient is rounded to 16 bits once and summed in float32.
+
+There is one bucket, reduced after the last backward. With overlap there are several, in the reverse order of the parameters'
+use, and each is sent as soon as the last micro-batch has added to all of it, while backward goes on. All sums commute: without
+overlap gradients are summed over TP first and then over data-parallel ranks, with overlap the other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.parallel.collectives import Started, all_reduce_, start_all_reduce_, start_reduce_scatter_own_part_
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 
 ALIGNMENT = 32  # elements: 128 bytes, so that vectorised kernels take their fast path on every view
 
 
-class GradBuffer:
-    """Owns the gradients of the given parameters; `grads[name]` is the float32 view of one."""
+class Bucket:
+    """Gradients that are reduced together. places[name]: a parameter's elements in `flat`. own: what this rank holds of the sum,
+    all of it or 1/shards."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], parallel: ParallelState) -> None:
-        self._parallel = parallel
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, device: torch.device, rank: int, shards: int) -> None:
         ordered = sorted(parameters.items(), key=lambda item: not spec_of(item[1]).sum_grad_over_tp)  # stable
-        starts, total, num_partial = {}, 0, 0
+        self.places: dict[str, slice] = {}
+        self.num_partial = total = 0
         for name, parameter in ordered:
-            starts[name] = total
-            total += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            self.places[name] = slice(total, total + parameter.numel())
+            total = _round_up(total + parameter.numel(), ALIGNMENT)
             if spec_of(parameter).sum_grad_over_tp:
-                num_partial = total
-        dtype = torch.promote_types(torch.float32, ordered[0][1].dtype)
-        self._flat = torch.zeros(total, dtype=dtype, device=parallel.device)
-        self._partial = self._flat[:num_partial]
+                self.num_partial = total
+        total = _round_up(total, ALIGNMENT * shards) if shards > 1 else total
+        self.tied = any(spec_of(parameter).tied for parameter in parameters.values())
+        self.flat = torch.zeros(total, dtype=torch.promote_types(torch.float32, ordered[0][1].dtype), device=device)
+        self.own = slice(rank * total // shards, (rank + 1) * total // shards)
+        self.awaited = set(parameters)
+        self.started: Started | None = None
+
+    def own_part(self, name: str, rank: int | None = None) -> slice:
+        """The elements of a flattened parameter of which this rank (or another) holds the sum; start >= stop if none."""
+        length = self.own.stop - self.own.start
+        first = self.own.start if rank is None else rank * length
+        place = self.places[name]
+        return slice(max(first - place.start, 0), min(first + length, place.stop) - place.start)
+
+
+class GradBuffer:
+    """Owns the gradients of the given parameters; `grads[name]` is the float32 view of one.
+
+    With a distributed optimizer only this rank's share of each bucket (`Bucket.own`) is right after `reduce_`.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], parallel: ParallelState,
+                 config: DataParallelConfig | None = None) -> None:
+        self._parallel, self._config = parallel, config or DataParallelConfig()
+        self._overlaps = self._config.overlap_grad_reduce and parallel.data_group is not None
+        self.shards = parallel.data_size if self._config.use_distributed_optimizer else 1
+        size = self._config.bucket_size(parallel.data_size) if self._overlaps else None
+        self.buckets = [Bucket(chosen, device=parallel.device, rank=parallel.data_rank if self.shards > 1 else 0,
+                               shards=self.shards) for chosen in _by_bucket(parameters, size)]
         self._parameters = dict(parameters)
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
         self.grads: dict[str, Tensor] = {}
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._last: set[str] = set()  # whose next gradient is the last of this step
+        self._num_started = 0
         for name, parameter in parameters.items():
-            view = self._flat[starts[name] : starts[name] + parameter.numel()].view_as(parameter)
-            self.grads[name] = view
-            _accumulate_into(parameter, view)
+            bucket = self.bucket_of[name]
+            self.grads[name] = bucket.flat[bucket.places[name]].view_as(parameter)
+            self._accumulate(name, parameter, self.grads[name])
 
     def forget(self) -> None:
         """Begins a step: what the buffer holds counts no more."""
@@ -50,46 +86,108 @@ class GradBuffer:
             if not _autograd_sums_into(parameter, self.grads[name]):
                 self.grads[name].zero_()
 
+    def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """The next gradient of these parameters (of all) is the last of this step: buckets of which all have come are sent."""
+        if self._overlaps:
+            self._last.update(self._names.values() if parameters is None else (self._names[one] for one in parameters))
+
     def reduce_(self) -> None:
-        """Completes the gradients once backward has run: sums over TP where ranks hold parts, over first and last stage where
-        both hold the parameter, then over DP and CP."""
+        """Completes the gradients once backward has run: sums over the TP ranks that hold parts, over the first and last stage
+        where both hold the parameter, and over the data-parallel ranks."""
         for name, parameter in self._parameters.items():
             if parameter.grad is None and _autograd_sums_into(parameter, self.grads[name]):  # had no part in this step
                 parameter.grad = self.grads[name].zero_()
-        if self._partial.numel():
-            all_reduce_(self._partial, self._parallel.tp_group)
-        for name, parameter in self._parameters.items():
-            if spec_of(parameter).tied:
-                all_reduce_(self.grads[name], self._parallel.embedding_group)
-        all_reduce_(self._flat, self._parallel.data_group)
+        if not self._overlaps:
+            self._sum_over_model(slice(None))
+        for bucket in self.buckets[self._num_started :]:
+            self._start(bucket)
+        for bucket in self.buckets:
+            self._finish(bucket)
+        if self._overlaps:
+            self._sum_over_model(None)
+        self._num_started = 0
+        self._last.clear()
 
-    def scale_(self, factor: Tensor) -> None:
-        """Multiplies all gradients by a 0-d tensor, without reading it."""
-        self._flat.mul_(factor)
+    def _sum_over_model(self, part: slice | None) -> None:
+        """Over TP and the pipeline's ends: of whole buckets, or of what this rank holds of them (None)."""
+        for bucket in self.buckets:
+            first, last, _ = (bucket.own if part is None else part).indices(bucket.flat.numel())
+            if first < bucket.num_partial:
+                all_reduce_(bucket.flat[first : min(last, bucket.num_partial)], self._parallel.tp_group)
+            if bucket.tied:
+                all_reduce_(bucket.flat[first:last], self._parallel.embedding_group)
 
-
-def _autograd_sums_into(parameter: nn.Parameter, view: Tensor) -> bool:
-    """Whether the parameter's own `.grad` may be the view: not for a 16-bit parameter in a torch before grad_dtype."""
-    return parameter.dtype == view.dtype or hasattr(parameter, "grad_dtype")
-
-
-def _accumulate_into(parameter: nn.Parameter, view: Tensor) -> None:
-    if not _autograd_sums_into(parameter, view):
-
+    def _accumulate(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
+        """Has every gradient of the parameter end in the view."""
         def add_and_drop(owner: Tensor) -> None:
             assert owner.grad is not None
             view.add_(owner.grad)
             owner.grad = None
+            self._arrived(name)
 
-        parameter.register_post_accumulate_grad_hook(add_and_drop)
-        return
+        def adopt_first(owner: Tensor) -> None:
+            assert owner.grad is not None
+            if owner.grad.data_ptr() != view.data_ptr():
+                view.copy_(owner.grad)
+                owner.grad = view
+            self._arrived(name)
 
-    def adopt_first(owner: Tensor) -> None:
-        assert owner.grad is not None
-        if owner.grad.data_ptr() != view.data_ptr():
-            view.copy_(owner.grad)
-            owner.grad = view
+        if not _autograd_sums_into(parameter, view):
+            parameter.register_post_accumulate_grad_hook(add_and_drop)
+            return
+        if parameter.dtype != view.dtype:
+            parameter.grad_dtype = view.dtype
+        parameter.register_post_accumulate_grad_hook(adopt_first)
 
-    if parameter.dtype != view.dtype:
-        parameter.grad_dtype = view.dtype
-    parameter.register_post_accumulate_grad_hook(adopt_first)
+    def _arrived(self, name: str) -> None:
+        """Sends what is complete, in the order of the buckets, which is the same on every rank."""
+        bucket = self.bucket_of[name]
+        if bucket.started is not None:
+            raise RuntimeError(f"--overlap-grad-reduce: another gradient of {name} came after its bucket was sent: a parameter "
+                               "must get all of its gradient at once in the last micro-batch of a step")
+        if name in self._last:
+            bucket.awaited.discard(name)
+            while self._num_started < len(self.buckets) and not self.buckets[self._num_started].awaited:
+                self._start(self.buckets[self._num_started])
+                self._num_started += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        """Begins the sum over the data-parallel ranks."""
+        group = self._parallel.data_group
+        sent = bucket.flat.bfloat16() if self._config.grad_reduce_in_bf16 and group is not None else bucket.flat
+        if group is not None and self.shards > 1:
+            bucket.started = start_reduce_scatter_own_part_(sent, group)
+        else:
+            bucket.started = start_all_reduce_(sent, group)
+
+    def _finish(self, bucket: Bucket) -> None:
+        assert bucket.started is not None
+        reduced = bucket.started.wait()
+        if reduced.dtype != bucket.flat.dtype:
+            bucket.flat[bucket.own].copy_(reduced)
+        bucket.started, bucket.awaited = None, set(bucket.places)
+
+
+def _by_bucket(parameters: Mapping[str, nn.Parameter], size: int | None) -> list[dict[str, nn.Parameter]]:
+    """All in one bucket (size None), or in the reverse order, each bucket closed as soon as it has `size` elements.
+
+    A parameter that two pipeline stages share has a bucket of its own: else it would be cut into other pieces on each.
+    """
+    buckets: list[dict[str, nn.Parameter]] = [{}]
+    tied = {name: parameter for name, parameter in parameters.items() if spec_of(parameter).tied}
+    others = [item for item in parameters.items() if item[0] not in tied]
+    for name, parameter in others if size is None else reversed(others):
+        if size is not None and sum(one.numel() for one in buckets[-1].values()) >= size:
+            buckets.append({})
+        buckets[-1][name] = parameter
+    # The embedding's gradient is the last to come, on the first stage. Both stages' place in the order is theirs alone.
+    return [bucket for bucket in (*buckets, *({name: parameter} for name, parameter in tied.items())) if bucket]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _autograd_sums_into(parameter: nn.Parameter, view: Tensor) -> bool:
+    """Whether the parameter's own `.grad` may be the view: not for a bf16 parameter in a torch before grad_dtype."""
+    return parameter.dtype == view.dtype or hasattr(parameter, "grad_dtype")

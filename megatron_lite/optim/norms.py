@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from megatron_lite.optim.pieces import Piece
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 
 
-def global_norm(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], parallel: ParallelState) -> Tensor:
-    """The true 2-norm of `values` (gradients, or the parameters themselves): 0-d, the same on every rank.
+def global_norm(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState,
+                shard_group: ProcessGroup | None) -> Tensor:
+    """The true 2-norm of the pieces' `values` (gradients, or the masters themselves): 0-d, the same on every rank.
 
-    One all-reduce of one number over the TP group, one over the pipeline.
+    shard_group: the ranks that hold different pieces. One all-reduce of one number over it, the TP group and the pipeline each.
     """
-    counted = [values[name] for name, parameter in parameters.items() if _counts_here(parameter, parallel)]
+    counted = [value for piece, value in zip(pieces, values, strict=True) if _counts_here(piece.spec, parallel)]
     norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=parallel.device)
-    return _sum_over_model(norms.square().sum(), parallel).sqrt()
+    return _sum_over_model(norms.square().sum(), parallel, shard_group).sqrt()
 
 
-def count_zeros(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], parallel: ParallelState) -> Tensor:
-    """How many elements of `values` are 0, over the whole model, without padding: 0-d int64. Two all-reduces as above."""
+def count_zeros(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState,
+                shard_group: ProcessGroup | None) -> Tensor:
+    """How many elements of the values are 0, over the whole model, without padding: 0-d int64. All-reduces as above."""
     zeros = torch.zeros((), dtype=torch.int64, device=parallel.device)
-    for name, parameter in parameters.items():
-        if _counts_here(parameter, parallel):
-            for rows in _true_rows(values[name], parameter, parallel):
-                zeros += rows.numel() - rows.count_nonzero()
-    return _sum_over_model(zeros, parallel)
+    for piece, value in zip(pieces, values, strict=True):
+        if _counts_here(piece.spec, parallel):
+            for part in _without_padding(piece, value.reshape(-1), parallel):
+                zeros += part.numel() - part.count_nonzero()
+    return _sum_over_model(zeros, parallel, shard_group)
 
 
-def _sum_over_model(value: Tensor, parallel: ParallelState) -> Tensor:
-    return all_reduce_(all_reduce_(value, parallel.tp_group), parallel.pp_group)
+def _sum_over_model(value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None) -> Tensor:
+    for group in (shard_group, parallel.tp_group, parallel.pp_group):
+        value = all_reduce_(value, group)
+    return value
 
 
-def _true_rows(value: Tensor, parameter: nn.Parameter, parallel: ParallelState) -> list[Tensor]:
-    """The parts of this rank's shard without vocabulary padding, whose gradient is always 0."""
-    spec = spec_of(parameter)
-    if spec.tp_dim is None:
+def _without_padding(piece: Piece, value: Tensor, parallel: ParallelState) -> list[Tensor]:
+    """The parts of a flattened piece without vocabulary padding, whose gradient is always 0."""
+    spec = piece.spec
+    if spec.tp_dim is None or spec.padded_length is None:
         return [value]
-    return [value.narrow(spec.tp_dim, span.local_start, span.length) for span in spec.spans(parallel.tp_rank, parallel.tp_size)]
+    assert spec.tp_dim == 0, "a vocabulary is padded along dim 0"
+    row = math.prod(spec.global_shape[1:])
+    ranges = [(max(span.local_start * row, piece.start), min((span.local_start + span.length) * row, piece.stop))
+              for span in spec.spans(parallel.tp_rank, parallel.tp_size)]
+    return [value[start - piece.start : stop - piece.start] for start, stop in ranges if start < stop]
 
 
-def _counts_here(parameter: nn.Parameter, parallel: ParallelState) -> bool:
+def _counts_here(spec: ParameterSpec, parallel: ParallelState) -> bool:
     """Sharded parameters count on every TP rank; those that all ranks hold alike count once, on rank 0, and copies never."""
-    spec = spec_of(parameter)
     return not spec.is_copy and (parallel.tp_rank == 0 or spec.tp_dim is not None)

@@ -86,6 +86,21 @@ def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -
     return Started(scattered, _reduce_scatter(scattered, operand, group=group, async_op=True), operand)
 
 
+def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Started:
+    """Begins to sum [n * size] over the group. Rank i's part, [i n : (i + 1) n], becomes that of the sum, and is the result; of
+    the other parts nothing can be said afterwards."""
+    _check_divisible(tensor, group)
+    own = tensor.view(group.size(), -1)[group.rank()]
+    return Started(own, _reduce_scatter(own, tensor, group=group, async_op=True), tensor)
+
+
+def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
+    """Begins to fill [n * size] with every rank's part: what rank i holds at [i n : (i + 1) n]."""
+    _check_divisible(tensor, group)
+    own = tensor.view(group.size(), -1)[group.rank()]
+    return Started(tensor, _all_gather(tensor, own, group=group, async_op=True), own)
+
+
 def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """[n, ...] on each rank -> [n * size, ...], in rank order. Each rank receives (size - 1) shards."""
     if group is not None and results_may_be_kept():

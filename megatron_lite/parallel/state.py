@@ -78,6 +78,13 @@ class ParallelState:
         return self.dp_size * self.cp_size
 
     @property
+    def data_mesh(self) -> DeviceMesh | None:
+        """`data_group` as a mesh of one axis."""
+        if self.mesh is None or self.data_group is None:
+            return None
+        return self.mesh["data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"]
+
+    @property
     def holds_first_stage(self) -> bool:
         """Whether this rank embeds the tokens."""
         return self.pp_rank == 0

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
+from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.offload import CudaLanes, Lanes, Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators, keep_results
@@ -84,7 +85,7 @@ class _Wrapped:
         device = given[0].device if given else torch.device("cpu")
         if not self._segment.on_host or not torch.is_grad_enabled():
             return self._run(device, *args, **kwargs)
-        with self._host.opened(self._segment.first_layer, device, stay=[*self._layer.parameters(), *given[1:]]):
+        with self._host.opened(self._segment.first_layer, device, stay=[*weights_in_use(self._layer), *given[1:]]):
             return self._run(device, *args, **kwargs)
 
     def _run(self, device: torch.device, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.arena import Arena, keeping_in
 from megatron_lite.recompute.offload import CudaLanes, Lanes, Offload
 from megatron_lite.recompute.plan import RecomputePlan, Segment
@@ -86,6 +87,6 @@ class Stores:
 def _tensors(shared: Iterable[Any]) -> Iterator[Tensor]:
     for value in tree_leaves(shared):
         if isinstance(value, nn.Module):
-            yield from value.parameters()
+            yield from weights_in_use(value)
         elif isinstance(value, Tensor):
             yield value

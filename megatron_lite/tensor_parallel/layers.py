@@ -10,6 +10,8 @@ uninitialised: `initialize.py` fills a whole model from its marks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,7 +50,10 @@ class ColumnParallelLinear(nn.Module):
         self.bias = new_parameter(ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks),
                                   context) if bias else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """function: what to return of hidden_states and the weight in place of their product."""
+        if function is not None:
+            return function(hidden_states, self.weight)
         return column_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
                                       sequence_parallel=self.context.sequence_parallel)
 

@@ -12,6 +12,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.build import build_datasets
 from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.sharding import shard_model_
 from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.loss_scale import LossScale
@@ -48,6 +49,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
     initialize_parameters_(model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     if config.training.torch_compile:
         compile_layers_(model)
+    shard_model_(model, parallel, config.data_parallel)
     return model
 
 
@@ -85,7 +87,7 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
                               num_samples=(train_samples, evaluation_samples, evaluation_samples))
     model = build_stages(config, parallel)
     loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
-    optimizer = Optimizer(model, config.optimizer, parallel, loss_scale=loss_scale)
+    optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel, loss_scale=loss_scale)
     fused = fuse_weight_gradients_(config, parallel, model, optimizer)
     return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
                    num_iterations=num_iterations, batches=batches,
@@ -95,11 +97,15 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
 def fuse_weight_gradients_(config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer) -> bool:
     """Has apex's kernel sum the gradients of linear weights, where it can; whether it does.
 
-    Not of tied output weights, a part of whose gradient comes from the embedding, nor in compiled graphs, which cannot hold it.
+    Not of tied output weights, a part of whose gradient comes from the embedding, nor in compiled graphs, which cannot hold it,
+    nor where gradients are sent as soon as autograd has added them up.
     """
     training = config.training
     kernel = apex_kernel(parallel.device)
-    if kernel is None or training.precision == "fp32" or training.torch_compile or not training.gradient_accumulation_fusion:
+    hooked = config.data_parallel.overlap_grad_reduce or config.data_parallel.use_torch_fsdp2
+    if kernel is None or hooked or training.precision == "fp32" or training.torch_compile:
+        return False
+    if not training.gradient_accumulation_fusion:
         return False
     linear = {module.weight for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
     accumulate_with_(kernel, [(parameter, optimizer.buffer.grads[name]) for name, parameter in model.named_parameters()

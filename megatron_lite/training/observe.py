@@ -17,6 +17,7 @@ from megatron_lite.memory.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.plan import RecomputePlan
 
 
@@ -76,13 +77,14 @@ class ActivationMeter(Observer):
             from megatron_lite.memory.live_storages import LiveStorages
         self._seen.append((chunk, plan))
         live = LiveStorages() if self._thorough else None
-        with kept_for_backward(exclude=chunk.parameters()) as meter, live or nullcontext():
+        weights = list(weights_in_use(chunk))
+        with kept_for_backward(exclude=weights) as meter, live or nullcontext():
             output = run()
         stores = chunk.decoder.stores
         self._measured += meter.total_bytes() + stores.device_bytes
         self._host_measured += stores.host_bytes
         if live is not None:
-            known = {tensor.untyped_storage()._cdata for tensor in (output, *chunk.parameters(), *chunk.constants())}
+            known = {tensor.untyped_storage()._cdata for tensor in (output, *weights, *chunk.constants())}
             self._unaccounted += live.bytes_beside(known | meter.storages().keys() | stores.storages())
         return output
 

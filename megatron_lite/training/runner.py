@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
@@ -48,18 +48,27 @@ class StageRunner:
                    num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0)
 
     def train(self, batches: Batches, *, share: float, observer: Observer, loss_scale: Tensor | None = None,
+              before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
               after: Callable[[Action], None] | None = None) -> Tensor:
         """Forward and backward of all micro-batches, whose mean losses count `share` each. Returns their sum, 0-d.
 
         0 on a rank without the last stage. loss_scale: 0-d, by which gradients are multiplied. observer: looks at the first
-        micro-batch. after: called after each action of a pipeline.
+        micro-batch. before_last: called before the last backward through each stage, with the stage's parameters. after: called
+        after each action of a pipeline.
         """
+        def before_backward(number: int, chunk: GPTModel) -> None:
+            if before_last is not None and number == len(batches) - 1:
+                before_last(chunk.parameters())
+
         self.model.train()
         if self.links is None:
             (chunk,) = self._chunks
             loss_of = partial(_loss, chunk, batches, share=share, scale=loss_scale)
-            return self._sum((observer if number == 0 else Observer()).micro_batch(chunk, partial(loss_of, number))
-                             for number in range(len(batches)))
+            losses = []
+            for number in range(len(batches)):
+                before_backward(number, chunk)
+                losses.append((observer if number == 0 else Observer()).micro_batch(chunk, partial(loss_of, number)))
+            return self._sum(losses)
         actions = order(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
                         chunks=len(self._chunks))
         self._reserve(actions)
@@ -74,7 +83,9 @@ class StageRunner:
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
         return self._sum(run_actions(actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
-                                     overlap=self._overlap, after=after))
+                                     overlap=self._overlap, after=after,
+                                     before_backward=lambda action: before_backward(action.microbatch,
+                                                                                    self._chunks[action.chunk])))
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:

@@ -43,7 +43,7 @@ def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, l
     parallel = runner.parallel
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     loss = runner.train(batches, share=1.0 / (len(batches) * parallel.data_size), observer=observer or Observer(),
-                        loss_scale=scale)
+                        loss_scale=scale, before_last=optimizer.sync_next_backward)
     update = optimizer.step(learning_rate)
     loss = all_reduce_(all_reduce_(loss, parallel.data_group), parallel.pp_group)
     return StepResult(loss, update.grad_norm, update.skipped, torch.ones_like(loss) if scale is None else scale)

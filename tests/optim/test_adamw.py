@@ -332,7 +332,7 @@ def test_a_master_is_set_without_rounding():
     with tp_state(1) as parallel:
         model = Plain(torch.bfloat16)
         optimizer = Optimizer(model, OptimizerConfig(), parallel)
-        optimizer.set_master("linear_weight", third)
+        optimizer.set_weight("linear_weight", third)
         optimizer.step(0.0)
     assert torch.equal(optimizer.states["linear_weight"]["master"], third)
     assert torch.equal(model.linear_weight, third.bfloat16())

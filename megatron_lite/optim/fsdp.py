@@ -1,0 +1,99 @@
+"""The optimizer over the rows that FSDP2 leaves each data-parallel rank: `--use-torch-fsdp2`.
+
+The sharded parameters are the float32 masters themselves: FSDP2 rounds what it gathers. It reduces the gradients of every
+micro-batch while its backward runs, and adds up the rows' gradients in float32. Norm, clipping and the sums over tensor-parallel
+ranks are ours, since torch's know one mesh only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.optim.pieces import Piece, gather_parts, new_piece
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.weights import gathered_dtype
+
+
+class FullySharded:
+    """A Layout, and the Gradients of one, for a model that has been sharded (parallel/fsdp.py). Sends nothing by itself but the
+    sums over TP ranks and the pipeline's ends."""
+
+    def __init__(self, model: nn.Module, parallel: ParallelState) -> None:
+        assert parallel.data_group is not None
+        self._parallel, self.shard_group = parallel, parallel.data_group
+        self.gradients = self
+        self.keeps_masters = any(gathered_dtype(parameter) != parameter.dtype for parameter in model.parameters())
+        self._parameters = {name: _sharded(name, parameter) for name, parameter in model.named_parameters()}
+        self.pieces: list[Piece] = []
+        for name, parameter in model.named_parameters():
+            rows = _rows(self._parameters[name])
+            start = sum(self._lengths(name)[: parallel.data_rank])
+            if rows.numel():
+                self.pieces.append(new_piece(name, parameter, rows, start=start, stop=start + rows.numel()))
+
+    def forget(self) -> None:
+        """See Gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Every backward reduces."""
+
+    def reduce_(self) -> None:
+        """See Gradients. Sums over TP, where ranks hold parts, in one all-reduce."""
+        for piece in self.pieces:
+            grad = self._parameters[piece.name].grad
+            piece.master.grad = grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.master)
+        partial = [piece.grad for piece in self.pieces if piece.spec.sum_grad_over_tp]
+        if partial and self._parallel.tp_group is not None:
+            summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in partial]), self._parallel.tp_group)
+            parts = summed.split([grad.numel() for grad in partial])
+            torch._foreach_copy_(partial, [part.view(grad.shape) for part, grad in zip(parts, partial, strict=True)])
+        for piece in self.pieces:
+            if piece.spec.tied:
+                all_reduce_(piece.grad, self._parallel.embedding_group)
+
+    def publish(self) -> None:
+        """The masters are what is gathered next."""
+
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
+    def whole(self, name: str, value: Tensor | None) -> Tensor:
+        """See Layout. One all-gather."""
+        parameter = self._parameters[name]
+        return gather_parts(value, self._lengths(name), self.shard_group, like=parameter).view(parameter.shape)
+
+    def weight(self, name: str) -> Tensor:
+        """See Layout. One all-gather."""
+        parameter = self._parameters[name]
+        return self.whole(name, _rows(parameter)).to(gathered_dtype(parameter))
+
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """See Layout."""
+        for piece in self.pieces:
+            if piece.name == name:
+                piece.take_(piece.master, values)
+
+    def _lengths(self, name: str) -> list[int]:
+        """How many elements each rank holds: as many rows as torch.chunk gives it."""
+        shape = self._parameters[name].shape
+        size, row = self.shard_group.size(), shape[1:].numel()
+        rows = -(-shape[0] // size)
+        return [max(0, min(rows, shape[0] - rank * rows)) * row for rank in range(size)]
+
+
+def _rows(parameter: DTensor) -> Tensor:
+    """Those of this rank, as a tensor of their own history."""
+    return cast(DTensor, parameter.detach()).to_local()
+
+
+def _sharded(name: str, parameter: nn.Parameter) -> DTensor:
+    assert isinstance(parameter, DTensor), f"{name} is not sharded: fully_shard_ comes first"
+    return parameter

@@ -1,0 +1,56 @@
+"""Every data-parallel rank holds all weights, gradients and optimizer states: the layout without any flag."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.pieces import is_rounded, new_piece
+from megatron_lite.parallel.state import ParallelState
+
+
+class Replicated:
+    """A Layout. Sends one all-reduce of all gradients, or one of each bucket; nothing after the step."""
+
+    def __init__(self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> None:
+        self._parameters = dict(model.named_parameters())
+        self.shard_group = None
+        self.gradients = GradBuffer(self._parameters, parallel, config)
+        masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
+        for name, master in masters.items():
+            master.grad = self.gradients.grads[name]
+        self.pieces = [new_piece(name, parameter, masters[name], start=0, stop=parameter.numel())
+                       for name, parameter in self._parameters.items()]
+        self._rounded = {name: master for name, master in masters.items() if master is not self._parameters[name]}
+        self.keeps_masters = bool(self._rounded)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Rounds the masters of a bf16 model."""
+        if self._rounded:
+            torch._foreach_copy_([self._parameters[name] for name in self._rounded], list(self._rounded.values()))
+
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
+    def whole(self, name: str, value: Tensor | None) -> Tensor:
+        """The value itself."""
+        assert value is not None, name
+        return value
+
+    def weight(self, name: str) -> Tensor:
+        """The parameter itself."""
+        return self._parameters[name]
+
+    @torch.no_grad()
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """See Layout."""
+        self._parameters[name].copy_(values)
+        if name in self._rounded:
+            self._rounded[name].copy_(values)
+
+
+def _master_of(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().float() if is_rounded(parameter.dtype) else parameter
