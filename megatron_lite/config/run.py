@@ -201,6 +201,9 @@ class RunConfig:
                                  "graph")
 
     def _check_data_parallel(self) -> None:
+        if self.data_parallel.overlap_param_gather and self.training.torch_compile:
+            raise ValueError("--overlap-param-gather cannot go with --torch-compile: each module's wait for its weights would "
+                             "end a compiled graph. Leave one of them out")
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
             raise ValueError("--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are exchanged in float32")
         if self.data_parallel.use_torch_fsdp2 and self.parallel.pipeline_model_parallel_size > 1:

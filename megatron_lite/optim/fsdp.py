@@ -32,7 +32,7 @@ class FullySharded:
         self._parameters = {name: _sharded(name, parameter) for name, parameter in model.named_parameters()}
         self.pieces: list[Piece] = []
         for name, parameter in model.named_parameters():
-            rows = _rows(self._parameters[name])
+            rows = self._rows(name)
             start = sum(self._lengths(name)[: parallel.data_rank])
             if rows.numel():
                 self.pieces.append(new_piece(name, parameter, rows, start=start, stop=start + rows.numel()))
@@ -72,8 +72,7 @@ class FullySharded:
 
     def weight(self, name: str) -> Tensor:
         """See Layout. One all-gather."""
-        parameter = self._parameters[name]
-        return self.whole(name, _rows(parameter)).to(gathered_dtype(parameter))
+        return self.whole(name, self._rows(name)).to(gathered_dtype(self._parameters[name]))
 
     def set_weight(self, name: str, values: Tensor) -> None:
         """See Layout."""
@@ -81,17 +80,16 @@ class FullySharded:
             if piece.name == name:
                 piece.take_(piece.master, values)
 
+    @torch.no_grad()
+    def _rows(self, name: str) -> Tensor:
+        return self._parameters[name].to_local().detach()
+
     def _lengths(self, name: str) -> list[int]:
         """How many elements each rank holds: as many rows as torch.chunk gives it."""
         shape = self._parameters[name].shape
         size, row = self.shard_group.size(), shape[1:].numel()
         rows = -(-shape[0] // size)
         return [max(0, min(rows, shape[0] - rank * rows)) * row for rank in range(size)]
-
-
-def _rows(parameter: DTensor) -> Tensor:
-    """Those of this rank, as a tensor of their own history."""
-    return cast(DTensor, parameter.detach()).to_local()
 
 
 def _sharded(name: str, parameter: nn.Parameter) -> DTensor:

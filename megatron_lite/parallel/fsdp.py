@@ -65,9 +65,11 @@ def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, comp
         unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
         unit([output], reshard_after_forward=False)  # backward begins with it
     unit([model], reshard_after_forward=None)
+    model.register_forward_hook(_reshard_unless_backward_follows)
     for name in forward_methods:
         setattr(model, name, partial(_call_without_view, getattr(model, name)))
         register_fsdp_forward_method(model, name)
+        setattr(model, name, partial(_call_and_reshard, model, getattr(model, name)))
 
 
 def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, row_dtype: torch.dtype | None,
@@ -97,6 +99,20 @@ def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisi
 
 def _call_without_view(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return _without_view(method(*args, **kwargs))
+
+
+def _call_and_reshard(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = method(*args, **kwargs)
+    _reshard_unless_backward_follows(model)
+    return result
+
+
+def _reshard_unless_backward_follows(model: nn.Module, *_: Any) -> None:
+    """FSDP2 leaves the root whole, for a backward that would free it; until then its parameters would not be the rows."""
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _without_view(*forward: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What a reader of weights must know where data-parallel ranks share them out, or gather them: nothing but these functions.
+"""What those who read weights must know of data-parallel ranks that share them out, or are gathering them: these functions.
 
-A layout leaves what it needs done on the modules, under the two names below.
+A layout leaves what it needs done on modules and parameters, under the names below.
 """
 
 from __future__ import annotations

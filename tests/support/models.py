@@ -48,11 +48,13 @@ def padded_vocab_size(tp_size: int) -> int:
 
 def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool = False,
                      dtype: torch.dtype = torch.float64, seed: int = 7, plan=None,
-                     loss_chunk_size: int | None = None, stage: Stage | None = None, cp_comm_type: str = "p2p") -> GPTModel:
+                     loss_chunk_size: int | None = None, stage: Stage | None = None, cp_comm_type: str = "p2p",
+                     vocab_size: int = VOCAB_SIZE) -> GPTModel:
     """This rank's shard (of one stage), with biases and norm weights that tell their elements apart."""
     context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype,
                                        cp_comm_type=cp_comm_type)
-    model = GPTModel(config, context, vocab_size=VOCAB_SIZE, padded_vocab_size=padded_vocab_size(parallel.tp_size), plan=plan,
+    padded = padded_vocab_size(parallel.tp_size) if vocab_size == VOCAB_SIZE else vocab_size
+    model = GPTModel(config, context, vocab_size=vocab_size, padded_vocab_size=padded, plan=plan,
                      loss_chunk_size=loss_chunk_size, stage=stage)
     initialize_parameters_(model, seed=seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     perturb_constant_parameters_(model, parallel)

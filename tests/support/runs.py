@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
@@ -27,7 +28,8 @@ TIMINGS = ("iteration_ms", "tokens_per_second")
 
 def tiny_run(*, tp_size: int = 1, sequence_parallel: bool = False, model: dict[str, Any] | None = None,
              training: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
-             metrics: Path | None = None, learning_rate: float | None = None) -> RunConfig:
+             metrics: Path | None = None, learning_rate: float | None = None,
+             data_parallel: DataParallelConfig | None = None) -> RunConfig:
     """A run of 20 iterations of 4 samples with dropout, a vocabulary of 98 + 1 ids padded to a multiple of 64 x TP."""
     return RunConfig(
         model=ModelConfig(**{**dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16),
@@ -36,6 +38,7 @@ def tiny_run(*, tp_size: int = 1, sequence_parallel: bool = False, model: dict[s
                                    **(training or {})}),
         parallel=ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel,
                                 distributed_backend="gloo"),
+        data_parallel=data_parallel or DataParallelConfig(),
         data=DataConfig(seq_length=16, mock_data=True),
         tokenizer=TokenizerConfig(vocab_size=98, make_vocab_size_divisible_by=64),
         lr_schedule=_schedule(learning_rate, by_samples="train_samples" in (training or {})),

@@ -1,0 +1,260 @@
+"""Buckets: what is in them, when they are sent and what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.optim import grad_buffer
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.parallel.collectives import start_all_reduce_
+from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
+from megatron_lite.parallel.state import parallel_state
+from tests.support.collectives import Sent, recorded_collectives
+from tests.support.models import tp_state
+from tests.support.ranks import run_ranks
+
+NAMES = ("first", "second", "third", "fourth")
+OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
+
+
+class Chain(nn.Module):
+    """Four vectors of 40 weights, used one after the other; `twice` is used by each, outside of their order."""
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32, partial: tuple[str, ...] = (), tied: str = "",
+                 is_copy: bool = False) -> None:
+        super().__init__()
+        for number, name in enumerate(NAMES):
+            spec = ParameterSpec(global_shape=(40,), sum_grad_over_tp=name in partial, tied=name == tied,
+                                 is_copy=is_copy and name == tied)
+            weight = torch.linspace(0.5, 1.5, 40, dtype=dtype) + number
+            self.register_parameter(name, mark(nn.Parameter(weight), spec))
+
+    def forward(self, x: Tensor, names: tuple[str, ...] = NAMES) -> Tensor:
+        for name in names:
+            x = (x * self.get_parameter(name)).tanh()
+        return x.sum()
+
+
+def buffer_of(model: Chain, parallel: Any, config: DataParallelConfig | None = None) -> GradBuffer:
+    return GradBuffer(dict(model.named_parameters()), parallel, config)
+
+
+def inputs(rank: int, number: int = 0) -> Tensor:
+    return torch.linspace(-1.0, 1.0, 40) * (rank + 1 + 10 * number)
+
+
+@pytest.mark.parametrize(("size", "expected"), [
+    (1, [["fourth"], ["third"], ["second"], ["first"]]),
+    (40, [["fourth"], ["third"], ["second"], ["first"]]),
+    (41, [["fourth", "third"], ["second", "first"]]),
+    (81, [["fourth", "third", "second"], ["first"]]),
+    (None, [["fourth", "third", "second", "first"]]),
+])
+def test_buckets_are_filled_in_the_reverse_order_of_use_until_they_have_their_size(size: int | None,
+                                                                                   expected: list[list[str]]) -> None:
+    def work(rank: int, world_size: int) -> list[list[str]]:
+        with tp_state(1) as parallel:
+            config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=size)
+            return [list(bucket.places) for bucket in buffer_of(Chain(), parallel, config).buckets]
+
+    assert run_ranks(work, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])
+def test_the_default_size_is_megatrons(ranks: int, size: int) -> None:
+    assert DataParallelConfig(overlap_grad_reduce=True).bucket_size(ranks) == size
+    assert DataParallelConfig().bucket_size(ranks) is None
+
+
+def test_gradients_that_tp_ranks_add_come_first_and_shares_are_equal_and_aligned() -> None:
+    def work(rank: int, world_size: int) -> Any:
+        with tp_state(1) as parallel:
+            config = DataParallelConfig(use_distributed_optimizer=True)
+            bucket, = buffer_of(Chain(partial=("third",)), parallel, config).buckets
+            return list(bucket.places), bucket.num_partial, bucket.flat.numel(), (bucket.own.start, bucket.own.stop)
+
+    places = ["third", "first", "second", "fourth"]
+    assert run_ranks(work, 3) == [(places, 64, 288, (96 * rank, 96 * (rank + 1))) for rank in range(3)]
+
+
+def sent_during_two_micro_batches(config: DataParallelConfig, *, announced: bool = True) -> list[list[Sent]]:
+    """By rank 0 of 2: in the first backward, in the last one, and in reduce_()."""
+    def work(rank: int, world_size: int) -> list[list[Sent]]:
+        with tp_state(1) as parallel:
+            model = Chain()
+            buffer = buffer_of(model, parallel, config)
+            found = []
+            for number in range(2):
+                if number == 1 and announced:
+                    buffer.sync_next_backward()
+                with recorded_collectives() as sent:
+                    model(inputs(rank, number)).backward()
+                found.append(list(sent))
+            with recorded_collectives() as sent:
+                buffer.reduce_()
+            return [*found, list(sent)]
+
+    return run_ranks(work, 2)[0]
+
+
+def test_with_overlap_every_bucket_is_sent_during_the_last_backward() -> None:
+    half = Sent("allreduce_", (128,))  # two parameters of 40, each aligned to 32
+    assert sent_during_two_micro_batches(OVERLAP) == [[], [half, half], []]
+    assert sent_during_two_micro_batches(OVERLAP, announced=False) == [[], [], [half, half]]
+
+
+def test_without_overlap_all_is_sent_at_once_afterwards() -> None:
+    assert sent_during_two_micro_batches(DataParallelConfig()) == [[], [], [Sent("allreduce_", (256,))]]
+
+
+def test_a_distributed_optimizer_sends_half_of_an_all_reduce() -> None:
+    config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70, use_distributed_optimizer=True)
+    half = Sent("_reduce_scatter_base_", (128,))
+    assert sent_during_two_micro_batches(config) == [[], [half, half], []]
+
+
+@pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
+def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used: tuple[str, ...]) -> None:
+    """Gradients are those of the replicas without overlap. Ranks that skip other weights would wait for each other in vain."""
+    def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        found = []
+        with tp_state(1) as parallel:
+            for config in (DataParallelConfig(), OVERLAP):
+                model = Chain()
+                buffer = buffer_of(model, parallel, config)
+                for step in range(2):
+                    buffer.forget()
+                    model(inputs(rank, step)).backward()
+                    buffer.sync_next_backward()
+                    (model(inputs(rank, 5 + step), used) if used else torch.zeros((), requires_grad=True)).backward()
+                    buffer.reduce_()
+                found.append({name: grad.clone() for name, grad in buffer.grads.items()})
+        return found
+
+    for plain, overlapped in run_ranks(work, 2):
+        assert all(grad.any() and torch.equal(grad, overlapped[name]) for name, grad in plain.items())
+
+
+def test_a_part_of_the_parameters_may_have_its_last_backward_earlier() -> None:
+    """As the later stage of a rank in a pipeline."""
+    def work(rank: int, world_size: int) -> Any:
+        with tp_state(1) as parallel:
+            model = Chain()
+            buffer = buffer_of(model, parallel, OVERLAP)
+            found = []
+            for last in (("third", "fourth"), ("first", "second")):
+                buffer.sync_next_backward(model.get_parameter(name) for name in last)
+                with recorded_collectives() as sent:
+                    model(inputs(rank), last).backward()
+                found.append(len(sent))
+            buffer.reduce_()
+            return found
+
+    assert run_ranks(work, 2) == [[1, 1]] * 2
+
+
+def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error() -> None:
+    def work(rank: int, world_size: int) -> str:
+        with tp_state(1) as parallel:
+            model = Chain()
+            buffer = buffer_of(model, parallel, OVERLAP)
+            buffer.sync_next_backward()
+            model(inputs(rank)).backward()
+            try:
+                model(inputs(rank)).backward()
+            except RuntimeError as error:
+                buffer.reduce_()
+                return str(error)
+        return ""
+
+    assert all("another gradient of fourth came after its bucket was sent" in message for message in run_ranks(work, 2))
+
+
+def reduced(world_size: int, config: DataParallelConfig, parts: list[list[float]]) -> list[float]:
+    """What ranks with these micro-batch gradients get for their sum, with bf16 weights."""
+    def work(rank: int, world_size: int) -> list[float]:
+        with tp_state(1) as parallel:
+            model = Chain(dtype=torch.bfloat16)
+            optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel, config)
+            for part in parts[rank]:
+                (model.first * part).sum().backward()
+            optimizer.step(0.0)
+            held = {piece.name: piece.grad for piece in optimizer.layout.pieces}
+            return optimizer.layout.whole("first", held.get("first")).unique().tolist()
+
+    first, *others = run_ranks(work, world_size)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(sharded: bool) -> None:
+    """256 + 1 + 1 + 1 is 259, which bf16 does not have: it makes 256 or 260 of it, as the order has it."""
+    parts = [[256.0], [1.0], [1.0], [1.0]]
+    assert reduced(4, DataParallelConfig(use_distributed_optimizer=sharded), parts) == [259.0]
+    in_bf16 = reduced(4, DataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_bf16=True), parts)
+    assert set(in_bf16) <= {256.0, 260.0}
+
+
+def test_micro_batches_are_summed_in_float32_even_if_ranks_exchange_bf16() -> None:
+    """256 + 1 + 1 is 258 in both; but bf16 would drop each 1 as it comes."""
+    parts = [[256.0, 1.0, 1.0], [0.0]]
+    assert reduced(2, DataParallelConfig(grad_reduce_in_bf16=True), parts) == [258.0]
+
+
+def test_what_is_sent_is_bf16_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, world_size: int) -> Any:
+        with tp_state(1) as parallel:
+            dtypes = []
+            monkeypatch.setattr(grad_buffer, "start_all_reduce_", lambda tensor, group: (
+                dtypes.append(tensor.dtype) or start_all_reduce_(tensor, group)))
+            for config in (DataParallelConfig(grad_reduce_in_bf16=True), DataParallelConfig()):
+                buffer_of(Chain(dtype=torch.bfloat16), parallel, config).reduce_()
+            return dtypes
+
+    assert run_ranks(work, 2)[0] == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("layout", [DataParallelConfig(), OVERLAP, DataParallelConfig(use_distributed_optimizer=True),
+                                    DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)],
+                         ids=["replicated", "overlap", "zero1", "zero1-overlap"])
+def test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once(layout: DataParallelConfig) -> None:
+    """Two stages, two data-parallel ranks each. Of different other parameters, so that a common bucket would be cut elsewhere."""
+    def work(rank: int, world_size: int) -> Any:
+        config = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
+        with parallel_state(config, seed=1) as parallel:
+            last = parallel.pp_rank == 1
+            model = Chain(tied="third", is_copy=last)
+            if last:
+                del model.first, model.second
+            optimizer = Optimizer(model, OptimizerConfig(), parallel, layout)
+            optimizer.sync_next_backward()
+            model(inputs(rank), ("third", "fourth") if last else NAMES).backward()
+            norm = optimizer.step(0.1).grad_norm.item()
+            optimizer.finish()
+            return norm, optimizer.params_norm().item(), model.third.detach().clone()
+
+    def expected(rank: int) -> dict[str, Tensor]:
+        model = Chain()
+        model(inputs(rank), ("third", "fourth") if rank >= 2 else NAMES).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    grads = [expected(rank) for rank in range(4)]
+    parts = [sum(grad["third"] for grad in grads), *(grads[0][name] + grads[1][name] for name in ("first", "second", "fourth")),
+             grads[2]["fourth"] + grads[3]["fourth"]]
+    results = run_ranks(work, 4)
+    start = Chain()
+    weights = torch.cat([start.first, start.second, start.third, start.fourth, start.fourth]).detach()
+    for norm, params_norm, third in results:
+        assert norm == pytest.approx(torch.cat(parts).norm().item(), rel=1e-5)
+        assert abs(params_norm / weights.norm().item() - 1.0) < 0.05  # one step later
+        assert torch.equal(third, results[0][2])
+    assert not torch.equal(results[0][2], start.third.detach())
