@@ -8,7 +8,6 @@ ranks are ours, since torch's know one mesh only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import Tensor, nn

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -94,24 +95,28 @@ def runner_of(layout: Layout, config: ModelConfig, *, dtype: torch.dtype = torch
 
 
 def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int, observer: Observer | None = None,
-          after: Callable[[Action], None] | None = None, **options: object) -> Trained:
-    """AdamW updates over `micro_batches` micro-batches in all, the same in each step."""
+          after: Callable[[Action], None] | None = None, data_parallel: DataParallelConfig | None = None,
+          **options: object) -> Trained:
+    """AdamW updates over `micro_batches` micro-batches in all, the same in each step. With data_parallel, which may share them out,
+    there are no first gradients."""
     with runner_of(layout, config, **options) as runner:  # type: ignore[arg-type]
         parallel = runner.parallel
-        optimizer = Optimizer(runner.model, OptimizerConfig(), parallel)
+        optimizer = Optimizer(runner.model, OptimizerConfig(), parallel, data_parallel)
         samples = Samples(micro_batches // parallel.dp_size, parallel)
         losses, grad_norms, first_grads = [], [], {}
         for step in range(steps):
             optimizer.zero_grad()
-            loss = runner.train(samples, share=1.0 / micro_batches, observer=observer or Observer(), after=after)
+            loss = runner.train(samples, share=1.0 / micro_batches, observer=observer or Observer(), after=after,
+                                before_last=optimizer.sync_next_backward)
             losses.append(all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group).item())
-            if step == 0:
+            if step == 0 and data_parallel is None:
                 optimizer.buffer.reduce_()
                 first_grads = {name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
                                for name, parameter in runner.model.named_parameters()}
                 optimizer.zero_grad()
                 runner.train(samples, share=1.0 / micro_batches, observer=Observer())
             grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
+        optimizer.finish()
         weights = {name: whole_tensor(value, value, parallel) for name, value in runner.model.named_parameters()}
         return Trained(losses=losses, grad_norms=grad_norms, first_grads=first_grads, weights=weights)
 
