@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from megatron_lite.memory.collectives import Collective, Exchange
 from megatron_lite.memory.layer_tensors import KeptTensor
+from megatron_lite.memory.parameters import parameter_count, rank_parameter_count
 from megatron_lite.memory.prices import Priced, flags_of, region_names, short_name
 from megatron_lite.memory.report import LayerRun, Part, Report
-from megatron_lite.memory.units import GIB, ByteUnit, flops, percent, size
+from megatron_lite.memory.units import GIB, ByteUnit, count, flops, percent, size
 from megatron_lite.recompute.plan import Segment
 
 WIDTH = 100
@@ -45,6 +46,9 @@ def _head(report: Report) -> Iterator[str]:
                                f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
                                f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
                                f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}")
+    on_rank = f"; {count(rank_parameter_count(config, 0))} on {'pipeline rank 0' if report.ranks else 'each rank'}"
+    yield from _field("parameters", count(parameter_count(model, config.tokenizer.true_vocab_size))
+                      + (on_rank if sizes.tp_size * max(1, len(report.ranks)) > 1 else ""))
     yield from _field("flags", flags_of(config.recompute) or "none that recompute")
     yield from _field("plan", str(report.own.plan))
 
@@ -143,7 +147,7 @@ def _pipeline(report: Report) -> Iterator[str]:
     for rank in report.ranks:
         if MOST_RANKS // 2 <= rank.rank < len(report.ranks) - MOST_RANKS // 2 and len(report.ranks) > MOST_RANKS:
             if rank.rank == MOST_RANKS // 2:
-                yield f"  {'..':14}"
+                yield "  .."
             continue
         layers = ", ".join(f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}" if stage.num_layers > 1
                            else str(stage.first_layer) for stage in rank.stages)

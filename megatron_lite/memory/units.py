@@ -1,4 +1,4 @@
-"""Bytes and FLOPs as people read them, with three decimals."""
+"""Bytes, FLOPs and counts as people read them, with three decimals."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def flops(number: int) -> str:
         if number >= factor:
             return f"{number / factor:,.3f} {prefix}FLOP"
     return f"{number / 10**6:,.3f} MFLOP"
+
+
+def count(number: int) -> str:
+    """ "8.030 billion"."""
+    for factor, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= factor:
+            return f"{number / factor:,.3f} {name}"
+    return f"{number:,}"
 
 
 def percent(share: float) -> str:

@@ -18,7 +18,7 @@ from megatron_lite.memory.peak import peak
 from megatron_lite.memory.prices import best_unit, flags_of, short_name, uniform_peaks
 from megatron_lite.memory.report import Report, explain, likely_device
 from megatron_lite.memory.report_text import WIDTH, report_text
-from megatron_lite.memory.units import flops, percent, size
+from megatron_lite.memory.units import count, flops, percent, size
 from megatron_lite.recompute.schedule import plan_stage
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "
@@ -348,6 +348,19 @@ def test_units() -> None:
     assert [flops(number) for number in (1500, 2 * 10**9, 3 * 10**12, 5 * 10**15)] == [
         "0.002 MFLOP", "2.000 GFLOP", "3.000 TFLOP", "5.000 PFLOP"]
     assert percent(0.2254) == "+22.5%"
+    assert [count(number) for number in (999_999, 10**6, 8_030_261_248)] == ["999,999", "1.000 million", "8.030 billion"]
+
+
+@pytest.mark.parametrize(("layout", "parameters"), [
+    ("", "22.068 billion; 2.772 billion on each rank"),
+    ("--tensor-model-parallel-size 1", "22.068 billion"),
+    ("--pipeline-model-parallel-size 24 --num-virtual-stages-per-pipeline-rank 2",
+     "22.068 billion; 165.235 million on pipeline rank 0"),  # 2 (12 h^2 + 7 h) / 8 + 12 h, and embeddings (51200 / 8 + 2048) h
+])
+def test_the_text_has_the_parameters_of_the_model_and_of_a_rank(layout: str, parameters: str) -> None:
+    lines = report_text(report_of(GPT_22B.replace("50303", "50256") + layout)).split("\n")
+    assert f"    parameters  {parameters}" in lines
+    assert max(map(len, lines)) <= WIDTH and all(line == line.rstrip() for line in lines)  # 24 ranks are more than are shown
 
 
 def test_sizes_are_those_of_the_run() -> None:

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Llama-3-70B, Meta's shape.
+# 64 GPUs: tensor-parallel 8, pipeline-parallel 4 with 5 virtual stages per rank, data-parallel 2.
+# Recomputes nothing: with flash attention and sequence parallelism all fits in 80 GB.
+#
+# Of a GPU of the first pipeline rank, as EXPLAIN=1 prints it: kept of one micro-batch, forwards in flight, at the peak of all of
+# them. In all: with the weights, gradients and optimizer states of its parameters, 18 bytes each.
+#   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
+#  5,646,819,328          23       25,900,122,112          62.2   as it is
+#  3,801,161,728          23       17,468,817,408          54.3   RECOMPUTE=pointwise
+#   335,719,808          23        1,813,267,584          39.8   RECOMPUTE=full
+#
+# SIZE=tiny runs on a CPU. README.md beside this file has the other variables. Further flags are handed on, and win.
+set -euo pipefail
+
+NNODES=${NNODES:-8}  # on each: MASTER_ADDR, and NODE_RANK from 0
+NPROC_PER_NODE=${NPROC_PER_NODE:-8}
+DATA_PATH=${DATA_PATH:-}  # made-up tokens without it
+VOCAB_SIZE=128256
+TRAIN_ITERS=${TRAIN_ITERS:-100}
+RECOMPUTE=${RECOMPUTE:-none}
+source "$(dirname "${BASH_SOURCE[0]}")/workload.sh"
+
+GPT_MODEL_ARGS=(
+    --num-layers 80
+    --hidden-size 8192
+    --ffn-hidden-size 28672
+    --num-attention-heads 64
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length 8192
+    --max-position-embeddings 8192
+    --position-embedding-type rope
+    --rotary-base 500000
+    --normalization RMSNorm
+    --norm-epsilon 1e-5
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --make-vocab-size-divisible-by 32  # so that nothing is padded
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+)
+
+TRAINING_ARGS+=(
+    --micro-batch-size 1
+    --global-batch-size 512
+    --lr 1.5e-4
+    --min-lr 1.5e-5
+    --init-method-std 0.02
+)
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 8
+    --sequence-parallel
+    --pipeline-model-parallel-size 4
+    --num-virtual-stages-per-pipeline-rank 5
+    --distributed-backend nccl
+)
+
+launch_model "$@"

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Llama-3-8B, Meta's shape.
+# 8 GPUs: tensor-parallel 4, data-parallel 2.
+# Recomputes nothing: with flash attention and sequence parallelism all fits in 80 GB.
+#
+# Of a GPU of the first pipeline rank, as EXPLAIN=1 prints it: kept of one micro-batch, forwards in flight, at the peak of all of
+# them. In all: with the weights, gradients and optimizer states of its parameters, 18 bytes each.
+#   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
+#  9,698,992,128           1        9,698,992,128          42.7   as it is
+#  6,745,677,824           1        6,745,677,824          39.9   RECOMPUTE=pointwise
+#  1,096,113,152           1        1,096,113,152          34.7   RECOMPUTE=full
+#
+# SIZE=tiny runs on a CPU. README.md beside this file has the other variables. Further flags are handed on, and win.
+set -euo pipefail
+
+NNODES=${NNODES:-1}
+NPROC_PER_NODE=${NPROC_PER_NODE:-8}
+DATA_PATH=${DATA_PATH:-}  # made-up tokens without it
+VOCAB_SIZE=128256
+TRAIN_ITERS=${TRAIN_ITERS:-100}
+RECOMPUTE=${RECOMPUTE:-none}
+source "$(dirname "${BASH_SOURCE[0]}")/workload.sh"
+
+GPT_MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length 8192
+    --max-position-embeddings 8192
+    --position-embedding-type rope
+    --rotary-base 500000
+    --normalization RMSNorm
+    --norm-epsilon 1e-5
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --make-vocab-size-divisible-by 32  # so that nothing is padded
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+)
+
+TRAINING_ARGS+=(
+    --micro-batch-size 1
+    --global-batch-size 512
+    --lr 3.0e-4
+    --min-lr 3.0e-5
+    --init-method-std 0.02
+)
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 4
+    --sequence-parallel
+    --distributed-backend nccl
+)
+
+launch_model "$@"

@@ -1,0 +1,95 @@
+# Sourced by the scripts beside it: what all of these runs share, and how they start. A script adds its own TRAINING_ARGS, and
+# defines GPT_MODEL_ARGS and MODEL_PARALLEL_ARGS.
+#
+#   launch_model FLAGS...   starts the flags of all arrays, then FLAGS, which win
+#   SIZE=tiny               each flag of TINY_ARGS that the script gives has the value that it has there: the same kind of
+#                           layout on the CPU of one machine
+#   RECOMPUTE               none, full, or what --recompute-modules takes
+#   DATA_PATH               PREFIX of PREFIX.bin and PREFIX.idx with tokens of TOKENIZER_MODEL; without it, made-up tokens
+#   CHECKPOINT_PATH         where to save, and to continue from
+# shellcheck disable=SC2034,SC2153,SC2154,SC2206  # launch.sh reads NNODES and NPROC_PER_NODE; the scripts define what is not here
+
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
+
+TRAINING_ARGS=(
+    --bf16
+    --train-iters "$TRAIN_ITERS"
+    --lr-decay-style cosine
+    --lr-warmup-fraction .01
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.95
+    --clip-grad 1.0
+)
+
+case $RECOMPUTE in
+    none) RECOMPUTE_ARGS=() ;;
+    full) RECOMPUTE_ARGS=(--recompute-granularity full --recompute-method uniform) ;;
+    *) RECOMPUTE_ARGS=(--recompute-granularity selective --recompute-modules $RECOMPUTE) ;;  # may be several
+esac
+
+if [[ $DATA_PATH ]]; then
+    DATA_ARGS=(
+        --data-path "$DATA_PATH"
+        --tokenizer-type HuggingFaceTokenizer
+        --tokenizer-model "$TOKENIZER_MODEL"
+    )
+else
+    DATA_ARGS=(
+        --mock-data
+        --tokenizer-type NullTokenizer
+        --vocab-size "$((VOCAB_SIZE - 1))"  # and one for the end of a document
+    )
+fi
+
+EVAL_AND_LOGGING_ARGS=(
+    --log-interval 1
+    --log-throughput
+    --eval-iters 0
+)
+if [[ ${CHECKPOINT_PATH:-} ]]; then
+    EVAL_AND_LOGGING_ARGS+=(
+        --save "$CHECKPOINT_PATH"
+        --save-interval 1000
+        --load "$CHECKPOINT_PATH"
+        --allow-fresh-start
+    )
+fi
+
+TINY_ARGS=(
+    --num-layers 4
+    --hidden-size 64
+    --ffn-hidden-size 96
+    --num-attention-heads 4
+    --num-query-groups 2
+    --seq-length 64
+    --max-position-embeddings 64
+    --vocab-size 255
+    --micro-batch-size 1
+    --global-batch-size 4
+    --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 2
+    --num-virtual-stages-per-pipeline-rank 2
+    --distributed-backend gloo
+)
+
+launch_model() {
+    local position flags=(
+        "${GPT_MODEL_ARGS[@]}"
+        "${TRAINING_ARGS[@]}"
+        "${MODEL_PARALLEL_ARGS[@]}"
+        ${RECOMPUTE_ARGS[@]+"${RECOMPUTE_ARGS[@]}"}  # as old bash wants an array that may be empty
+        "${DATA_ARGS[@]}"
+        "${EVAL_AND_LOGGING_ARGS[@]}"
+    )
+    if [[ ${SIZE:-} == tiny ]]; then
+        NNODES=1 NPROC_PER_NODE=2
+        for ((position = 0; position < ${#TINY_ARGS[@]}; position += 2)); do
+            if [[ " ${flags[*]} " == *" ${TINY_ARGS[position]} "* ]]; then
+                flags+=("${TINY_ARGS[@]:position:2}")
+            fi
+        done
+        if [[ " ${flags[*]} " == *" --pipeline-model-parallel-size "* ]]; then NPROC_PER_NODE=4; fi
+    fi
+    launch "${flags[@]}" "$@"
+}
