@@ -32,7 +32,7 @@ if [[ $DATA_PATH ]]; then
     DATA_ARGS=(
         --data-path "$DATA_PATH"
         --tokenizer-type HuggingFaceTokenizer
-        --tokenizer-model "$TOKENIZER_MODEL"
+        --tokenizer-model "${TOKENIZER_MODEL:?is the tokenizer of DATA_PATH: set it too}"
     )
 else
     DATA_ARGS=(
