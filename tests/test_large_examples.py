@@ -217,7 +217,7 @@ def test_the_tiny_version_trains(name: str, recompute: str, tmp_path: Path) -> N
     done = run_script(LARGE / f"{name}.sh", "--train-iters", "2", "--metrics-jsonl", str(metrics), SIZE="tiny",
                       RECOMPUTE=recompute, VENV=sys.prefix, timeout_s=240.0)
     assert done.returncode == 0, done.stderr
-    assert "4 rank(s): tensor-parallel 2, pipeline-parallel 2, data-parallel 1, on cpu" in done.stdout
+    assert re.search(r"4 rank\(s\): tensor-parallel 2, .*pipeline-parallel 2, .*data-parallel 1, .*on cpu", done.stdout)
     logged = rows(metrics)
     assert [row["iteration"] for row in logged] == [1, 2]
     assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in logged)
