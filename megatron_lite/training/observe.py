@@ -25,7 +25,7 @@ from megatron_lite.recompute.plan import RecomputePlan
 class ActivationBytes:
     """Kept for backward by one micro-batch in all stages of a rank, the most of any rank.
 
-    off: measured less predicted, of the rank where they differ most. host_*: in host memory, where a policy moves tensors there.
+    off: measured less predicted, on the rank where they differ most. host_*: in host memory, where a policy moves tensors there.
     unaccounted: alive after the forward, but not saved for backward; None where nobody looked.
     """
 
@@ -41,7 +41,7 @@ class ActivationBytes:
         """What is not as predicted."""
         if self.off:
             return (f"the first micro-batch keeps {self.measured} bytes for backward, and {self.predicted} were predicted "
-                    f"({self.off:+d} on one rank)")
+                    f"({self.off:+d})")
         if self.host_measured != self.host_predicted:
             return (f"the first micro-batch keeps {self.host_measured} bytes in host memory, and {self.host_predicted} were "
                     "predicted")
