@@ -42,7 +42,9 @@ def _run(rank: int, world_size: int, config: RunConfig) -> None:
 def test_a_pipeline_logs_the_losses_of_one_process(tmp_path: Path):
     config = tiny_run(model=NO_DROPOUT, training=dict(train_iters=10))
     names = {"alone": (1, {}), "pipeline": (2, PIPELINE), "interleaved": (2, INTERLEAVED),
-             "with tensor and data parallel ranks": (8, dict(PIPELINE, tensor_model_parallel_size=2, sequence_parallel=True))}
+             "with tensor and data parallel ranks": (8, dict(PIPELINE, tensor_model_parallel_size=2, sequence_parallel=True)),
+             "with tensor and context parallel ranks": (8, dict(INTERLEAVED, tensor_model_parallel_size=2, sequence_parallel=True,
+                                                                context_parallel_size=2))}
     for name, (ranks, sizes) in names.items():
         metrics = replace(config.logging, metrics_jsonl=str(tmp_path / name))
         run_ranks(_run, ranks, replace(in_layout(config, **sizes), logging=metrics), detail=False)
