@@ -97,8 +97,8 @@ def runner_of(layout: Layout, config: ModelConfig, *, dtype: torch.dtype = torch
 def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int, observer: Observer | None = None,
           after: Callable[[Action], None] | None = None, data_parallel: DataParallelConfig | None = None,
           **options: object) -> Trained:
-    """AdamW updates over `micro_batches` micro-batches in all, the same in each step. With data_parallel, which may share them out,
-    there are no first gradients."""
+    """AdamW updates over `micro_batches` micro-batches in all, the same in each step. With data_parallel, which may share
+    them out, there are no first gradients."""
     with runner_of(layout, config, **options) as runner:  # type: ignore[arg-type]
         parallel = runner.parallel
         optimizer = Optimizer(runner.model, OptimizerConfig(), parallel, data_parallel)
