@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import megatron_lite.optim.fsdp
+import megatron_lite.parallel.fsdp  # noqa: F401  (0.6 s, here once instead of in every forked rank)
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
