@@ -85,7 +85,8 @@ def test_a_weight_is_set_whole_and_its_master_without_rounding(dtype: torch.dtyp
         with tp_state(1) as parallel:
             model, optimizer = build("gpt2", parallel, BUCKETS, dtype=dtype)
             key = "decoder.layers.0.mlp.linear_fc1.weight"
-            values = torch.full(model.get_parameter(key).shape, 1 / 3, dtype=torch.float32)
+            shape = model.get_parameter(key).shape
+            values = (torch.arange(shape.numel(), dtype=torch.float32) / 3000).view(shape)
             optimizer.set_weight(key, values)
             backward(model, optimizer, parallel, 0)
             optimizer.step(0.0)

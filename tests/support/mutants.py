@@ -28,9 +28,9 @@ class Mutant(NamedTuple):
         return f"{self.fault.__name__}-{self.test.__name__}"
 
 
-def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, **more_fixtures: Any) -> None:
     """The test fails while the fault is in force. Ranks that it forks inherit the fault."""
-    fixtures = {"rng": RngStreams(torch.device("cpu"), seed=3), "monkeypatch": monkeypatch}
+    fixtures = {"rng": RngStreams(torch.device("cpu"), seed=3), "monkeypatch": monkeypatch, **more_fixtures}
     wanted = {name: value for name, value in fixtures.items() if name in inspect.signature(mutant.test).parameters}
     mutant.fault(monkeypatch)
     failure = RuntimeError if mutant.error else (AssertionError, pytest.fail.Exception)

@@ -1,0 +1,177 @@
+"""Mistakes in the layouts over data-parallel ranks, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_lite.optim import adamw, fsdp, grad_buffer, norms, zero1
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.pieces import Piece
+from megatron_lite.parallel import fsdp as units
+from megatron_lite.recompute import stores
+from tests.optim import test_grad_buffer, test_layouts, test_zero1
+from tests.parallel import test_fsdp
+from tests.support.layouts import LAYOUTS
+from tests.support.mutants import Mutant, assert_seen
+from tests.training import test_layouts as test_runs
+
+Patch = pytest.MonkeyPatch
+
+
+def buckets_are_sent_in_every_micro_batch(patch: Patch) -> None:
+    arrived = GradBuffer._arrived
+
+    def eager(self: GradBuffer, name: str) -> None:
+        self._last.add(name)
+        arrived(self, name)
+
+    patch.setattr(GradBuffer, "_arrived", eager)
+
+
+def late_gradients_are_lost(patch: Patch) -> None:
+    arrived = GradBuffer._arrived
+
+    def silent(self: GradBuffer, name: str) -> None:
+        if self.bucket_of[name].started is None:
+            arrived(self, name)
+
+    patch.setattr(GradBuffer, "_arrived", silent)
+
+
+def buckets_are_sent_as_they_become_complete(patch: Patch) -> None:
+    """Not in their order: ranks that skip other weights would send other buckets first."""
+    def unordered(self: GradBuffer, name: str) -> None:
+        bucket = self.bucket_of[name]
+        bucket.awaited.discard(name)
+        if name in self._last and not bucket.awaited and bucket is self.buckets[-1]:
+            self._start(bucket)
+
+    patch.setattr(GradBuffer, "_arrived", unordered)
+
+
+def a_tied_weight_shares_a_bucket(patch: Patch) -> None:
+    real = grad_buffer.spec_of
+    by_bucket = grad_buffer._by_bucket
+
+    def common(parameters: Any, size: int | None) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(grad_buffer, "spec_of", lambda parameter: replace(real(parameter), tied=False))
+            return by_bucket(parameters, size)
+
+    patch.setattr(grad_buffer, "_by_bucket", common)
+
+
+def tied_gradients_are_not_added(patch: Patch) -> None:
+    init = grad_buffer.Bucket.__init__
+
+    def untied(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.tied = False
+
+    patch.setattr(grad_buffer.Bucket, "__init__", untied)
+
+
+def copies_count_in_the_norm(patch: Patch) -> None:
+    counts_here = norms._counts_here
+    patch.setattr(norms, "_counts_here", lambda spec, parallel: counts_here(replace(spec, is_copy=False), parallel))
+
+
+def partial_sums_stop_at_the_share(patch: Patch) -> None:
+    """Under TP only the elements before this rank's share are summed."""
+    real = GradBuffer._sum_over_model
+    patch.setattr(GradBuffer, "_sum_over_model", lambda self, part: None if part is None else real(self, part))
+
+
+def the_norm_is_that_of_a_share(patch: Patch) -> None:
+    real = adamw.global_norm
+    patch.setattr(adamw, "global_norm", lambda pieces, values, parallel, shard_group: real(pieces, values, parallel, None))
+
+
+def nobody_waits_for_weights(patch: Patch) -> None:
+    patch.setattr(zero1.Zero1, "_wait_before_use", lambda self, model: None)
+
+
+def masters_are_not_rounded_into_the_weights(patch: Patch) -> None:
+    def publish(self: zero1.Zero1) -> None:
+        for weights in self._weights.values():
+            zero1.start_all_gather_parts_(weights.flat, self.shard_group).wait()
+
+    patch.setattr(zero1.Zero1, "publish", publish)
+
+
+def a_piece_takes_the_first_elements(patch: Patch) -> None:
+    def take_(self: Piece, target: Tensor, whole: Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(whole.reshape(-1)[: target.numel()].view(target.shape))
+
+    patch.setattr(Piece, "take_", take_)
+
+
+def fsdp_averages(patch: Patch) -> None:
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+
+
+def fsdp_sums_nothing_over_tp(patch: Patch) -> None:
+    patch.setattr(fsdp, "all_reduce_", lambda tensor, group: tensor)
+
+
+def fsdp_keeps_the_root_whole_after_an_evaluation(patch: Patch) -> None:
+    patch.setattr(units, "_reshard_unless_backward_follows", lambda model, *_: None)
+
+
+def a_tied_weight_stays_whole_between_its_uses(patch: Patch) -> None:
+    patch.setattr(units, "_free", lambda unit, *_: None)
+    patch.setattr(units, "_free_between_uses", lambda unit, embedding, output: None)
+
+
+def gathered_weights_count_as_activations(patch: Patch) -> None:
+    patch.setattr(units._StandIns, "__call__", lambda self: [])
+
+
+def gathered_weights_are_moved_to_the_host(patch: Patch) -> None:
+    patch.setattr(stores, "weights_in_use", lambda module: module.parameters())
+
+
+SENT = test_grad_buffer.test_with_overlap_every_bucket_is_sent_during_the_last_backward
+TIED = test_grad_buffer.test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once
+TRAINS = test_layouts.test_every_layout_trains_as_a_single_process
+SAME_BITS = test_layouts.test_zero1_and_overlap_change_no_bit
+DP2 = dict(world_size=2, tp_size=1, layouts=("zero1, overlap",), dtype=torch.bfloat16)
+WAITED = test_zero1.test_every_weight_is_waited_for_before_it_is_used
+MUTANTS = [
+    Mutant(buckets_are_sent_in_every_micro_batch, SENT, error="came after its bucket was sent"),
+    Mutant(late_gradients_are_lost, test_grad_buffer.test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error),
+    Mutant(buckets_are_sent_as_they_become_complete, SENT),
+    Mutant(a_tied_weight_shares_a_bucket, TIED, dict(layout=LAYOUTS["zero1"]), error="Detected mismatch"),
+    Mutant(tied_gradients_are_not_added, TIED, dict(layout=LAYOUTS["zero1"])),
+    Mutant(copies_count_in_the_norm, TIED, dict(layout=LAYOUTS["replicated"])),
+    Mutant(partial_sums_stop_at_the_share, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64)),
+    Mutant(the_norm_is_that_of_a_share, TRAINS, dict(mesh="dp2", dtype=torch.float64)),
+    Mutant(nobody_waits_for_weights, WAITED, dict(name="gpt2", chunk_size=None)),
+    Mutant(masters_are_not_rounded_into_the_weights, SAME_BITS, DP2),
+    Mutant(a_piece_takes_the_first_elements, test_zero1.test_a_weight_is_set_whole_and_its_master_without_rounding,
+           dict(dtype=torch.bfloat16)),
+    Mutant(fsdp_averages, TRAINS, dict(mesh="dp2", dtype=torch.float64)),
+    Mutant(fsdp_sums_nothing_over_tp, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64)),
+    Mutant(fsdp_keeps_the_root_whole_after_an_evaluation,
+           test_runs.test_three_iterations_a_restart_and_three_more_equal_six, dict(layout="fsdp2", bf16=False),
+           error="carries no ParameterSpec"),
+    Mutant(a_tied_weight_stays_whole_between_its_uses, test_fsdp.test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary,
+           dict(name="gpt2")),
+    Mutant(gathered_weights_count_as_activations,
+           test_fsdp.test_gathered_weights_are_known_to_whoever_counts_what_is_kept),
+    Mutant(gathered_weights_are_moved_to_the_host,
+           test_runs.test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights, dict(policy="*:pointwise@host"),
+           error="RankFailure|recompute-verify"),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Any) -> None:
+    assert_seen(mutant, monkeypatch, tmp_path=tmp_path)
