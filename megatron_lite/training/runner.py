@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,15 @@ from megatron_lite.training.batches import Batches
 from megatron_lite.training.observe import Observer
 
 
+class _Step(NamedTuple):
+    """What a rank does in a step of so many micro-batches. whole: forwards that keep everything. waiting: by stage, how many of its
+    micro-batches wait for backward at once."""
+
+    actions: list[Action]
+    whole: frozenset[Action]
+    waiting: list[int]
+
+
 class StageRunner:
     """The stages of one rank, and how it talks to the ranks that hold the others.
 
@@ -34,6 +44,7 @@ class StageRunner:
         self.model, self.parallel = model, parallel
         self.links, self._num_kept, self._overlap = links, num_kept, overlap
         self._chunks = list(model)
+        self._steps: dict[int, _Step] = {}  # by number of micro-batches
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelStages, parallel: ParallelState) -> StageRunner:
@@ -69,20 +80,18 @@ class StageRunner:
                 before_backward(number, chunk)
                 losses.append((observer if number == 0 else Observer()).micro_batch(chunk, partial(loss_of, number)))
             return self._sum(losses)
-        actions = order(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
-                        chunks=len(self._chunks))
-        self._reserve(actions)
-        whole = keeping_all(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=len(batches),
-                            num_kept=self._num_kept, chunks=len(self._chunks))
+        step = self._step_of(len(batches))
+        for chunk, waiting in zip(self._chunks, step.waiting, strict=True):
+            chunk.decoder.stores.micro_batches = waiting
 
         def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
             chunk = self._chunks[action.chunk]
-            plan = keep_everything(chunk.stage.num_layers) if action in whole else chunk.decoder.plan
+            plan = keep_everything(chunk.stage.num_layers) if action in step.whole else chunk.decoder.plan
             run = partial(_stage, chunk, batches, action.microbatch, share, hidden_states, plan, loss_scale)
             del hidden_states
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
-        return self._sum(run_actions(actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
+        return self._sum(run_actions(step.actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
                                      overlap=self._overlap, after=after,
                                      before_backward=lambda action: before_backward(action.microbatch,
                                                                                     self._chunks[action.chunk])))
@@ -104,11 +113,15 @@ class StageRunner:
         self.model.train()
         return total
 
-    def _reserve(self, actions: Sequence[Action]) -> None:
-        """Tells each stage's stores how many of its micro-batches wait for backward at once."""
-        waiting = [Counter(action.chunk for action in held) for _, held in in_flight(actions)]
-        for number, chunk in enumerate(self._chunks):
-            chunk.decoder.stores.micro_batches = max(counts[number] for counts in waiting)
+    def _step_of(self, num_microbatches: int) -> _Step:
+        if num_microbatches not in self._steps:
+            shape = dict(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=num_microbatches,
+                         chunks=len(self._chunks))
+            actions = order(**shape)
+            held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+            self._steps[num_microbatches] = _Step(actions, keeping_all(**shape, num_kept=self._num_kept),
+                                                  [max(counts[chunk] for counts in held) for chunk in range(len(self._chunks))])
+        return self._steps[num_microbatches]
 
     def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
         dtype = torch.promote_types(at_least, self._chunks[0].context.params_dtype)  # the same on every rank
