@@ -24,8 +24,8 @@ from megatron_lite.training.observe import Observer
 
 
 class _Step(NamedTuple):
-    """What a rank does in a step of so many micro-batches. whole: forwards that keep everything. waiting: by stage, how many of its
-    micro-batches wait for backward at once."""
+    """What a rank does in a step. whole: forwards that keep everything. waiting: by stage, how many of its micro-batches wait for
+    backward at once."""
 
     actions: list[Action]
     whole: frozenset[Action]
