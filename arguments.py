@@ -84,6 +84,8 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if chunk_size is not None and chunk_size >= tokens:
         notices.append(f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at once: their logits are not "
                        "kept, but exist")
+    if not config.parallel.overlap_p2p_comm and config.parallel.pipeline_model_parallel_size == 1:
+        notices.append("--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1")
     notices += [*config.data_parallel.notices(), *config.recompute_warnings()]
     return ParsedArguments(config, dump_config, explain_recompute, tuple(notices))
 

@@ -187,6 +187,7 @@ def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
     ("--attention-backend local", "--attention-backend local is read as unfused"),
     ("--no-position-embedding", "--no-position-embedding is an old flag, read as --position-embedding-type none"),
     ("--sequence-parallel", "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"),
+    ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1"),
     ("--context-parallel-size 2 --attention-backend unfused",
      "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"),
     ("--context-parallel-size 2 --attention-dropout 0 --loss-chunk-size 8",
