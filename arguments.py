@@ -23,6 +23,7 @@ from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, P
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, MODULES, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
+    EXIT_SIGNALS,
     LR_DECAY_STYLES,
     TOKENIZER_TYPES,
     WSD_DECAY_STYLES,
@@ -275,6 +276,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")
     group.value("--eval-iters", int, "global batches of one validation; 0 for none at all")
     group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
+    group.value("--exit-duration-in-mins", int, "save and stop after the iteration that ends later than this")
+    group.switch("--exit-signal-handler", "save and stop after the iteration in which any rank gets --exit-signal")
+    group.value("--exit-signal", str, "the signal that --exit-signal-handler waits for", values=EXIT_SIGNALS)
     group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
     group.switch("--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)")
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")

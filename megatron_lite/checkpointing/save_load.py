@@ -207,7 +207,8 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
 def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     """A line for each setting that decides the run's course and differs from the checkpoint's. Where a run is stored, logged and
     evaluated does not count, nor how long one start of it lasts."""
-    free = {"exit_interval", "eval_interval", "eval_iters", "data_cache_path"}
+    free = {"exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "eval_interval", "eval_iters",
+            "data_cache_path"}
     lines = []
     for topic in ("training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"):
         mine, theirs = asdict(getattr(ours, topic)), asdict(getattr(saved, topic))

@@ -124,9 +124,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("every batch must be divisible by --micro-batch-size x data-parallel size; use --global-batch-size and "
      "--rampup-batch-size, whose steps are equal",
      """decrease-batch-size-if-needed step-batch-size-schedule"""),
-    ("a run ends after --train-iters, --train-samples or --exit-interval, and resumes with --load",
-     """exit-duration-in-mins exit-signal exit-signal-handler exit-signal-handler-for-dataloader
-     exit-signal-handler-for-training iterations-to-skip result-rejected-tracker-filename train-sync-interval"""),
+    ("a run ends after --train-iters, --train-samples, --exit-interval, --exit-duration-in-mins or by --exit-signal-handler, and "
+     "resumes with --load",
+     """exit-signal-handler-for-dataloader exit-signal-handler-for-training iterations-to-skip
+     result-rejected-tracker-filename train-sync-interval"""),
     ("the loss and the gradient norm are checked for NaN at each iteration, and nothing else",
      """check-for-large-grads check-for-spiky-loss check-weight-hash-across-dp-replicas-interval gpu-sniff-test-interval"""),
     ("validation runs --eval-iters batches of the validation split every --eval-interval iterations",

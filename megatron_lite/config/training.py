@@ -12,6 +12,7 @@ LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 TOKENIZER_TYPES = ("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
 LANGUAGE_MODEL_SEED = 1234
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,20 @@ class TrainingConfig:
     eval_interval: int | None = None
     eval_iters: int = 100
     exit_interval: int | None = None
+    exit_duration_in_mins: int | None = None
+    exit_signal_handler: bool = False
+    exit_signal: str = "SIGTERM"
     check_for_nan_in_loss_and_grad: bool = True
     torch_compile: bool = False
     deterministic_mode: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval",
-                         "loss_chunk_size")
+                         "exit_duration_in_mins", "loss_chunk_size")
+        object.__setattr__(self, "exit_signal", self.exit_signal.upper())
+        require_one_of(self, "exit_signal", EXIT_SIGNALS)
+        if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
+            raise ValueError(f"--exit-signal {self.exit_signal} needs --exit-signal-handler")
         require_at_least(self, 0, "eval_iters", "train_iters")
         require_within(self, 0, 2**32, "seed")
         if self.fp16 and self.bf16:

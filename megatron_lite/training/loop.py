@@ -28,6 +28,7 @@ from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.exits import Exits
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder
@@ -73,7 +74,7 @@ class Trainer:
         self._timeline_is_due = self.config.logging.memory_timeline is not None
 
     def run(self) -> Progress:
-        """Trains from where `--load` stands to the end, or to the exit interval. TrainingError where the loss is not finite."""
+        """Trains from where `--load` stands to the end, or until exits.py ends it. TrainingError where the loss is not finite."""
         check_save_directory(self.config.checkpoint, self.parallel)
         notices = self.parallel.together("--load", self._load)
         with self.parallel.together("the log", self._open_log) as log:
@@ -82,8 +83,9 @@ class Trainer:
             if self.progress.iteration >= self.num_iterations:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
                          f"({self.num_iterations})")
-            with memory_budget(self.config.recompute.activation_memory_budget):
-                finished = self._train(log)
+            exits = Exits(self.config.training, self.parallel)
+            with memory_budget(self.config.recompute.activation_memory_budget), exits.listening():
+                finished = self._train(log, exits)
             if self._timeline_is_due:
                 log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
             self._save(log)
@@ -92,24 +94,24 @@ class Trainer:
                 self._evaluate("test", self.datasets.test, log)
         return self.progress
 
-    def _train(self, log: RunLog) -> bool:
-        """Runs iterations until the end (True) or the exit interval (False)."""
+    def _train(self, log: RunLog, exits: Exits) -> bool:
+        """Runs iterations until the end (True), or until something ends the run before (False)."""
         training, checkpoint = self.config.training, self.config.checkpoint
         self._clock = time.perf_counter()
         while self.progress.iteration < self.num_iterations:
             self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
-            saves, exits = _due(iteration, checkpoint.save_interval), _due(iteration, training.exit_interval)
+            saves, reason = _due(iteration, checkpoint.save_interval), exits.reason(iteration)
             finished = iteration == self.num_iterations
-            while len(self._started) > (0 if evaluates or saves or exits or finished else self._steps_in_flight()):
+            while len(self._started) > (0 if evaluates or saves or reason or finished else self._steps_in_flight()):
                 self._finish_step(self._started.popleft(), log)
             if evaluates:
                 self._evaluate("validation", self.datasets.valid, log)
             if saves:
                 self._save(log)
-            if exits and not finished:
-                log.line(f"exiting at iteration {iteration}: --exit-interval {training.exit_interval}")
+            if reason is not None and not finished:
+                log.line(f"exiting at iteration {iteration}: {reason}")
                 return False
             if evaluates or saves:
                 self._clock = time.perf_counter()
