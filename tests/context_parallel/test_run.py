@@ -12,6 +12,7 @@ from torch import Tensor
 
 from arguments import parse_args
 from megatron_lite.checkpointing.save_load import load_checkpoint
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.mock import MockDataset
@@ -51,13 +52,19 @@ def validated(rank: int, world_size: int, config: RunConfig) -> float:
                     micro_batch_size=1).loss
 
 
-@pytest.mark.parametrize(("model", "world_size", "layout"), [
-    (NO_DROPOUT, 2, {}), (LLAMA, 4, dict(cp_comm_type="allgather")), (LLAMA, 4, dict(pipeline_model_parallel_size=2))],
-    ids=["gpt-cp2", "llama-cp2-dp2", "llama-cp2-pp2"])
+ZERO_1 = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+
+
+@pytest.mark.parametrize(("model", "world_size", "layout", "data_parallel"), [
+    (NO_DROPOUT, 2, {}, DataParallelConfig()), (NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True)),
+    (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1), (LLAMA, 4, dict(pipeline_model_parallel_size=2), DataParallelConfig())],
+    ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"])
 def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path: Path, model: dict[str, Any], world_size: int,
-                                                                  layout: dict[str, Any]) -> None:
+                                                                  layout: dict[str, Any],
+                                                                  data_parallel: DataParallelConfig) -> None:
     alone = validated(0, 1, run_of(model, metrics=tmp_path / "one"))
-    of_ranks = run_ranks(validated, world_size, shared(run_of(model, metrics=tmp_path / "several"), 2, **layout))
+    config = replace(shared(run_of(model, metrics=tmp_path / "several"), 2, **layout), data_parallel=data_parallel)
+    of_ranks = run_ranks(validated, world_size, config)
     expected, found = rows(tmp_path / "one"), rows(tmp_path / "several")
     for field in ("lm_loss", "grad_norm"):
         assert [row[field] for row in found] == pytest.approx([row[field] for row in expected], rel=1e-5)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.context_parallel import attention, exchange
 from megatron_lite.context_parallel.kernels import attend
 from megatron_lite.model import embedding, gpt
 from megatron_lite.optim import grad_buffer
 from megatron_lite.parallel import chunks
+from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training import step
 from tests.context_parallel import test_attention, test_equality, test_run
@@ -99,7 +101,7 @@ def unfused_masks_as_if_keys_were_gathered_in_order(patch: Patch) -> None:
 
 
 def gradients_are_not_summed(patch: Patch) -> None:
-    patch.setattr(grad_buffer, "all_reduce_", lambda tensor, group: tensor)
+    patch.setattr(grad_buffer, "start_all_reduce_", lambda tensor, group: Started(tensor, None))
 
 
 def the_loss_is_the_mean_over_data_parallel_ranks_alone(patch: Patch) -> None:
@@ -134,4 +136,5 @@ def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_shows_the_mistake(fault: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        test_run.test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path, test_run.NO_DROPOUT, 2, {})
+        test_run.test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path, test_run.NO_DROPOUT, 2, {},
+                                                                               DataParallelConfig())
