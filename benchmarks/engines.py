@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.stages import Stage
 from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stages import ModelStages
@@ -87,11 +88,12 @@ Step = Callable[[], Tensor]  # runs one training step and returns its loss, 0-d,
 
 
 def our_model(setting: Setting, parallel: ParallelState, *, sequence_parallel: bool = False,
-              plan: RecomputePlan | None = None) -> GPTModel:
-    """This rank's shard of the shape, with its first weights."""
+              plan: RecomputePlan | None = None, stage: Stage | None = None) -> GPTModel:
+    """This rank's shard of the shape (or of one pipeline stage of it), with its first weights."""
     context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype])
     vocab_size = setting.shape.vocab_size
-    model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size, plan=plan)
+    model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size, plan=plan,
+                     stage=stage)
     initialize_parameters_(model, seed=SEED, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     return model
 

@@ -1,0 +1,117 @@
+"""The bytes that one rank receives in a step: counted as torch dispatches collectives, and foretold from the parameters' shapes.
+
+Of a whole tensor of B bytes over n ranks a gather or a reduce-scatter brings a rank (n-1)/n B, and an all-reduce twice that, in
+the ring that NCCL and gloo use for large tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.optim.grad_buffer import ALIGNMENT
+
+ALL_REDUCE, GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
+KINDS = {"allreduce_": ALL_REDUCE, "_allgather_base_": GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "send": SEND}
+UNCOUNTED = ("recv_", "barrier")  # what is sent is counted where it is sent
+FLOAT32 = 4
+
+
+def received(kind: str, whole_bytes: int, group_size: int) -> int:
+    """By one rank."""
+    if kind == SEND:
+        return whole_bytes
+    return (2 if kind == ALL_REDUCE else 1) * whole_bytes * (group_size - 1) // group_size
+
+
+class Traffic(TorchDispatchMode):
+    """Within `with`, counts: `bytes[kind]`, and `messages[kind]` collectives. ValueError: one that it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().split("::")[1]
+            if name in KINDS:
+                self._count(KINDS[name], args)
+            elif name not in UNCOUNTED:
+                raise ValueError(f"a collective that is not counted: {func.name()}")
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, kind: str, args: tuple[Any, ...]) -> None:
+        leaves = tree_leaves(args)
+        whole = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        group = next(dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+        self.bytes[kind] += received(kind, whole, group.size())
+        self.messages[kind] += 1
+
+
+def foretold(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], *, ranks: int, micro_batches: int,
+             element_bytes: int) -> Counter[str]:
+    """What a step of one of our models receives over `ranks` > 1 data-parallel ranks, by kind, tensor-parallel size 1.
+
+    shapes: of all parameters by name, in the order of the model. element_bytes: of the weights that the model computes with.
+    Beside gradients and weights: the sum of the losses, and where ranks hold different pieces that of their squared norms.
+    """
+    found: Counter[str] = Counter({ALL_REDUCE: received(ALL_REDUCE, FLOAT32, ranks)})
+    if config.use_torch_fsdp2 or config.use_distributed_optimizer:
+        found[ALL_REDUCE] += received(ALL_REDUCE, FLOAT32, ranks)
+    if config.use_torch_fsdp2:
+        for unit, members in _units(config, shapes).items():
+            elements = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in members)
+            found[REDUCE_SCATTER] += micro_batches * received(REDUCE_SCATTER, elements * FLOAT32, ranks)
+            gathers = _gathers(config, unit, tied="output_layer.weight" not in shapes)
+            found[GATHER] += micro_batches * gathers * received(GATHER, elements * element_bytes, ranks)
+        return found
+    for elements in _buckets(config, shapes, ranks):
+        if config.use_distributed_optimizer:
+            found[REDUCE_SCATTER] += received(REDUCE_SCATTER, elements * FLOAT32, ranks)
+            found[GATHER] += received(GATHER, elements * element_bytes, ranks)
+        else:
+            found[ALL_REDUCE] += received(ALL_REDUCE, elements * FLOAT32, ranks)
+    return found
+
+
+def _buckets(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ranks: int) -> list[int]:
+    """Elements of each, padding included."""
+    size, sizes = config.bucket_size(ranks), [math.prod(shape) for shape in shapes.values()]
+    buckets: list[list[int]] = [[]]
+    for elements in reversed(sizes):
+        if size is not None and sum(buckets[-1]) >= size:
+            buckets.append([])
+        buckets[-1].append(elements)
+    multiple = ALIGNMENT * (ranks if config.use_distributed_optimizer else 1)
+    return [_round_up(sum(_round_up(elements, ALIGNMENT) for elements in bucket), multiple) for bucket in buckets]
+
+
+def _units(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Sequence[int]]]:
+    """The parameters that FSDP2 gathers together: "3" for a layer, "embedding", "output", and "" for the rest."""
+    units: dict[str, list[Sequence[int]]] = {}
+    for name, shape in shapes.items():
+        layer = name.removeprefix("decoder.layers.").partition(".")[0] if name.startswith("decoder.layers.") else ""
+        alone = {"embedding.word_embeddings.weight": "embedding", "output_layer.weight": "output"}.get(name, "")
+        units.setdefault(layer or (alone if config.fsdp_memory_efficient_wrapping else ""), []).append(shape)
+    return units
+
+
+def _gathers(config: DataParallelConfig, unit: str, *, tied: bool) -> int:
+    """In one micro-batch. An embedding's backward needs no weight; a tied one is the output's weight too."""
+    if unit == "embedding":
+        return 2 if tied else 1
+    return 2 if unit.isdigit() and config.torch_fsdp2_reshard_after_forward else 1
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
