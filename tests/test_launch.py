@@ -80,7 +80,7 @@ def test_a_fault_ends_with_status_2_one_line_and_no_traceback() -> None:
     done = run_command(*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "world size 1 is not divisible by --tensor-model-parallel-size 2" in done.stderr
+    assert "world size 1 is not a multiple of --tensor-model-parallel-size 2" in done.stderr
 
 
 def test_dump_config_needs_no_torch() -> None:

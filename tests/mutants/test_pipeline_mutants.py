@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_lite.optim import norms
 from megatron_lite.parallel import state
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.pipeline import executor, order
 from megatron_lite.pipeline.order import Action
 from megatron_lite.training import build, runner
@@ -26,12 +25,11 @@ def each_end_keeps_its_own_gradient_of_a_tied_embedding(patch: Patch) -> None:
 
 
 def the_norm_counts_a_tied_embedding_twice(patch: Patch) -> None:
-    patch.setattr(norms, "_counts_here", lambda parameter, parallel: parallel.tp_rank == 0
-                  or spec_of(parameter).tp_dim is not None)
+    patch.setattr(norms, "_counts_here", lambda spec, parallel: parallel.tp_rank == 0 or spec.tp_dim is not None)
 
 
 def the_norm_is_that_of_the_own_stages(patch: Patch) -> None:
-    patch.setattr(norms, "_sum_over_model", lambda value, parallel: all_reduce_(value, parallel.tp_group))
+    patch.setattr(norms, "_sum_over_model", lambda value, parallel, shard_group: all_reduce_(value, parallel.tp_group))
 
 
 def an_output_lives_until_its_backward(patch: Patch) -> None:
