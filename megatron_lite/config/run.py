@@ -206,10 +206,6 @@ class RunConfig:
                              "end a compiled graph. Leave one of them out")
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
             raise ValueError("--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are exchanged in float32")
-        if self.data_parallel.use_torch_fsdp2 and self.parallel.pipeline_model_parallel_size > 1:
-            raise ValueError("--use-torch-fsdp2 needs --pipeline-model-parallel-size 1 (got "
-                             f"{self.parallel.pipeline_model_parallel_size}), as a stage's weights would be gathered anew for "
-                             "every micro-batch: give --use-distributed-optimizer instead")
 
     def _check_split(self, flag: str) -> None:
         tp_size = self.parallel.tensor_model_parallel_size

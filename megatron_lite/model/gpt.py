@@ -68,6 +68,11 @@ class GPTModel(nn.Module):
         """
         return self.losses(self.hidden_states(tokens), labels)
 
+    def run_stage(self, inputs: Tensor, labels: Tensor | None, plan: RecomputePlan | None = None) -> Tensor:
+        """What this stage makes of tokens or of what the stage before returned: hidden states, or on the last stage losses."""
+        hidden_states = self.hidden_states(inputs, plan)
+        return hidden_states if labels is None else self.losses(hidden_states, labels)
+
     def losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """The same from what the last layer and the norm behind it return. Of a last stage."""
         labels, group = labels.t(), self.context.group

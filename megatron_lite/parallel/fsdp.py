@@ -61,9 +61,11 @@ def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, comp
         embedding.__dict__[READER] = partial(_read_for_output, embedding)
     elif embedding is not None and output is not None and _share(embedding, output):
         _free_between_uses(unit([embedding, output], reshard_after_forward=True), embedding, output)
-    elif embedding is not None and output is not None:
-        unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
-        unit([output], reshard_after_forward=False)  # backward begins with it
+    else:
+        if embedding is not None:
+            unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
+        if output is not None:
+            unit([output], reshard_after_forward=False)  # backward begins with it
     unit([model], reshard_after_forward=None)
     model.register_forward_hook(_reshard_unless_backward_follows)
     for name in forward_methods:

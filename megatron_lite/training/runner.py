@@ -140,7 +140,6 @@ def _stage(chunk: GPTModel, batches: Batches, number: int, share: float, hidden_
            plan: RecomputePlan | None, scale: Tensor | None = None) -> Tensor:
     """What one stage makes of a micro-batch: hidden states, or the last one the loss."""
     inputs = batches[number].tokens if hidden_states is None else hidden_states
-    hidden_states = chunk.hidden_states(inputs, plan)
     if not chunk.stage.is_last:
-        return hidden_states
-    return scale_backward(chunk.losses(hidden_states, batches[number].labels).mean() * share, scale)
+        return chunk.run_stage(inputs, None, plan)
+    return scale_backward(chunk.run_stage(inputs, batches[number].labels, plan).mean() * share, scale)

@@ -12,6 +12,7 @@ from torch import Tensor
 from arguments import parse_args
 from megatron_lite.checkpointing.save_load import load_checkpoint
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -54,6 +55,36 @@ def test_a_pipeline_logs_the_losses_of_one_process(tmp_path: Path):
         assert [row["lm_loss"] for row in logged] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-5), name
         assert [row["grad_norm"] for row in logged] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4), name
         assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in logged)
+
+
+FSDP = dict(use_torch_fsdp2=True)
+WAYS = {"fsdp": (PIPELINE, FSDP, "*:none"), "fsdp, interleaved": (INTERLEAVED, FSDP, "*:none"),
+        "fsdp, full": (INTERLEAVED, FSDP, "*:full"), "fsdp, pointwise": (INTERLEAVED, FSDP, "*:pointwise+mlp"),
+        "fsdp, no reshard": (PIPELINE, dict(FSDP, torch_fsdp2_reshard_after_forward=False), "*:none"),
+        "fsdp, memory-efficient": (INTERLEAVED, dict(FSDP, fsdp_memory_efficient_wrapping=True), "*:none")}
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_stages_that_data_parallel_ranks_share_out_train_alike(tmp_path: Path, untied: bool):
+    """FSDP2 in a pipeline. Among each other the recompute policies log the same digits."""
+    config = tiny_run(model=dict(NO_DROPOUT, untie_embeddings_and_output_weights=untied), training=dict(train_iters=4))
+
+    def logged(name: str, ranks: int, sizes: dict[str, object], flags: dict[str, bool], policy: str) -> list[dict[str, object]]:
+        run = replace(in_layout(config, **sizes), data_parallel=DataParallelConfig(**flags),
+                      recompute=RecomputeConfig(recompute_policy=policy),
+                      logging=replace(config.logging, metrics_jsonl=str(tmp_path / name)))
+        run_ranks(_run, ranks, run, detail=False)
+        return rows(tmp_path / name)
+
+    expected = logged("alone", 1, {}, {}, "*:none")
+    got = {name: logged(name, 4, *way) for name, way in WAYS.items()}
+    for name, found in got.items():
+        for key, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-4)):
+            assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=tolerance), name
+        assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in found), name
+    for name in ("fsdp, full", "fsdp, pointwise"):
+        assert [(row["lm_loss"], row["grad_norm"]) for row in got[name]] == [
+            (row["lm_loss"], row["grad_norm"]) for row in got["fsdp, interleaved"]]
 
 
 def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[str, Tensor]:
