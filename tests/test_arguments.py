@@ -36,6 +36,18 @@ FAULTS = [
     ("--tokenizer-type TikTokenizer", "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer"),
     ("--optimizer sgd", "--optimizer must be one of adam (got 'sgd')"),
     ("--attention-backend cudnn", "--attention-backend must be one of auto, flash, unfused (got 'cudnn')"),
+    ("--use-torch-fsdp2 --use-distributed-optimizer", "--use-torch-fsdp2 shares out the optimizer states too: leave"),
+    ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather needs --use-distributed-optimizer"),
+    ("--overlap-param-gather --use-torch-fsdp2", "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
+     "are gathered after a step (--use-torch-fsdp2 gathers each layer"),
+    ("--overlap-param-gather --use-distributed-optimizer", "--overlap-param-gather needs --overlap-grad-reduce"),
+    ("--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile",
+     "--overlap-param-gather cannot go with --torch-compile"),
+    ("--torch-fsdp2-no-reshard-after-forward", "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2"),
+    ("--no-fsdp-reshard-after-forward", "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2"),
+    ("--fsdp-memory-efficient-wrapping", "--fsdp-memory-efficient-wrapping needs --use-torch-fsdp2"),
+    ("--ddp-bucket-size 0", "--ddp-bucket-size must be at least 1 (got 0)"),
+    ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
     # words that are no command line
     ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
     ("--num-layers 1.5", "argument --num-layers: invalid int value: '1.5'"),
@@ -45,6 +57,10 @@ FAULTS = [
     # contradictions between two ways to say one thing
     ("--use-rotary-position-embeddings --position-embedding-type none", "--use-rotary-position-embeddings contradicts"),
     ("--no-position-embedding --position-embedding-type learned_absolute", "--no-position-embedding contradicts"),
+    ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+     "--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one of them out"),
+    ("--use-torch-fsdp2 --fsdp-reshard-after-forward --torch-fsdp2-no-reshard-after-forward",
+     "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward"),
     # flags of Megatron that are refused: the reason and the nearest thing that works
     ("--num-experts 8", "Megatron's --num-experts is not supported here: mixture-of-experts layers are not built; train a dense"),
     ("--num-experts=8", "Megatron's --num-experts is not supported here"),
@@ -175,6 +191,7 @@ def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(flag: st
     ("--no-position-embedding --position-embedding-type rope", "--position-embedding-type rope"),
     ("--attention-backend fused", "--attention-backend auto"),
     ("--attention-backend local", "--attention-backend unfused"),
+    ("--use-torch-fsdp2 --no-fsdp-reshard-after-forward", "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"),
 ])
 def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
     assert parse(old).config == parse(today).config
@@ -200,7 +217,9 @@ def test_what_is_read_otherwise_than_written_gives_a_notice(words: str, notice: 
 @pytest.mark.parametrize("words", ["", "--bf16 --squared-relu", "--sequence-parallel --tensor-model-parallel-size 2",
                                    "--use-rotary-position-embeddings", "--attention-backend flash",
                                    "--context-parallel-size 2 --attention-dropout 0",
-                                   "--context-parallel-size 2 --attention-backend unfused --cp-comm-type allgather"])
+                                   "--context-parallel-size 2 --attention-backend unfused --cp-comm-type allgather",
+                                   "--overlap-grad-reduce --ddp-bucket-size 7 --use-distributed-optimizer --overlap-param-gather",
+                                   "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping --bf16 --grad-reduce-in-bf16"])
 def test_flags_that_do_what_they_say_give_no_notice(words: str) -> None:
     assert parse(words).notices == ()
 

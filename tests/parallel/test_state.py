@@ -135,3 +135,25 @@ def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(four_gpus, monkeypatch
     assert choose_device(ParallelConfig(), launch) == torch.device("cuda", 0)
     with pytest.raises(InputError, match="local rank 3 has no GPU"):
         choose_device(ParallelConfig(), dataclasses.replace(launch, launcher="torchrun"))
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [
+    (dict(), [0, 1, 2, 3]),
+    (dict(context_parallel_size=2), [0, 1, 2, 3]),
+    (dict(context_parallel_size=4), [0, 1, 2, 3]),
+    (dict(tensor_model_parallel_size=2), [0, 2]),
+    (dict(tensor_model_parallel_size=2, context_parallel_size=2), [0, 2]),
+    (dict(tensor_model_parallel_size=4), None),
+])
+def test_the_data_mesh_has_the_ranks_of_the_data_group(sizes, expected):
+    """As FSDP2 wants them: on one axis, data-parallel and context-parallel ranks together."""
+    def work(rank, world_size):
+        with parallel_state(ParallelConfig(distributed_backend="gloo", **sizes), seed=1) as parallel:
+            if parallel.data_mesh is None:
+                return None if parallel.data_group is None else "no mesh"
+            assert parallel.data_mesh.ndim == 1 and parallel.data_mesh.get_local_rank() == parallel.data_rank
+            ranks = parallel.data_mesh.mesh.tolist()
+            assert ranks == torch.distributed.get_process_group_ranks(parallel.data_group)
+            return ranks
+
+    assert run_ranks(work, 4)[0] == expected

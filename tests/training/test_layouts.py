@@ -11,6 +11,7 @@ import pytest
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from tests.support.commands import MOCK, SMALL_RUN, run_command
 from tests.support.layouts import LAYOUTS
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
@@ -102,6 +103,18 @@ def test_a_run_alone_needs_no_layout(layout: str, tmp_path: Path) -> None:
     run_to_end(_config("replicated", iterations=2, metrics=expected))
     run_to_end(_config(layout, iterations=2, metrics=actual))
     assert rows(actual) == rows(expected)
+
+
+@pytest.mark.slow
+def test_the_command_line_starts_a_sharded_run_on_two_ranks_and_names_what_has_no_effect_on_one(tmp_path: Path) -> None:
+    flags = [*SMALL_RUN, *MOCK, "--train-iters", "2", "--bf16", "--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"]
+    done = run_command(*flags, "--metrics-jsonl", str(tmp_path / "two"), ranks=2)
+    assert done.returncode == 0 and "has no effect" not in done.stdout, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    alone = run_command(*flags, "--metrics-jsonl", str(tmp_path / "one"))
+    assert "--use-torch-fsdp2 has no effect at data-parallel size 1" in alone.stdout
+    first, second = (rows(tmp_path / name)[0] for name in ("one", "two"))
+    assert second["activation_bytes_measured"] == second["activation_bytes_predicted"] == first["activation_bytes_measured"]
 
 
 @pytest.mark.parametrize(("config", "data_size", "expected"), [
