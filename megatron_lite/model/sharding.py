@@ -12,7 +12,8 @@ from megatron_lite.parallel.state import ParallelState
 def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelConfig) -> None:
     """Leaves this rank its share of the model, if the flags ask for it and there is anyone to share with.
 
-    A 16-bit model's shares are float32, and gathered in 16 bits.
+    A 16-bit model's shares are float32, and gathered in 16 bits. Until here the rank holds all of the model, so that its
+    weights must fit once.
     """
     if not config.use_torch_fsdp2 or parallel.data_mesh is None:
         return

@@ -1,8 +1,9 @@
 """The optimizer over the rows that FSDP2 leaves each data-parallel rank: `--use-torch-fsdp2`.
 
 The sharded parameters are the float32 masters themselves: FSDP2 rounds what it gathers. It reduces the gradients of every
-micro-batch while its backward runs, and adds up the rows' gradients in float32. Norm, clipping and the sums over tensor-parallel
-ranks are ours, since torch's know one mesh only.
+micro-batch while its backward runs, and adds up the rows' gradients in float32. Until they are sent, gradients have the dtype of
+the gathered weights: that of a tied weight is the sum of two rounded ones. Norm, clipping and the sums over tensor-parallel ranks
+are ours, since torch's know one mesh only.
 """
 
 from __future__ import annotations

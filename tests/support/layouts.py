@@ -14,6 +14,7 @@ from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.sharding import shard_model_
 from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import RngStreams
@@ -49,12 +50,12 @@ class Run:
 
 
 def build(name: str, parallel: ParallelState, config: DataParallelConfig, *, clip_grad: float = 1e9,
-          **model: object) -> tuple[GPTModel, Optimizer]:
+          loss_scale: LossScale | None = None, **model: object) -> tuple[GPTModel, Optimizer]:
     """A tiny model of a variant in the layout, from the same weights and random numbers every time."""
     fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.data_rank))
     built = build_tiny_model(variant_config(name), fresh, **model)
     shard_model_(built, fresh, config)
-    return built, Optimizer(built, OptimizerConfig(clip_grad=clip_grad), fresh, config)
+    return built, Optimizer(built, OptimizerConfig(clip_grad=clip_grad), fresh, config, loss_scale=loss_scale)
 
 
 def backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, step: int, *, sequences: int = 12,
