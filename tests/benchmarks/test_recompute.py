@@ -20,6 +20,7 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from tests.support.commands import ROOT, environment
 
+pytestmark = pytest.mark.long
 CPU = torch.device("cpu")
 Rows = dict[str, dict[str, Any]]  # by engine
 
