@@ -85,16 +85,6 @@ class ParallelState:
         return self.mesh["data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"]
 
     @property
-    def holds_first_stage(self) -> bool:
-        """Whether this rank embeds the tokens."""
-        return self.pp_rank == 0
-
-    @property
-    def holds_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def world_group(self) -> ProcessGroup | None:
         """The group of all ranks, None for one."""
         return None if self.mesh is None else dist.group.WORLD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -119,8 +119,3 @@ def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int
         optimizer.finish()
         weights = {name: whole_tensor(value, value, parallel) for name, value in runner.model.named_parameters()}
         return Trained(losses=losses, grad_norms=grad_norms, first_grads=first_grads, weights=weights)
-
-
-def alone(layout: Layout) -> Layout:
-    """One process."""
-    return replace(layout, tp=1, pp=1, dp=1, chunks=1, sequence_parallel=False, first=None)
