@@ -2,6 +2,7 @@
 
     python benchmarks/recompute.py --json recompute.json && python benchmarks/pareto.py recompute.json --output pareto.svg
 
+Several reports, such as one with more rounds of a few engines, are taken together: the rounds of an engine in a setting add up.
 One panel per setting. The line is our front: no point of ours is both smaller and faster than one on it. Says which points of
 others, if any, are both smaller and faster than every point of ours; the exit status is then 1.
 """
@@ -9,8 +10,8 @@ others, if any, are both smaller and faster than every point of ours; the exit s
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,16 +55,25 @@ def beyond_our_front(points: Sequence[Point], *, margin: float = 0.02) -> list[P
         mine.peak_mib <= peer.peak_mib * (1.0 + margin) and mine.time <= peer.time * (1.0 + margin) for mine in ours)]
 
 
-def settings_of(report: dict[str, Any]) -> dict[str, list[Point]]:
-    """{title: points} of a report of recompute.py."""
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["tp_size"], row["sequence_parallel"], row["dtype"], row["dropout"]
-
-    panels = {}
-    for (tp_size, sequence_parallel, dtype, dropout), rows in itertools.groupby(sorted(report["rows"], key=key), key=key):
-        title = f"TP {tp_size}{' + SP' if sequence_parallel else ''}, {dtype}, dropout {dropout}"
-        panels[title] = [Point(row["engine"], row["peak_bytes"] / MIB, row["time_ratio"][0]) for row in rows]
+def settings_of(reports: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
+    """{title: points} of reports of recompute.py, whose rounds add up."""
+    peaks: dict[tuple[str, str], int] = {}
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for report in reports:
+        samples = {(_title(row), row["engine"]): row["samples_ms"] for row in report["rows"]}
+        for row in report["rows"]:
+            key, nones = (_title(row), row["engine"]), samples[_title(row), "none"]
+            peaks[key] = row["peak_bytes"]
+            ratios.setdefault(key, []).extend(mine / none for mine, none in zip(samples[key], nones, strict=True))
+    panels: dict[str, list[Point]] = {}
+    for (title, engine), times in ratios.items():
+        panels.setdefault(title, []).append(Point(engine, peaks[title, engine] / MIB, statistics.median(times)))
     return panels
+
+
+def _title(row: dict[str, Any]) -> str:
+    parallel = f"TP {row['tp_size']}{' + SP' if row['sequence_parallel'] else ''}"
+    return f"{parallel}, {row['dtype']}, dropout {row['dropout']}"
 
 
 def draw(panels: dict[str, list[Point]], output: Path, subtitle: str) -> None:
@@ -97,11 +107,11 @@ def draw(panels: dict[str, list[Point]], output: Path, subtitle: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 1 where a peer lies beyond our front."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path, help="a report of recompute.py")
+    parser.add_argument("json", type=Path, nargs="+", help="reports of recompute.py")
     parser.add_argument("--output", type=Path, required=True, help="the picture: .svg or .png")
     args = parser.parse_args(argv)
-    report = json.loads(args.json.read_text())
-    panels = settings_of(report)
+    reports = [json.loads(path.read_text()) for path in args.json]
+    report, panels = reports[0], settings_of(reports)
     draw(panels, args.output,
          f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, {report['date'][:10]}")
     status = 0
