@@ -105,8 +105,9 @@ class DirectoryLock:
         ours = self.holder
         same_job = other is not None and other.job == ours.job
         if same_job and other is not None and other.starts > ours.starts:
-            raise InputError(f"--save {self._path.parent}: a later start of this job (number {max(other.starts)}) has had the "
-                             f"directory, this is number {max(ours.starts)}: {other}")
+            earlier, later = (".".join(map(str, one.starts)) for one in (ours, other))
+            raise InputError(f"--save {self._path.parent}: a later start of this job (number {later}, this one is {earlier}) has "
+                             f"had the directory: {other}")
         if free or (same_job and other is not None and other.starts < ours.starts):
             return
         raise InputError(f"--save {self._path.parent} is in use by {other or 'another process'}: wait for its end, or choose "

@@ -51,7 +51,7 @@ class StepWriter:
         temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._token}"
         try:
             self._on_rank_0(snapshot, lambda: self._start(temporary))
-            answers = self._everywhere(snapshot, lambda: _rows_to_bytes(_write_files(temporary, snapshot)))
+            answers = self._everywhere(snapshot, lambda: self._written(temporary, snapshot))
             points.reached(Point.LISTED)
             rows: Rows = {}
             for answer in answers:
@@ -71,6 +71,13 @@ class StepWriter:
         temporary.mkdir(parents=True)
         points.reached(Point.FOLDER)
         return b""
+
+    def _written(self, temporary: Path, snapshot: Snapshot) -> bytes:
+        try:
+            return _rows_to_bytes(_write_files(temporary, snapshot))
+        finally:
+            if self._lock is not None:
+                self._lock.check()  # whoever has taken it has removed the folder: that is what to say
 
     def _publish(self, temporary: Path, iteration: int, rows: Rows) -> bytes:
         assert self._lock is not None
@@ -111,11 +118,11 @@ class StepWriter:
             return [one[len(DONE):] for one in answers]
         if failure is not None and not isinstance(failure, (OSError, InputError, SafetensorError)):
             raise failure
-        first = answers[failed[0]]
-        reason = first[1:].decode(errors="replace")
-        if first.startswith(FAILED):
+        first = min(failed, key=lambda rank: (not answers[rank].startswith(REFUSED), rank))
+        reason = answers[first][1:].decode(errors="replace")
+        if answers[first].startswith(FAILED):
             reason = (f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not be written by rank "
-                      f"{failed[0]}: {reason}. Earlier checkpoints are as they were")
+                      f"{first}: {reason}. Earlier checkpoints are as they were")
         # Said once, by rank 0, whoever has failed.
         raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure
 

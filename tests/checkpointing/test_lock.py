@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import traceback
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_lite.checkpointing import lock as lock_module
 from megatron_lite.checkpointing import points
@@ -58,7 +60,7 @@ def test_the_same_start_of_a_job_is_no_later_one(tmp_path: Path) -> None:
 
 def test_an_earlier_start_is_refused_even_after_the_later_one_has_ended(tmp_path: Path) -> None:
     DirectoryLock(tmp_path, holder(starts=(1, 0))).release()
-    with pytest.raises(InputError, match=r"a later start of this job \(number 1\) has had the directory, this is number 0"):
+    with pytest.raises(InputError, match=r"a later start of this job \(number 1.0, this one is 0.5\) has had the directory"):
         DirectoryLock(tmp_path, holder(starts=(0, 5), token="b"))
     DirectoryLock(tmp_path, holder("8", token="c")).release()
 
@@ -92,7 +94,8 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("environ", "job", "starts"), [
     ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, "11", (2, 0)),
-    ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "3"}, "11", (2, 3)),
+    ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3"}, "11",
+     (2, 3)),
     ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, "abc", (0, 1)),
 ])
 def test_the_launcher_says_which_job_and_which_start(environ: dict[str, str], job: str, starts: tuple[int, int]) -> None:
@@ -132,8 +135,8 @@ def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(tm
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("point", [Point.SNAPSHOT, Point.FOLDER, Point.TEXTS, Point.SYNCED])
 def test_a_stale_start_publishes_nothing_over_the_newer_one(tmp_path: Path, point: Point, async_save: bool) -> None:
-    """The newer one comes, goes on from step 2, and ends, while the stale one is about to save step 4: cut off from its peers but not
-    from the disk. Whose step 4 it is can be seen by its seed."""
+    """The newer one comes, goes on from step 2, and ends, while the stale one is about to save step 4: cut off from its peers but
+    not from the disk. Whose step 4 it is can be seen by its seed."""
     job = dict(SLURM_JOB_ID="7")
     folder = tmp_path / "steps"
     run_ranks(attempt, 2, config_of(folder, 2), {})
@@ -147,15 +150,11 @@ def test_a_stale_start_publishes_nothing_over_the_newer_one(tmp_path: Path, poin
                 pid = os.fork()
                 if pid == 0:  # a process of its own, on one rank
                     try:
-                        import torch.distributed as dist
-
                         dist.distributed_c10d.GroupMember.WORLD = None
                         os.environ.update(job, SLURM_RESTART_COUNT="1")
                         run_to_end(newer)
                         os._exit(0)
                     except BaseException:
-                        import traceback
-
                         traceback.print_exc()
                         os._exit(1)
                 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

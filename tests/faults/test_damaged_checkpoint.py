@@ -1,5 +1,5 @@
-"""One flipped bit anywhere in the newest step, or a broken pointer: reported, and the run goes on from the good step before it, to
-the bytes of a run that nothing happened to. Never anything else."""
+"""One flipped bit anywhere in the newest step, or a broken pointer: reported, and the run goes on from the good step before it,
+to the bytes of a run that nothing happened to. Never anything else."""
 
 from __future__ import annotations
 
