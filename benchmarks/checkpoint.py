@@ -6,7 +6,7 @@
     torch              torch.save and a sync; torch.load(weights_only=True)
     torch DCP          torch.distributed.checkpoint with sync_files; load into the same tensors
 
-In every round each is done once, in turn, and each round gives one ratio. One process; the system forgets the files before a read.
+In every round each is done once, in turn, and each gives one ratio. One process; the system forgets the files before a read.
 Then training steps: without saving, with one save in their middle, and with that save in the background.
 """
 

@@ -22,16 +22,19 @@ from megatron_lite.checkpointing.files import read_bounded
 from megatron_lite.config.checks import InputError
 
 LOCK = "lock.json"
-WITHOUT_NAME = ("", "none")  # torchrun's id of a job that was given none
+WITHOUT_NAME = "none"  # torchrun's id of a job that was given none
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds the lock. starts: how often Slurm, and within that torchrun, has started the job again. token: this process."""
+    """Who holds the lock. job: Slurm's id, else torchrun's. run: torchrun's, "" without. requeues: how often Slurm has started the
+    job again. restarts: the same of torchrun, since it was started itself. token: this process."""
 
     job: str
-    starts: tuple[int, int]
+    run: str
+    requeues: int
+    restarts: int
     host: str
     pid: int
     token: str
@@ -41,10 +44,11 @@ class Holder:
         """Of a job that Slurm or torchrun knows by an id; else of one that is like no other."""
         env = os.environ if environ is None else environ
         token = secrets.token_hex(6)
-        named = [env.get(name, "") for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")]
-        job = next((name for name in named if name not in WITHOUT_NAME), token)
-        first, second = (env.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
-        return cls(job=job, starts=(int(first) if first.isdigit() else 0, int(second) if second.isdigit() else 0),
+        run = env.get("TORCHELASTIC_RUN_ID", "")
+        run = "" if run == WITHOUT_NAME else run
+        counts = [env.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+        requeues, restarts = (int(count) if count.isdecimal() else 0 for count in counts)
+        return cls(job=env.get("SLURM_JOB_ID") or run or token, run=run, requeues=requeues, restarts=restarts,
                    host=socket.gethostname(), pid=os.getpid(), token=token)
 
     @classmethod
@@ -52,11 +56,20 @@ class Holder:
         """None where there is no file, or no whole one."""
         try:
             values = json.loads(read_bounded(path, 2**16))
-            first, second = values["starts"]
-            return cls(job=str(values["job"]), starts=(int(first), int(second)), host=str(values["host"]), pid=int(values["pid"]),
+            return cls(job=str(values["job"]), run=str(values["run"]), requeues=int(values["requeues"]),
+                       restarts=int(values["restarts"]), host=str(values["host"]), pid=int(values["pid"]),
                        token=str(values["token"]))
         except (KeyError, TypeError, ValueError, RecursionError):
             return None
+
+    def was_requeued_after(self, other: Holder) -> bool:
+        """Whether this is a later start, by Slurm, of the other's job."""
+        return self.job == other.job and self.requeues > other.requeues
+
+    def replaces(self, other: Holder) -> bool:
+        """Whether whoever started this one has given the other up for lost."""
+        restarted = self.job == other.job and self.requeues == other.requeues and "" != self.run == other.run
+        return self.was_requeued_after(other) or (restarted and self.restarts > other.restarts)
 
     def __str__(self) -> str:
         return f"job {self.job}, process {self.pid} on {self.host}"
@@ -102,13 +115,10 @@ class DirectoryLock:
             os.close(self._file)
 
     def _check_may_take(self, other: Holder | None, *, free: bool) -> None:
-        ours = self.holder
-        same_job = other is not None and other.job == ours.job
-        if same_job and other is not None and other.starts > ours.starts:
-            earlier, later = (".".join(map(str, one.starts)) for one in (ours, other))
-            raise InputError(f"--save {self._path.parent}: a later start of this job (number {later}, this one is {earlier}) has "
-                             f"had the directory: {other}")
-        if free or (same_job and other is not None and other.starts < ours.starts):
+        if other is not None and other.was_requeued_after(self.holder):
+            raise InputError(f"--save {self._path.parent}: a later start of this job (requeued {other.requeues} times, this one "
+                             f"{self.holder.requeues}) has had the directory: {other}")
+        if free or (other is not None and self.holder.replaces(other)):
             return
         raise InputError(f"--save {self._path.parent} is in use by {other or 'another process'}: wait for its end, or choose "
                          f"another directory (if that process cannot be reached any more, remove {self._path})")

@@ -29,6 +29,12 @@ LAYOUTS = {"tp2 sp dp2": (4, dict(tp_size=2, sequence_parallel=True)),
            "fsdp2": (2, dict(data_parallel=DataParallelConfig(use_torch_fsdp2=True)))}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What a run imports late need not be imported again by each fork."""
+    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+
+
 def train(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
 

@@ -22,8 +22,8 @@ from tests.support.ranks import RankFailure, run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 
-def holder(job: str = "7", starts: tuple[int, int] = (0, 0), token: str = "a") -> Holder:
-    return Holder(job=job, starts=starts, host="node1", pid=42, token=token)
+def holder(job: str = "7", starts: tuple[int, int] = (0, 0), token: str = "a", run: str = "r") -> Holder:
+    return Holder(job=job, run=run, requeues=starts[0], restarts=starts[1], host="node1", pid=42, token=token)
 
 
 def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path) -> None:
@@ -35,10 +35,10 @@ def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path) -> Non
     DirectoryLock(tmp_path, holder("8", token="b")).release()
 
 
-@pytest.mark.parametrize("earlier", [(0, 0), (0, 3), (1, 9)])
+@pytest.mark.parametrize("earlier", [(0, 0), (1, 9), (2, 0), (2, 3)])
 def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(tmp_path: Path, earlier: tuple[int, int]) -> None:
     stale = DirectoryLock(tmp_path, holder(starts=earlier, token="a"))
-    new = DirectoryLock(tmp_path, holder(starts=(2, 0), token="b"))
+    new = DirectoryLock(tmp_path, holder(starts=(2, 4), token="b"))
     new.check()
     with pytest.raises(InputError, match=r"is now held by job 7, .*was given up for lost, and writes no more checkpoints"):
         stale.check()
@@ -51,18 +51,26 @@ def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(tmp_path: Pa
     new.release()
 
 
-def test_the_same_start_of_a_job_is_no_later_one(tmp_path: Path) -> None:
-    first = DirectoryLock(tmp_path, holder(token="a"))
-    with pytest.raises(InputError, match="in use"):
-        DirectoryLock(tmp_path, holder(token="b"))
+@pytest.mark.parametrize("other", [holder(), holder(starts=(0, 1)), holder(starts=(0, 9), run="another"),
+                                   holder(starts=(0, 9), run=""), holder("8", starts=(5, 9))])
+def test_what_is_no_later_start_is_refused(tmp_path: Path, other: Holder) -> None:
+    """The same one, an earlier one, and restarts by another torchrun within the same job."""
+    first = DirectoryLock(tmp_path, holder(starts=(0, 1)))
+    with pytest.raises(InputError, match="in use by job 7"):
+        DirectoryLock(tmp_path, other)
     first.release()
 
 
-def test_an_earlier_start_is_refused_even_after_the_later_one_has_ended(tmp_path: Path) -> None:
+def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_ended(tmp_path: Path) -> None:
     DirectoryLock(tmp_path, holder(starts=(1, 0))).release()
-    with pytest.raises(InputError, match=r"a later start of this job \(number 1.0, this one is 0.5\) has had the directory"):
+    with pytest.raises(InputError, match=r"a later start of this job \(requeued 1 times, this one 0\) has had the directory"):
         DirectoryLock(tmp_path, holder(starts=(0, 5), token="b"))
     DirectoryLock(tmp_path, holder("8", token="c")).release()
+
+
+def test_torchrun_counts_anew_when_a_user_starts_it_again(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path, holder(starts=(0, 3))).release()
+    DirectoryLock(tmp_path, holder(starts=(0, 0), token="b")).release()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', "9" * 100_000])
@@ -92,15 +100,14 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     assert f"warning: --save {tmp_path}: this file system keeps no locks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("environ", "job", "starts"), [
-    ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, "11", (2, 0)),
-    ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3"}, "11",
-     (2, 3)),
-    ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, "abc", (0, 1)),
+@pytest.mark.parametrize(("environ", "expected"), [
+    ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, ("11", "", 2, 0)),
+    ({"SLURM_JOB_ID": "11", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3"}, ("11", "x", 0, 3)),
+    ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, ("abc", "abc", 0, 1)),
 ])
-def test_the_launcher_says_which_job_and_which_start(environ: dict[str, str], job: str, starts: tuple[int, int]) -> None:
+def test_the_launcher_says_which_job_and_which_start(environ: dict[str, str], expected: tuple[object, ...]) -> None:
     found = Holder.this_process(environ)
-    assert (found.job, found.starts, found.pid) == (job, starts, os.getpid())
+    assert (found.job, found.run, found.requeues, found.restarts) == expected and found.pid == os.getpid()
 
 
 @pytest.mark.parametrize("environ", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
