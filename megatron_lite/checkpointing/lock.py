@@ -28,8 +28,8 @@ NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds the lock. job: Slurm's id, else torchrun's. run: torchrun's, "" without. requeues: how often Slurm has started the
-    job again. restarts: the same of torchrun, since it was started itself. token: this process."""
+    """Who holds the lock. job: Slurm's id, else torchrun's. run: torchrun's, "" without. requeues: how often Slurm started the
+    job again. restarts: the same of torchrun, since it was started itself. token: of this process."""
 
     job: str
     run: str
