@@ -100,7 +100,6 @@ FAULTS = [
      "--distribute-saved-activations needs --tensor-model-parallel-size > 1 (got 1)"),
     ("--recompute-granularity full --recompute-method uniform --distribute-saved-activations --sequence-parallel "
      "--tensor-model-parallel-size 2", "each rank's input is already 1/t"),
-    ("--async-save", "checkpoints are written before training goes on; leave the flag out"),
     ("--eod-mask-loss", "every token of a sequence is attended to and counts in the loss"),
     ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
     ("--expert-model-parallel-size 2", "Megatron's --expert-model-parallel-size 2 is not supported here, only 1: mixture-of"),

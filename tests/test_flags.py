@@ -119,6 +119,8 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--save", str, None, "out"),
     ("--save-interval", int, None, "5"),
     ("--persistent-save-interval", int, None, "5"),
+    ("--save-retain-interval", int, None, "5"),
+    ("--async-save", ON, False),
     ("--load", str, None, "in"),
     ("--finetune", ON, False),
     ("--no-load-optim", ON, None),
@@ -134,6 +136,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
 )
 OURS: tuple[tuple[Any, ...], ...] = (
     ("--allow-fresh-start", ON, False),
+    ("--save-keep-last", int, None, "3"),
+    ("--no-load-fallback", ON, False),
+    ("--allow-changed-data", ON, False),
     ("--metrics-jsonl", str, None, "m.jsonl"),
     ("--peak-tflops-per-gpu", float, None, "312.5"),
     ("--memory-timeline", str, None, "timeline.json"),
@@ -190,6 +195,8 @@ CONTEXT = {
     "--no-load-optim": "--load in",
     "--no-load-rng": "--load in",
     "--allow-fresh-start": "--load in",
+    **dict.fromkeys(("--save-retain-interval", "--save-keep-last", "--async-save"), "--save out"),
+    **dict.fromkeys(("--no-load-fallback", "--allow-changed-data"), "--load in"),
 }
 # Flags that are illegal without each other come together, and so do the changes.
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -294,7 +301,8 @@ def test_a_flag_belongs_to_one_class_only() -> None:
 
 def test_every_flag_of_megatron_is_known() -> None:
     not_of_megatron = {
-        "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl", "--loss-chunk-size",
+        "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl", "--save-keep-last",
+        "--no-load-fallback", "--allow-changed-data", "--loss-chunk-size",
         "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip",
         "--recompute-verify", "--explain-recompute", "--recompute-policy",
         "--num-microbatches-with-partial-activation-checkpoints",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoints import sign
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment, run_command
 from tests.support.runs import rows
 
@@ -95,7 +96,8 @@ def test_dump_config_needs_no_torch() -> None:
 def test_a_fault_of_one_rank_is_said_by_it_and_ends_the_others_without_a_traceback(tmp_path: Path) -> None:
     common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "1"]
     assert run_command(*common, "--save", str(tmp_path), ranks=2).returncode == 0
-    (tmp_path / "iter_0000001" / "rng_00001.safetensors").unlink()
+    (tmp_path / "iter_0000001" / "rng_00001.safetensors").write_bytes(b"no tensors")
+    sign(tmp_path / "iter_0000001")
     done = run_command(*common, "--load", str(tmp_path), ranks=2)
     assert done.returncode != 0
     assert "rng_00001.safetensors: cannot be read" in done.stderr

@@ -58,6 +58,7 @@ WITHOUT_EFFECT = {
     "--ckpt-assume-constant-structure": "nothing about a checkpoint's structure is cached",
     "--dist-ckpt-workers N": "how ranks share the writing does not change the checkpoint",
     "--dist-ckpt-strictness NAME": "a missing or unexpected tensor is always an error",
+    "--verify-integrity": "every checkpoint that is loaded is compared with its checksums",
     "--dist-ckpt-optim-fully-reshardable": "every checkpoint loads at every tensor-parallel size",
     "--exit-on-missing-checkpoint": "a missing checkpoint is an error unless --allow-fresh-start is given",
     "--override-opt_param-scheduler": "the learning rate always follows the flags",

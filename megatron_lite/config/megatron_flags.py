@@ -133,17 +133,16 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("validation runs --eval-iters batches of the validation split every --eval-interval iterations",
      """eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets skip-train start-eval-at-iter
      test-mode validation-set-names"""),
-    ("checkpoints are written before training goes on; leave the flag out",
-     """async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-save async-strategy
-     use-persistent-ckpt-worker"""),
+    ("a background save is one thread of each rank; use --async-save alone",
+     """async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-strategy use-persistent-ckpt-worker"""),
     ("a checkpoint always holds the optimizer and the random streams; use --no-load-optim and --no-load-rng",
      """no-save-optim no-save-rng"""),
     ("the model comes from the flags; give them again, or --config-json FILE",
      """use-checkpoint-args use-mp-args-from-checkpoint-args"""),
     ("--load DIR reads the iteration named in DIR/latest_checkpointed_iteration.txt",
      """ckpt-step load-main-params-from-ckpt override-ckpt-iteration pretrained-checkpoint"""),
-    ("only checkpoints are written, all of them are kept; use --save and --save-interval",
-     """save-activations-interval save-dgrads-interval save-params-interval save-retain-interval save-wgrads-interval"""),
+    ("only checkpoints are written; use --save, --save-interval and --save-retain-interval",
+     """save-activations-interval save-dgrads-interval save-params-interval save-wgrads-interval"""),
     ("checkpoints have one format, safetensors and JSON, which loads at every tensor-parallel size",
      """ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state
      ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
@@ -151,8 +150,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      ckpt-pg-tensors-cache-path disable-ckpt-load-validate-sharding-integrity disable-save-tokenizer-assets
      dist-ckpt-save-pre-mcore-014 distrib-optim-fully-reshardable-mem-efficient no-ckpt-load-validate-sharding-integrity
      no-save-tokenizer-assets non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo
-     non-persistent-local-ckpt-dir non-persistent-save-interval replication replication-factor replication-jump
-     verify-integrity"""),
+     non-persistent-local-ckpt-dir non-persistent-save-interval replication replication-factor replication-jump"""),
     ("every token of a sequence is attended to and counts in the loss, across document ends; leave the flag out",
      """dataloader-inter-document-masking eod-mask-loss reset-attention-mask reset-position-ids"""),
     ("data is read in order of consumed samples, each batch when it is needed",

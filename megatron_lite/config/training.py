@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.checks import require_at_least, require_not_empty, require_one_of, require_within, resolve
+from megatron_lite.config.checks import flag, require_at_least, require_not_empty, require_one_of, require_within, resolve
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -244,24 +244,39 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where training state is saved and loaded."""
+    """Where training state is saved and loaded, and what is kept.
+
+    async_save: training goes on while a checkpoint is written. save_keep_last, save_retain_interval: the last so many steps stay,
+    and those of iterations that are multiples (with it alone: and the last one); neither: all.
+    """
 
     save: str | None = None
     save_interval: int | None = None
+    save_retain_interval: int | None = None
+    save_keep_last: int | None = None
+    async_save: bool = False
     load: str | None = None
     allow_fresh_start: bool = False
     finetune: bool = False
     no_load_optim: bool = False
     no_load_rng: bool = False
+    no_load_fallback: bool = False
+    allow_changed_data: bool = False
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "save_interval")
+        require_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
         require_not_empty(self, "save", "load")
-        if self.save_interval is not None and self.save is None:
-            raise ValueError(f"--save-interval {self.save_interval} needs --save DIR")
-        for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng"):
+        for field in ("save_interval", "save_retain_interval", "save_keep_last"):
+            if getattr(self, field) is not None and self.save is None:
+                raise ValueError(f"{flag(field)} {getattr(self, field)} needs --save DIR")
+        if self.async_save and self.save is None:
+            raise ValueError("--async-save needs --save DIR")
+        if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:
+            raise ValueError(f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval "
+                             f"{self.save_interval}: most of the iterations that it would keep are not saved")
+        for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng", "no_load_fallback", "allow_changed_data"):
             if getattr(self, field) and self.load is None:
-                raise ValueError(f"--{field.replace('_', '-')} needs --load DIR")
+                raise ValueError(f"{flag(field)} needs --load DIR")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.blend import BlendedDataset, DataPath, Dataset, parse_data_path, samples_to_request
 from megatron_lite.data.gpt import GPTDataset
+from megatron_lite.data.identity import DataIdentity, identity_of_files, identity_of_mock
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.data.splits import Splits, normalized, split_documents
@@ -21,6 +22,7 @@ class Datasets:
     train: Dataset
     valid: Dataset | None
     test: Dataset | None
+    identity: DataIdentity
 
 
 def build_datasets(data: DataConfig, *, vocab_size: int, seed: int, num_samples: tuple[int, int, int]) -> Datasets:
@@ -28,7 +30,8 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seed: int, num_samples:
     if data.mock_data:
         seeds = [(seed + place) % 2**32 for place in range(len(num_samples))]  # numpy's seeds have 32 bits
         mocks = [MockDataset(count, data.seq_length, vocab_size, own) for own, count in zip(seeds, num_samples, strict=True)]
-        return Datasets(mocks[0], mocks[1] if num_samples[1] else None, mocks[2] if num_samples[2] else None)
+        return Datasets(mocks[0], mocks[1] if num_samples[1] else None, mocks[2] if num_samples[2] else None,
+                        identity_of_mock(data))
     if not data.data_path:
         raise InputError("there is nothing to train on: give --data-path PREFIX or --mock-data")
     path = parse_data_path(data.data_path)
@@ -36,7 +39,7 @@ def build_datasets(data: DataConfig, *, vocab_size: int, seed: int, num_samples:
     train, valid, test = (_build_split(parts, path, place, count) for place, count in enumerate(num_samples))
     if train is None:
         raise InputError(f"--split {data.split!r} leaves no documents for training in {' '.join(path.prefixes)}")
-    return Datasets(train, valid, test)
+    return Datasets(train, valid, test, identity_of_files(data, path, [part.indexed for part in parts]))
 
 
 class _Part:
@@ -44,15 +47,15 @@ class _Part:
 
     def __init__(self, prefix: str, data: DataConfig, vocab_size: int, seed: int) -> None:
         self.prefix, self._data, self._vocab_size, self._seed = prefix, data, vocab_size, seed
-        self._indexed = IndexedDataset(prefix)
-        self.splits = split_documents(data.split, len(self._indexed))
+        self.indexed = IndexedDataset(prefix)
+        self.splits = split_documents(data.split, len(self.indexed))
 
     def is_empty(self, split: int) -> bool:
         start, stop = self.splits[split]
         return start >= stop
 
     def dataset(self, split: int, num_samples: int | None) -> GPTDataset:
-        return GPTDataset(self._indexed, documents=self.splits[split], num_samples=num_samples, seed=self._seed,
+        return GPTDataset(self.indexed, documents=self.splits[split], num_samples=num_samples, seed=self._seed,
                           seq_length=self._data.seq_length, vocab_size=self._vocab_size, cache_path=self._data.data_cache_path)
 
 

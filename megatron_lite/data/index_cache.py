@@ -52,9 +52,10 @@ def _read(path: str) -> Arrays | None:
     try:
         with open(os.path.join(path, "arrays.json"), encoding="utf-8") as file:
             shapes = json.load(file)
-        arrays = {name: np.load(os.path.join(path, name + ".npy"), mmap_mode="r", allow_pickle=False).view(np.ndarray)
+        # (np.load would open a zip file too, and return something else)
+        arrays = {name: np.lib.format.open_memmap(os.path.join(path, name + ".npy"), mode="r").view(np.ndarray)
                   for name in shapes}
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, TypeError, EOFError):
         return None
     return arrays if {name: list(array.shape) for name, array in arrays.items()} == shapes else None
 

@@ -116,6 +116,17 @@ def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tens
     return start_reduce_scatter_first_dim(tensor, group).wait()
 
 
+def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
+    """The data of every rank, in rank order, over a group that serves CPUs (gloo). Sends the lengths, then the data, padded."""
+    if group is None:
+        return [data]
+    lengths = all_gather_first_dim(torch.tensor([len(data)]), group).tolist()
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    rows = all_gather_first_dim(padded, group).view(len(lengths), -1)
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
     """Overwrites `tensor` on every rank with that of the group's rank `group_source`."""
     if group is not None:

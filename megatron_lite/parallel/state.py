@@ -36,6 +36,7 @@ class ParallelState:
     data_group: the ranks with the same parameters and other tokens, data-parallel and context-parallel: they add up gradients.
     pp_lanes: groups of the pipeline's ranks, one for each direction in which tensors travel (pipeline/links.py).
     embedding_group: first and last pipeline rank, which share a tied embedding; None on the others too.
+    saver_group: all ranks, for what a background thread sends while it writes a checkpoint, and for nothing else. gloo.
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class ParallelState:
     pp_group: ProcessGroup | None = None
     pp_lanes: tuple[ProcessGroup, ...] = ()
     embedding_group: ProcessGroup | None = None
+    saver_group: ProcessGroup | None = None
     tp_rank: int = 0
     tp_size: int = 1
     cp_rank: int = 0
@@ -184,6 +186,7 @@ def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_
         rng=RngStreams(device, seed=seed, tp_rank=ranks["tp"], dp_rank=data_rank, pp_rank=ranks["pp"]),
         mesh=mesh, data_group=_data_group(mesh, groups),
         pp_lanes=_lanes(mesh, config), embedding_group=_embedding_group(mesh, groups["pp"]),
+        saver_group=dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes)),
         **{f"{axis}_{what}": values[axis] for what, values in (("group", groups), ("rank", ranks), ("size", sizes))
            for axis in sizes},  # type: ignore[arg-type]
     )

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.checkpointing.files import METADATA, latest_step, step_directory
-from megatron_lite.checkpointing.save_load import Metadata, load_weights, read_config
+from megatron_lite.checkpointing.files import LATEST, saved_steps, step_directory
+from megatron_lite.checkpointing.load import load_weights
+from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
 from megatron_lite.config.checks import InputError, require_at_least
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.run import RunConfig
@@ -113,19 +115,22 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
 
 # --- the checkpoint ---
 
-def find_step(load: str, iteration: int | None) -> Path:
-    """The step directory to read. InputError where it does not exist."""
+def find_step(load: str, iteration: int | None) -> Found:
+    """The step to read, once its checksums are compared: the newest good one, or that of an iteration. InputError where there is
+    none, or where that one is damaged."""
+    root = Path(load)
+    saved = saved_steps(root)
     if iteration is None:
-        step = latest_step(Path(load))
-        if step is None:
-            raise InputError(f"--load {load}: no checkpoint there (no latest_checkpointed_iteration.txt): correct the path")
-        return step
-    step = step_directory(Path(load), iteration)
-    if not (step / METADATA).is_file():
-        saved = sorted(int(path.parent.name[5:]) for path in Path(load).glob(f"iter_*/{METADATA}")
-                       if path.parent.name[5:].isdigit())
+        there = candidates(root)
+        if not there.steps:
+            raise InputError(f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): correct the path")
+        return newest_good_step(root, there, step_fault, fallback=True)
+    if iteration not in saved:
         raise InputError(f"--iteration {iteration}: no such checkpoint in {load} (there: {', '.join(map(str, saved)) or 'none'})")
-    return step
+    step = step_directory(root, iteration)
+    if (fault := step_fault(step)) is not None:
+        raise InputError(f"--iteration {iteration}: {fault}")
+    return Found(step, ())
 
 
 def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfig:
@@ -161,7 +166,7 @@ def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTMod
 
 def run(args: argparse.Namespace, sampling: Sampling) -> None:
     """Continues every prompt. Rank 0 prints."""
-    step = find_step(args.load, args.iteration)
+    step, notices = find_step(args.load, args.iteration)
     num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
     config = config_for_ranks(read_config(step), num_ranks, args.distributed_backend)
     tokenizer = build_tokenizer(tokenizer_with_files(
@@ -172,6 +177,8 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
     eod = end_of_document(tokenizer)
     with parallel_state(config.parallel, seed=args.seed) as parallel:
         model = load_model(step, config, parallel)
+        if parallel.rank == 0 and notices:
+            print(*notices, sep="\n", file=sys.stderr, flush=True)
         for number, text in enumerate(args.prompt):
             prompt = read_prompt(parallel) if text == "-" else text
             tokens = tokenizer.tokenize(prompt) or ([] if eod is None else [eod])  # nothing: the start of a document

@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from megatron_lite.checkpointing.save_load import loaded_progress
+from megatron_lite.checkpointing.saver import Claim, Saver, claim_directory
+from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
@@ -63,22 +64,33 @@ def use_deterministic_algorithms() -> None:
 
 
 def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
-    """Model, optimizer, schedule and data of a run at iteration 0; `Trainer.run` loads what `--load` names.
+    """Model, optimizer, schedule and data of a run at iteration 0; `Trainer.run` loads the step that is chosen here.
 
-    InputError: no data, no length, no learning rate, a batch that does not divide, faults in the data files.
+    Takes the directory of `--save`, which `Trainer.run` lets go of. InputError: no data, no length, no learning rate, a batch
+    that does not divide, faults in the data files, in the checkpoint, in the directories.
     """
+    claim = claim_directory(config.checkpoint, parallel)
+    try:
+        return _build(config, parallel, claim)
+    except BaseException:
+        claim.release()
+        raise
+
+
+def _build(config: RunConfig, parallel: ParallelState, claim: Claim) -> Trainer:
     training = config.training
     if training.deterministic_mode:
         use_deterministic_algorithms()
+    start = find_start(config.checkpoint, parallel)
+    done = start.progress
     try:
-        start = loaded_progress(config.checkpoint)
         batches = training.batch_schedule(parallel.dp_size)
         chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
         for size in batches.sizes:
             check_num_microbatches(batches.num_microbatches(size), size=parallel.pp_size, chunks=chunks)
         # Counted from where the run stands, in case it goes on with another batch size.
-        num_iterations = training.num_iterations(batches, done=start.iteration, consumed=start.consumed_samples)
-        train_samples = batches.consumed_after(num_iterations - start.iteration, consumed=start.consumed_samples)
+        num_iterations = training.num_iterations(batches, done=done.iteration, consumed=done.consumed_samples)
+        train_samples = batches.consumed_after(num_iterations - done.iteration, consumed=done.consumed_samples)
         schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or train_samples, batches=batches)
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -90,7 +102,8 @@ def build_trainer(config: RunConfig, parallel: ParallelState) -> Trainer:
     optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel, loss_scale=loss_scale)
     fused = fuse_weight_gradients_(config, parallel, model, optimizer)
     return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
-                   num_iterations=num_iterations, batches=batches,
+                   num_iterations=num_iterations, batches=batches, start=start,
+                   saver=Saver(config.checkpoint, parallel, claim, started_at=done.iteration),
                    accumulation=description(PARAMS_DTYPE[training.precision], fused=fused))
 
 

@@ -14,8 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.progress import Progress
-from megatron_lite.checkpointing.save_load import check_save_directory, load_checkpoint, save_checkpoint
+from megatron_lite.checkpointing.saver import Saver
+from megatron_lite.checkpointing.snapshot import take_snapshot
+from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.build import Datasets
@@ -50,7 +53,8 @@ class StartedStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run, and how far it has come. accumulation: a line for the log about how gradients are added up."""
+    """The parts of a run, and how far it has come. accumulation: a line for the log about how gradients are added up. start: the
+    checkpoint that `run` loads."""
 
     config: RunConfig
     parallel: ParallelState
@@ -60,6 +64,8 @@ class Trainer:
     datasets: Datasets
     num_iterations: int
     batches: BatchSchedule
+    saver: Saver
+    start: Start = field(default_factory=Start)
     accumulation: str | None = None
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
@@ -75,8 +81,11 @@ class Trainer:
 
     def run(self) -> Progress:
         """Trains from where `--load` stands to the end, or until exits.py ends it. TrainingError where the loss is not finite."""
-        check_save_directory(self.config.checkpoint, self.parallel)
-        notices = self.parallel.together("--load", self._load)
+        with self.saver:
+            return self._run()
+
+    def _run(self) -> Progress:
+        notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
         with self.parallel.together("the log", self._open_log) as log:
             for notice in (*notices, *filter(None, [self.accumulation])):
                 log.line(notice)
@@ -89,6 +98,7 @@ class Trainer:
             if self._timeline_is_due:
                 log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
             self._save(log)
+            self.saver.wait(log.line)
             if finished:
                 self._evaluate("validation", self.datasets.valid, log)
                 self._evaluate("test", self.datasets.test, log)
@@ -101,6 +111,7 @@ class Trainer:
         while self.progress.iteration < self.num_iterations:
             self._started.append(self._start_step(log))
             iteration = self.progress.iteration
+            self.saver.poll(log.line)
             evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
             saves, reason = _due(iteration, checkpoint.save_interval), exits.reason(iteration)
             finished = iteration == self.num_iterations
@@ -203,7 +214,7 @@ class Trainer:
     def _load(self) -> list[str]:
         if self.config.checkpoint.load is None:
             return []
-        loaded = load_checkpoint(self.config, self.parallel, self.model, self.optimizer)
+        loaded = load_checkpoint(self.start, self.config, self.parallel, self.model, self.optimizer, data=self.datasets.identity)
         self.progress = loaded.progress
         if self.config.checkpoint.load == self.config.checkpoint.save:
             self._saved_at = loaded.progress.iteration
@@ -216,9 +227,14 @@ class Trainer:
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(f"iteration {iteration}: a weight is not finite, so no checkpoint is written. Lower --lr, and "
                                 f"continue from an earlier checkpoint")
+        self.saver.wait(log.line)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
-        save_checkpoint(directory, self.config, self.parallel, self.model, self.optimizer, self.progress)
-        log.line(f"  successfully saved checkpoint from iteration {iteration:7d} to {directory}")
+        began = time.perf_counter()
+        snapshot = take_snapshot(self.config, self.parallel, self.model, self.optimizer, self.progress,
+                                 data=self.datasets.identity, copy=self.saver.copies)
+        self.saver.save(snapshot, log.line)
+        if self.saver.copies:
+            log.line(f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the copy, which is now written")
         self._saved_at = iteration
 
     def _open_log(self) -> RunLog:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from arguments import parse_args
-from megatron_lite.checkpointing.save_load import load_checkpoint
+from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -96,7 +96,7 @@ def trained(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
 def loaded(rank: int, world_size: int, config: RunConfig) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)
-        notices = load_checkpoint(config, parallel, trainer.model, trainer.optimizer).notices
+        notices = load_checkpoint(trainer.start, config, parallel, trainer.model, trainer.optimizer).notices
         return state(trainer), notices
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments import parse_args
-from megatron_lite.checkpointing.save_load import load_checkpoint
+from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.parallel import ParallelConfig
@@ -94,7 +94,7 @@ def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[s
         if train:
             trainer.run()
         else:
-            load_checkpoint(config, parallel, trainer.model, trainer.optimizer)
+            load_checkpoint(trainer.start, config, parallel, trainer.model, trainer.optimizer)
         return {f"{name}/{key}": whole_tensor(value, parameter, parallel)
                 for name, parameter in trainer.model.named_parameters()
                 for key, value in {"weight": parameter, **trainer.optimizer.states[name]}.items()}

@@ -17,8 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.files import latest_step
-from megatron_lite.checkpointing.save_load import read_config
+from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.training import TokenizerConfig
@@ -26,6 +25,7 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import (
     Sampling,
     config_for_ranks,
+    find_step,
     generate_tokens,
     load_model,
     main,
@@ -188,8 +188,7 @@ def generate_on_ranks(rank: int, world_size: int, *arguments: str) -> Output:
 
 def greedy_by_hand(folder: str, prompt: list[int], count: int) -> list[int]:
     """argmax of the model's last logits over contexts of at most 16 tokens, written out."""
-    step = latest_step(Path(folder))
-    assert step is not None
+    step = find_step(folder, None).step
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
         model = load_model(step, config_for_ranks(read_config(step), 1, "gloo"), parallel)
         tokens = list(prompt)

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpointing.save_load import METADATA
+from megatron_lite.checkpointing.files import METADATA
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.loss_scale import LossScaleConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.training.step import TrainingError
+from tests.support.checkpoints import sign
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
@@ -133,6 +134,7 @@ def test_a_damaged_scale_in_a_checkpoint_is_one_error(tmp_path: Path) -> None:
     run_to_end(save)
     path = tmp_path / "iter_0000001" / METADATA
     path.write_text(path.read_text().replace('"scale": 1024.0', '"scale": -1.0'))
+    sign(path.parent)
     with pytest.raises(InputError, match="damaged"):
         run_to_end(fp16_run(checkpoint=dict(load=str(tmp_path))))
 

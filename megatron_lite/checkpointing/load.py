@@ -1,0 +1,109 @@
+"""Filling a run from a verified step: bit for bit in the same layout, and in any other tensor-parallel or pipeline layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megatron_lite.checkpointing.compare import changed_settings, check_same_data, check_same_model
+from megatron_lite.checkpointing.files import rng_file
+from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.shards import ShardReader
+from megatron_lite.checkpointing.start import Start
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
+from megatron_lite.parallel.state import ParallelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Where the loaded run stands, and what its user should know."""
+
+    progress: Progress
+    notices: tuple[str, ...] = ()
+
+
+def load_checkpoint(start: Start, config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None, *,
+                    data: Mapping[str, Any] | None = None) -> Loaded:
+    """Fills model, optimizer and random-number streams from the step that was found. Issues no collective.
+
+    `--finetune` takes the weights alone and starts at iteration 0. data: the identity of this run's; None: not compared.
+    InputError: another architecture, vocabulary or data set, files that do not fit together.
+    """
+    options, step, metadata = config.checkpoint, start.step, start.metadata
+    if step is None or metadata is None:
+        return Loaded(progress=start.progress, notices=start.notices)
+    saved = read_config(step)
+    check_same_model(config, saved, where=str(step))
+    if data is not None and not (options.finetune or options.allow_changed_data):
+        check_same_data(data, metadata.data, where=str(step))
+    load_weights(step, metadata, parallel, model, optimizer)
+    notices = [*start.notices, f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
+               *changed_settings(config, saved)]
+    if optimizer is not None and not options.finetune and not options.no_load_optim:
+        _load_optimizer(step, metadata, parallel, model, optimizer)
+    if options.finetune:
+        return Loaded(progress=start.progress, notices=(*notices, "--finetune: weights only, starting at iteration 0"))
+    if not options.no_load_rng:
+        notices += _load_rng(step, metadata, parallel)
+    return Loaded(progress=start.progress, notices=tuple(notices))
+
+
+@torch.no_grad()
+def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None = None,
+                 ) -> None:
+    """Fills the model's parameters, and the optimizer's master weights without rounding.
+
+    InputError where their names or global shapes differ from the checkpoint's.
+    """
+    held = {name for name, _ in model.named_parameters()}
+    unexpected = sorted(set(metadata.parameters) - held) if parallel.pp_size == 1 else []
+    if unexpected:
+        raise InputError(f"{step}: this model has no parameter {unexpected[0]}")
+    with ShardReader(step, "model", saved_tp_size=metadata.tp_size) as reader:
+        for name, parameter in model.named_parameters():
+            saved, wanted = metadata.parameters.get(name), spec_of(parameter)
+            if saved is None or saved.global_shape != wanted.global_shape:
+                raise InputError(f"{step}: parameter {name} is {'missing' if saved is None else saved.global_shape}, this model "
+                                 f"has {wanted.global_shape}")
+            values = reader.read(name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+            if optimizer is None:
+                parameter.copy_(values)
+            else:
+                optimizer.set_weight(name, values)
+
+
+def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer) -> None:
+    states: dict[str, dict[str, Tensor]] = {}
+    with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
+        for name, parameter in model.named_parameters():
+            saved, wanted = metadata.parameters[name], spec_of(parameter)
+            keys = ["exp_avg", "exp_avg_sq", *(["master"] if reader.has(f"{name}/master", saved) else [])]
+            states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+                            for key in keys}
+    optimizer.load(states, num_updates=metadata.num_updates)
+    if optimizer.loss_scale is not None:
+        optimizer.loss_scale.restore(metadata.loss_scale)
+
+
+def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
+    then, now = ((one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel))
+    if then != now:
+        before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
+        return [f"the checkpoint was saved on {before}, this run has {here}: random-number streams (dropout) start from --seed"]
+    path = step / rng_file(parallel.rank)
+    try:
+        parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
+    except Exception as error:
+        raise InputError(f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed") from error
+    return []

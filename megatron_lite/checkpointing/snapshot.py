@@ -1,0 +1,85 @@
+"""What a rank writes of a step, apart from the training that goes on: tensors on the CPU, and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from megatron_lite.checkpointing import points
+from megatron_lite.checkpointing.files import CONFIG, METADATA, parameters_file, rng_file, shard_file
+from megatron_lite.checkpointing.metadata import Metadata
+from megatron_lite.checkpointing.points import Point
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.shards import layouts_of, owned_rows
+from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.state import ParallelState
+
+
+class TensorFile(NamedTuple):
+    """kind: "model", "optimizer" or "rng"."""
+
+    kind: str
+    name: str
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The files of this rank. texts: by file name."""
+
+    iteration: int
+    files: tuple[TensorFile, ...]
+    texts: Mapping[str, str]
+
+
+def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer, progress: Progress, *,
+                  data: Mapping[str, Any], copy: bool) -> Snapshot:
+    """Every rank must call this: what data-parallel ranks share out is gathered, one parameter at a time.
+
+    copy: later steps leave it as it is. Otherwise tensors on a CPU are the model's own, to be written before the next step.
+    """
+    metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size, pp_size=parallel.pp_size,
+                        cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model), data=data,
+                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state())
+    files = [TensorFile("rng", rng_file(parallel.rank), parallel.rng.snapshot().states)]
+    texts = {}
+    weights, states = _owned_tensors(model, optimizer, parallel, copy=copy)
+    if parallel.data_rank == 0:
+        names = {kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size) for kind in ("model", "optimizer")}
+        files = [TensorFile("model", names["model"], weights), TensorFile("optimizer", names["optimizer"], states), *files]
+        if parallel.tp_rank == 0:
+            texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json()
+    if parallel.rank == 0:
+        texts |= {CONFIG: config.to_json(), METADATA: metadata.to_json()}
+    points.reached(Point.SNAPSHOT)
+    return Snapshot(iteration=progress.iteration, files=tuple(files), texts=texts)
+
+
+class _Owned(NamedTuple):
+    """By the names of the files' tensors."""
+
+    weights: dict[str, Tensor]
+    states: dict[str, Tensor]
+
+
+def _owned_tensors(model: nn.Module, optimizer: Optimizer, parallel: ParallelState, *, copy: bool) -> _Owned:
+    """Empty on all but the first of the data-parallel ranks."""
+    found = _Owned({}, {})
+    for name, parameter in model.named_parameters():
+        weight, states = optimizer.weight(name), optimizer.whole_states(name)
+        if parallel.data_rank == 0:
+            found.weights.update(_owned({name: weight}, parameter, parallel, copy=copy))
+            found.states.update(_owned({f"{name}/{key}": value for key, value in states.items()}, parameter, parallel, copy=copy))
+    return found
+
+
+def _owned(tensors: Mapping[str, Tensor], parameter: Tensor, parallel: ParallelState, *, copy: bool) -> dict[str, Tensor]:
+    """This rank's part of tensors that are split like the parameter, without what another TP rank saves."""
+    spec = spec_of(parameter)
+    owned = {key: owned_rows(tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size) for key, tensor in tensors.items()}
+    return {key: tensor.to("cpu", copy=copy) for key, tensor in owned.items() if tensor is not None}

@@ -1,0 +1,41 @@
+"""Which data a run reads, told by its content: equal where the same documents are split, weighted and cut alike.
+
+Of a dataset every byte of the .idx counts, the size of the .bin, and a sample of its bytes, since they may be terabytes.
+Files that were moved or copied are the same data. The seed and the length of a run are no part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.config.training import DataConfig
+from megatron_lite.data.blend import DataPath
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.splits import parse_split
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+
+DataIdentity = dict[str, Any]  # plain values, as JSON holds them
+
+
+def identity_of_mock(data: DataConfig) -> DataIdentity:
+    """Of `--mock-data`."""
+    return {"source": "--mock-data", "seq_length": data.seq_length}
+
+
+def identity_of_files(data: DataConfig, path: DataPath, datasets: Sequence[IndexedDataset]) -> DataIdentity:
+    """Of the parts of `--data-path`, in their order."""
+    return {"source": "--data-path", "seq_length": data.seq_length, "split": list(parse_split(data.split)),
+            "weights": None if path.weights is None else list(path.weights), "files": [_content(one) for one in datasets]}
+
+
+def _content(dataset: IndexedDataset) -> str:
+    digest = hashlib.sha256(dataset.fingerprint.encode())
+    content = dataset.tokens.view(np.uint8)
+    for start in np.linspace(0, max(0, content.nbytes - SAMPLE_BYTES), SAMPLES, dtype=np.int64).tolist():
+        digest.update(content[start : start + SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,76 @@
+"""Weights and optimizer states go through any layout of ranks and come back in every bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_to_end, tiny_run
+
+ITERATIONS = 3
+ZERO1, FSDP2 = DataParallelConfig(use_distributed_optimizer=True), DataParallelConfig(use_torch_fsdp2=True)
+# ranks, sizes of the axes, what data-parallel ranks share out, recompute policy, padding of the vocabulary
+LAYOUTS: dict[str, tuple[int, dict[str, Any], DataParallelConfig, str | None, int]] = {
+    "one rank": (1, {}, DataParallelConfig(), None, 64),
+    "one rank, 99 rows and no padding": (1, {}, DataParallelConfig(), "*:full", 1),
+    "TP 2, sequence parallel, DP 2, ZeRO-1": (4, dict(tensor_model_parallel_size=2, sequence_parallel=True), ZERO1, None, 64),
+    "TP 4, 256 rows": (4, dict(tensor_model_parallel_size=4), DataParallelConfig(), "*:core_attn+mlp", 64),
+    "TP 2, 100 rows": (2, dict(tensor_model_parallel_size=2), DataParallelConfig(), None, 5),
+    "PP 2": (2, dict(pipeline_model_parallel_size=2), DataParallelConfig(), "*:full", 64),
+    "PP 2, interleaved, TP 2": (4, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
+                                        tensor_model_parallel_size=2), DataParallelConfig(), None, 64),
+    "CP 2": (2, dict(context_parallel_size=2), DataParallelConfig(), None, 64),
+    "DP 2, FSDP2": (2, {}, FSDP2, "every-2:full", 64),
+    "DP 4": (4, {}, DataParallelConfig(), None, 64),
+}
+HERE = "TP 2, sequence parallel, DP 2, ZeRO-1"
+
+
+def config_of(layout: str, **checkpoint: str) -> RunConfig:
+    _, sizes, data_parallel, policy, padding = LAYOUTS[layout]
+    config = tiny_run(model=dict(num_layers=4, attention_dropout=0.0), checkpoint=checkpoint, data_parallel=data_parallel,
+                      training=dict(train_iters=ITERATIONS, eval_iters=0, bf16=True))
+    return replace(config, parallel=replace(config.parallel, **sizes), recompute=RecomputeConfig(recompute_policy=policy),
+                   tokenizer=replace(config.tokenizer, make_vocab_size_divisible_by=padding))
+
+
+def run(rank: int, world_size: int, config: RunConfig) -> None:
+    run_to_end(config)
+
+
+def tensors(folder: Path) -> dict[str, dict[str, Any]]:
+    step = folder / f"iter_{ITERATIONS:07d}"
+    return {kind: load_file(step / f"{kind}_pp00_tp00of01.safetensors") for kind in ("model", "optimizer")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained in one layout, and written again by one rank: the reference."""
+    run_to_end(tiny_run(training=dict(train_iters=1, bf16=True, eval_iters=0)))
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(run, LAYOUTS[HERE][0], config_of(HERE, save=str(folder / "there")), detail=False)
+    run_to_end(config_of("one rank", load=str(folder / "there"), save=str(folder / "here")))
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_through_a_layout_and_back_no_bit_changes(tmp_path: Path, saved: Path, layout: str) -> None:
+    """Nothing is trained: each run loads the last iteration and writes it again."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    run_ranks(run, LAYOUTS[layout][0], config_of(layout, load=str(saved / "there"), save=str(there)), detail=False)
+    run_to_end(config_of("one rank", load=str(there), save=str(back)))
+    expected, found = tensors(saved / "here"), tensors(back)
+    assert any(name.endswith("/master") for name in expected["optimizer"])
+    assert expected["model"]["embedding.word_embeddings.weight"].shape == (99, 32)
+    for kind in expected:
+        assert found[kind].keys() == expected[kind].keys()
+        assert all(found[kind][name].equal(value) for name, value in expected[kind].items())
+        assert any(value.any() for value in expected[kind].values())

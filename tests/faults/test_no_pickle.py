@@ -1,0 +1,171 @@
+"""A pickle in the place of any file that the program reads does not run: the file is refused, or not used."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron_lite.checkpointing.files import LATEST
+from megatron_lite.checkpointing.lock import LOCK
+from megatron_lite.checkpointing.manifest import MANIFEST
+from megatron_lite.checkpointing.start import step_fault
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.training import DataConfig
+from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.tools import generate, plot_memory, preprocess_data, train_tokenizer, translate_recompute, unigram_entropy
+from tests.support.checkpoints import sign
+from tests.support.runs import run_to_end, tiny_run
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def as_pickle(mark: Path) -> bytes:
+    return pickle.dumps(Payload(mark))
+
+
+def as_torch_file(mark: Path) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"weight": Payload(mark)}, buffer)
+    return buffer.getvalue()
+
+
+def as_numpy_file(mark: Path) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Payload(mark)], dtype=object), allow_pickle=True)
+    return buffer.getvalue()
+
+
+FORMS: list[Callable[[Path], bytes]] = [as_pickle, as_torch_file, as_numpy_file]
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    return tmp_path / "it ran"
+
+
+def test_the_payloads_run_where_pickles_are_read(tmp_path: Path) -> None:
+    """So that the other tests can fail."""
+    pickle.loads(as_pickle(tmp_path / "a"))
+    torch.load(io.BytesIO(as_torch_file(tmp_path / "b")), weights_only=False)
+    np.load(io.BytesIO(as_numpy_file(tmp_path / "c")), allow_pickle=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    assert zipfile.is_zipfile(io.BytesIO(as_torch_file(tmp_path / "d")))
+
+
+@forms
+def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
+    """Signed or not, in the place of every file, by training and by sampling."""
+    steps = tmp_path / "steps"
+    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(steps))))
+    step = steps / "iter_0000001"
+    (step / "model.pt").write_bytes(form(mark))  # beside the others
+    for path in sorted(step.iterdir()):
+        good = path.read_bytes()
+        manifest = (step / MANIFEST).read_bytes()
+        for signed in (False, True):
+            path.write_bytes(form(mark))
+            if signed and path.name != MANIFEST:
+                sign(step)
+            expected_fault = path.name != "model.pt"
+            if expected_fault:
+                with pytest.raises(InputError, match=path.name):
+                    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(load=str(steps))))
+            generate.main(["--load", str(steps), "--prompt", "1", "--distributed-backend", "gloo", "--max-new-tokens", "1"])
+            path.write_bytes(good)
+            (step / MANIFEST).write_bytes(manifest)
+    assert step_fault(step) is None and not mark.exists()
+    for name in (LATEST, LOCK):
+        (steps / name).write_bytes(form(mark))
+    run_to_end(tiny_run(training=dict(train_iters=2, eval_iters=0), checkpoint=dict(load=str(steps), save=str(steps))))
+    assert not mark.exists()
+
+
+def corpus(prefix: Path) -> str:
+    with IndexedDatasetWriter(str(prefix), token_dtype(99)) as writer:
+        for number in range(30):
+            writer.add_document([number] * 37)
+    return str(prefix)
+
+
+@forms
+def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
+    prefix = corpus(tmp_path / "text")
+    config = tiny_run(training=dict(train_iters=1, eval_iters=0))
+    config = replace(config, data=DataConfig(seq_length=16, data_path=(prefix,), data_cache_path=str(tmp_path / "cache")))
+    run_to_end(config)
+    arrays = sorted((tmp_path / "cache").rglob("*.*"))
+    assert {path.suffix for path in arrays} == {".npy", ".json", ".lock"}
+    for path in arrays:
+        if path.is_file():
+            path.write_bytes(form(mark))
+            run_to_end(config)
+    for kind in (".bin", ".idx"):
+        good = Path(prefix + kind).read_bytes()
+        Path(prefix + kind).write_bytes(form(mark))
+        with pytest.raises(InputError, match=f"text{kind}"):
+            run_to_end(config)
+        unigram_entropy.main([prefix])
+        Path(prefix + kind).write_bytes(good)
+    assert not mark.exists()
+
+
+@forms
+@pytest.mark.parametrize("flags", ["--config-json", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model",
+                                   "--tokenizer-type GPT2BPETokenizer --merge-file {} --vocab-file", "--load", "--data-path"])
+def test_in_the_files_of_the_command_line(tmp_path: Path, mark: Path, form: Callable[[Path], bytes], flags: str) -> None:
+    file = tmp_path / ("tokenizer.json" if "tokenizer" in flags else "file.pt")
+    file.write_bytes(form(mark))
+    words = ("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --eval-iters 0 "
+             "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --distributed-backend gloo ")
+    words += "" if "tokenizer" in flags else "--vocab-size 9 "
+    words += "" if flags == "--data-path" else "--mock-data "
+    try:
+        status = pretrain_gpt.main([*words.split(), *flags.format(file).split(), str(file)])
+    except SystemExit as stopped:
+        status = stopped.code  # type: ignore[assignment]
+    assert status == 2 and not mark.exists()
+
+
+@forms
+def test_in_the_files_of_the_tools(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
+    file = tmp_path / "file.json"
+    file.write_bytes(form(mark))
+    out = str(tmp_path / "out")
+    commands: list[tuple[Callable[[list[str]], int], list[str]]] = [
+        (plot_memory.main, [str(file), "--output", f"{out}.svg"]),
+        (translate_recompute.main, ["--from", "deepspeed", "--json", str(file)]),
+        (train_tokenizer.main, ["--input", str(file), "--output", out]),
+        (preprocess_data.main, ["--input", str(file), "--output-prefix", out, "--tokenizer-type", "NullTokenizer",
+                                "--vocab-size", "9"]),
+        (preprocess_data.main, ["--input", str(file), "--output-prefix", out, "--tokenizer-type", "HuggingFaceTokenizer",
+                                "--tokenizer-model", str(file)]),
+        (generate.main, ["--load", str(tmp_path), "--prompt", "1"]),
+    ]
+    for main, arguments in commands:
+        try:
+            assert main(arguments) == 2, arguments
+        except SystemExit as stopped:
+            assert stopped.code == 2, arguments
+    shutil.rmtree(out, ignore_errors=True)
+    assert not mark.exists()

@@ -1,0 +1,54 @@
+"""Directories that are full or cannot be written, for root too, whom permissions do not stop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    """A file system of its own, of this size. Skips the test where none may be mounted."""
+    folder.mkdir()
+    _mount("-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder))
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def check_can_mount(folder: Path) -> None:
+    """Skips the test where `make_read_only` would need what is not allowed."""
+    if os.geteuid() == 0:
+        with small_disk(folder / "probe", kilobytes=4):
+            pass
+
+
+def make_read_only(folder: Path) -> None:
+    """Nobody can write into the folder any more. For root it is mounted over itself."""
+    if os.geteuid() != 0:
+        folder.chmod(0o555)
+        return
+    for arguments in (["--bind", str(folder), str(folder)], ["-o", "remount,bind,ro", str(folder)]):
+        subprocess.run(["mount", *arguments], check=True, capture_output=True)
+
+
+def make_writable(folder: Path) -> None:
+    """Undoes it, if it was done."""
+    if os.geteuid() == 0:  # (is_mount() does not see a folder that is mounted over itself)
+        subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
+    folder.chmod(0o755)
+
+
+def _mount(*arguments: str) -> None:
+    try:
+        done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"no mount: {error}")
+    if done.returncode:
+        pytest.skip(f"may not mount: {done.stderr.strip()}")
