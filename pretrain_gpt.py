@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,11 +48,6 @@ def report(error: InputError, rank: int) -> None:
     print(f"pretrain_gpt.py: {f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr, flush=True)
 
 
-def lost_a_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because the rank at its other end is gone."""
-    return any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "NCCL remote"))
-
-
 def parse_on_rank(rank: int, argv: Sequence[str]) -> ParsedArguments:
     """The parsed command line. Every rank meets the same faults in it, and rank 0 alone says so; all exit with status 2."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(sys.stderr if rank == 0 else nowhere):
@@ -74,12 +70,17 @@ def explanation(arguments: ParsedArguments) -> list[str]:
 
 
 def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
-    """Trains as the configuration says. Returns 0, or 1 where the training failed. InputError: a fault in files or launch."""
+    """Trains as the configuration says. Returns 0, 1 where the training failed, or 128 + the signal that came before it began.
+
+    InputError: a fault in files or launch. Where another rank is gone or has stopped, this process ends here (watch.py).
+    """
     from megatron_lite.data.tokenizers import resolve_vocabulary
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.recompute.verify import RecomputeMismatch
     from megatron_lite.training.build import build_trainer
+    from megatron_lite.training.exits import Exits, StoppedEarly
     from megatron_lite.training.step import TrainingError
+    from megatron_lite.training.watch import Watch
 
     try:
         config.check_complete_for_training()
@@ -87,29 +88,39 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
         raise InputError(str(error)) from error
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
     with parallel_state(config.parallel, seed=config.training.seed, launch=launch) as parallel:
-        if parallel.rank == 0:
-            print(*notices, *config.data_parallel.notices(parallel.data_size), arguments_table(config), sep="\n", flush=True)
-            print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel {parallel.cp_size}, "
-                  f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}",
-                  flush=True)
-        try:
-            build_trainer(config, parallel).run()
-        except TrainingError as error:
-            if parallel.rank == 0:
-                print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
-            return 1
-        except RecomputeMismatch as error:
-            print(f"pretrain_gpt.py: [rank {parallel.rank}] error: --recompute-verify: {error}", file=sys.stderr, flush=True)
-            return 1
-        except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
-            report(error, parallel.rank)
-            return 2
-        except RuntimeError as error:
-            if not lost_a_peer(error):
-                raise
-            print(f"pretrain_gpt.py: [rank {parallel.rank}] stops, since another rank has failed (its own message says why)",
-                  file=sys.stderr, flush=True)
-            return 1
+        exits = Exits(config.training, parallel)
+        with Watch(parallel, timeout=config.parallel.timeout_seconds, graceful=config.training.exit_signal_handler,
+                   store_of="torchrun on rank 0's node" if launch.agent_owns_store else "rank 0") as watch:
+            try:
+                exits.listen()
+                if parallel.rank == 0:
+                    print(*notices, *config.data_parallel.notices(parallel.data_size), arguments_table(config), sep="\n",
+                          flush=True)
+                    print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel "
+                          f"{parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on "
+                          f"{parallel.device.type}", flush=True)
+                trainer = build_trainer(config, parallel)
+                trainer.pulse = watch.pulse
+                trainer.run(exits)
+            except TrainingError as error:
+                if parallel.rank == 0:
+                    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+                return 1
+            except RecomputeMismatch as error:
+                print(f"pretrain_gpt.py: [rank {parallel.rank}] error: --recompute-verify: {error}", file=sys.stderr, flush=True)
+                return 1
+            except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
+                report(error, parallel.rank)
+                return 2
+            except StoppedEarly as stopped:
+                watch.leave(watch.stop(stopped))
+            except RuntimeError as error:
+                verdict = watch.explain(error)
+                if verdict is None:
+                    raise
+                if verdict.with_stacks:
+                    traceback.print_exception(error)
+                watch.leave(verdict)
     return 0
 
 

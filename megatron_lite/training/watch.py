@@ -1,0 +1,258 @@
+"""Watches over the ranks of a run, so that one that is killed or hangs ends all the others, and one message names it.
+
+Each rank has a thread that writes a beat to the run's store twice a second, and looks there for a verdict. A rank in trouble (its
+collective failed or timed out, it makes no progress, a launcher sends it SIGTERM) compares two beats of every other rank: who is
+gone or stopped has none between them. It writes the verdict and says it; the others find it and end in silence.
+
+    beat/RANK   BEATS MOVES WHERE, or "left"        verdict   JSON, and the first one counts
+
+The store belongs to rank 0, or to torchrun on its node: when that is gone, every rank says so for itself. A main thread that
+cannot be reached (in a kernel, in a collective that does not give up) is ended by the thread; a thread that is held up itself, by
+faulthandler's timer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import NamedTuple, NoReturn
+
+import torch.distributed as dist
+
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.exits import StoppedEarly
+from megatron_lite.training.pulse import START_UP, Pulse
+
+BEAT_S = 0.5
+SILENT_S = 2.5      # without a beat for so long a rank counts as gone or stopped
+GRACE_S = 5.0       # for the main thread to end by itself once there is a verdict
+BACKSTOP_S = 60.0   # after the limit of the watch: faulthandler's timer
+STORE_S = 5.0
+LEFT = "left"
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "pair closure", "NCCL remote", "remote process")
+LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
+
+
+class Verdict(NamedTuple):
+    """Why the run ends, by the rank that says so. status: of every process. with_stacks: all ranks write theirs."""
+
+    rank: int
+    status: int
+    text: str
+    with_stacks: bool = False
+
+
+@dataclass
+class _Trouble:
+    """What made a rank ask who is alive. before: the beats when it first looked, `since` then."""
+
+    what: str
+    number: int = 0
+    since: float = 0.0
+    before: dict[int, str] | None = None
+
+
+class Watch:
+    """Context manager around all that a rank does after it has joined; only the main thread may enter. One rank is not watched.
+
+    timeout: seconds that a collective may take, and by which an iteration or a batch of an evaluation may exceed the longest one
+    so far. graceful: SIGTERM and the like do not kill, see exits.py. store_of: who holds the store, for messages. pulse: to be
+    written by the training loop.
+    """
+
+    def __init__(self, parallel: ParallelState, *, timeout: float, graceful: bool, store_of: str) -> None:
+        self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
+        self._timeout, self._graceful, self._store_of = timeout, graceful, store_of
+        self._verdict: Verdict | None = None
+        self._is_asked = False
+        self._trouble: _Trouble | None = None
+        self._beats = self._armed_at = 0
+        self._left, self._answered = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watch:
+        if self._size == 1:
+            return self
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if hasattr(store, "clone") else store  # torch < 2.8: waits where the main thread does
+        self._store.set_timeout(timedelta(seconds=STORE_S))
+        self._beat()
+        self._waking, self._wake = os.pipe()
+        os.set_blocking(self._waking, False)
+        os.set_blocking(self._wake, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        # Without it the SIGTERM that a launcher sends when a rank has died would come before the message.
+        self._takes_term = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._takes_term:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._thread is None:
+            return
+        self._left.set()
+        os.write(self._wake, b"\0")
+        self._thread.join(2 * STORE_S)
+        faulthandler.cancel_dump_traceback_later()
+        signal.set_wakeup_fd(self._wakeup_before)
+        if self._takes_term:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self._thread.is_alive():
+            os.close(self._waking)
+            os.close(self._wake)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"beat/{self._rank}", LEFT)
+
+    def explain(self, error: RuntimeError) -> Verdict | None:
+        """Who is to blame for an error of a collective; None where it is no such error. Takes about SILENT_S seconds."""
+        words = str(error)
+        late = any(known in words for known in LATE)
+        if self._thread is None or not (late or any(known in words for known in LOST)):
+            return None
+        self._trouble, self._is_asked = self._trouble or _Trouble("late" if late else "lost"), True
+        if not self._answered.wait(SILENT_S + 2 * STORE_S):
+            return Verdict(self._rank, 1, f"{self._store_of} does not answer")
+        return self._verdict
+
+    def stop(self, stopped: StoppedEarly) -> Verdict:
+        """Tells all ranks to stop as this one does. The verdict, which may be another rank's."""
+        own = Verdict(self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved")
+        if self._thread is None:
+            return own
+        with contextlib.suppress(RuntimeError):
+            self._tell(own)
+        return self._verdict or own
+
+    def leave(self, verdict: Verdict) -> NoReturn:
+        """Ends the process here: the groups of a broken run cannot be left in an orderly way. Says why if no other rank has."""
+        if verdict.rank == self._rank:
+            text = f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}\n"
+            os.write(sys.stderr.fileno(), text.encode())
+        if self._rank == 0 and self._thread is not None:
+            time.sleep(3 * BEAT_S)  # the others must be able to read the verdict: the store may be this rank's
+        os._exit(verdict.status)
+
+    # Below: the thread.
+
+    def _run(self) -> None:
+        while not self._left.is_set():
+            ready, _, _ = select.select([self._waking], [], [], BEAT_S)
+            for number in os.read(self._waking, 64) if ready else b"":
+                if number not in (0, signal.SIGINT):
+                    self._trouble = self._trouble or _Trouble("signal", number)
+            try:
+                self._look()
+            except RuntimeError:  # of the store
+                self._trouble = self._trouble or _Trouble("store")
+                self._trouble.since = self._trouble.since or time.monotonic()
+                if time.monotonic() - self._trouble.since > SILENT_S:
+                    self._verdict = Verdict(self._rank, 1, f"{self._store_of} is gone")
+            if self._verdict is not None and not self._left.is_set():
+                self._conclude(self._verdict)
+
+    def _look(self) -> None:
+        self._beat()
+        self._arm()
+        if self._store.check(["verdict"]):
+            self._verdict = Verdict(*json.loads(self._store.get("verdict")))
+            return
+        left = self.pulse.seconds_left(self._timeout)
+        if self._trouble is None and left is not None and left < 0.0:
+            self._trouble = _Trouble("stuck")
+        if self._trouble is not None and self._trouble.before is None:
+            self._trouble.before, self._trouble.since = self._all_beats(), time.monotonic()
+        elif self._trouble is not None and time.monotonic() - self._trouble.since > SILENT_S:
+            own = self._judge(self._trouble, self._all_beats())
+            if own is None:
+                self._trouble = None
+            else:
+                self._tell(own)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self._rank}", f"{self._beats} {self.pulse.moves} {self.pulse.where}")
+
+    def _arm(self) -> None:
+        """The timer for the case that this thread is held up, by a kernel that keeps Python's lock or by the store."""
+        left, moves = self.pulse.seconds_left(self._timeout), self.pulse.moves
+        if left is None:
+            faulthandler.cancel_dump_traceback_later()
+        elif moves != self._armed_at:
+            faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_S, exit=True)
+        self._armed_at = moves
+
+    def _all_beats(self) -> dict[int, str]:
+        """"" of a rank that has not begun."""
+        keys = {rank: f"beat/{rank}" for rank in range(self._size) if rank != self._rank}
+        return {rank: self._store.get(key).decode() if self._store.check([key]) else "" for rank, key in keys.items()}
+
+    def _judge(self, trouble: _Trouble, beats: dict[int, str]) -> Verdict | None:
+        """None where a signal is being seen to, and nobody is missing."""
+        assert trouble.before is not None
+        silent = [rank for rank, beat in beats.items() if beat == trouble.before[rank] != LEFT]
+        gone = [rank for rank, beat in beats.items() if beat == LEFT]
+        if trouble.what == "signal" and not silent:
+            if self._graceful and self.pulse.where != START_UP:
+                return None
+            name = signal.Signals(trouble.number).name
+            return Verdict(self._rank, 128 + trouble.number, f"{name}; nothing is saved")
+        if trouble.what in ("late", "stuck"):
+            who = (f"{_named(silent)} gives no sign of life" if silent else f"{_named(gone)} has ended" if gone
+                   else _slowest({self._rank: f"{self._beats} {self.pulse.moves} {self.pulse.where}", **beats}))
+            what = "a collective took" if trouble.what == "late" else "no progress for"
+            return Verdict(self._rank, 1, f"{what} more than {self._timeout:g} s: {who}", with_stacks=True)
+        if silent:
+            return Verdict(self._rank, 1, f"{_named(silent)} is gone")
+        if gone:
+            return Verdict(self._rank, 1, f"{_named(gone)} has ended, and says why")
+        return Verdict(self._rank, 1, "a connection to another rank broke, though all are alive")
+
+    def _tell(self, own: Verdict) -> None:
+        self._store.compare_set("verdict", "", json.dumps(own))
+        self._verdict = Verdict(*json.loads(self._store.get("verdict")))
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Ends the process, unless the main thread is about to: because it waits for the verdict, or since another rank ends."""
+        if verdict.with_stacks:
+            self._write_stacks()
+        self._answered.set()
+        if verdict.status > 128 and self._graceful:
+            signal.pthread_kill(threading.main_thread().ident or 0, verdict.status - 128)
+        if not self._left.wait(GRACE_S if self._is_asked or verdict.rank != self._rank else 0.0):
+            self.leave(verdict)
+
+    def _write_stacks(self) -> None:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = f"[rank {self._rank}] stacks of all threads at {self.pulse.where}:\n{file.read()}"
+        os.write(sys.stderr.fileno(), text.encode())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """"rank 1", "ranks 1, 5", at most eight of them."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _slowest(beats: dict[int, str]) -> str:
+    """Who has moved least, of ranks that are all alive."""
+    moves = {rank: int(beat.split(" ", 2)[1]) for rank, beat in beats.items() if beat}
+    behind = [rank for rank in moves if moves[rank] == min(moves.values())]
+    if len(behind) == len(beats):
+        return "every rank is alive, and none is behind"
+    return f"{_named(behind)} is behind, at {beats[behind[0]].split(' ', 2)[2]}"
