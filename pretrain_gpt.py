@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -90,7 +89,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     with parallel_state(config.parallel, seed=config.training.seed, launch=launch) as parallel:
         exits = Exits(config.training, parallel)
         with Watch(parallel, timeout=config.parallel.timeout_seconds, graceful=config.training.exit_signal_handler,
-                   store_of="torchrun on rank 0's node" if launch.agent_owns_store else "rank 0") as watch:
+                   owns_store=not launch.agent_owns_store) as watch:
             try:
                 exits.listen()
                 if parallel.rank == 0:
@@ -114,12 +113,10 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
                 return 2
             except StoppedEarly as stopped:
                 watch.leave(watch.stop(stopped))
-            except RuntimeError as error:
+            except Exception as error:
                 verdict = watch.explain(error)
                 if verdict is None:
                     raise
-                if verdict.with_stacks:
-                    traceback.print_exception(error)
                 watch.leave(verdict)
     return 0
 

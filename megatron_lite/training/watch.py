@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -56,7 +57,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Trouble:
-    """What made a rank ask who is alive. before: the beats when it first looked, `since` then."""
+    """What made a rank ask who is alive: "lost", "late", "signal" or "store". before: the beats when it first looked, `since` then."""
 
     what: str
     number: int = 0
@@ -68,15 +69,16 @@ class Watch:
     """Context manager around all that a rank does after it has joined; only the main thread may enter. One rank is not watched.
 
     timeout: seconds that a collective may take, and by which an iteration or a batch of an evaluation may exceed the longest one
-    so far. graceful: SIGTERM and the like do not kill, see exits.py. store_of: who holds the store, for messages. pulse: to be
-    written by the training loop.
+    so far. graceful: SIGTERM and the like do not kill, see exits.py. owns_store: rank 0 holds the store, and not its
+    launcher. pulse: to be written by the training loop.
     """
 
-    def __init__(self, parallel: ParallelState, *, timeout: float, graceful: bool, store_of: str) -> None:
+    def __init__(self, parallel: ParallelState, *, timeout: float, graceful: bool, owns_store: bool) -> None:
         self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
-        self._timeout, self._graceful, self._store_of = timeout, graceful, store_of
+        self._timeout, self._graceful, self._lingers = timeout, graceful, owns_store and self._rank == 0
+        self._store_of = "rank 0" if owns_store else "torchrun on rank 0's node"
         self._verdict: Verdict | None = None
-        self._is_asked = False
+        self._main_ends = False
         self._trouble: _Trouble | None = None
         self._beats = self._armed_at = 0
         self._left, self._answered = threading.Event(), threading.Event()
@@ -117,33 +119,39 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self._rank}", LEFT)
 
-    def explain(self, error: RuntimeError) -> Verdict | None:
-        """Who is to blame for an error of a collective; None where it is no such error. Takes about SILENT_S seconds."""
-        words = str(error)
-        late = any(known in words for known in LATE)
-        if self._thread is None or not (late or any(known in words for known in LOST)):
+    def explain(self, error: Exception) -> Verdict | None:
+        """Why the run ends, where this rank does by `error`; None for a single rank. Writes the traceback of an error that tells
+        more than the name of a rank. Takes about SILENT_S seconds where a collective failed."""
+        if self._thread is None:
             return None
-        self._trouble, self._is_asked = self._trouble or _Trouble("late" if late else "lost"), True
+        self._main_ends = True
+        words = str(error)
+        late, lost = (any(known in words for known in texts) for texts in (LATE, LOST))
+        if late or not lost:
+            traceback.print_exception(error)
+        if not (late or lost):
+            return self._told(Verdict(self._rank, 1, f"{type(error).__name__}: {words}"))
+        self._trouble = self._trouble or _Trouble("late" if late else "lost")
         if not self._answered.wait(SILENT_S + 2 * STORE_S):
             return Verdict(self._rank, 1, f"{self._store_of} does not answer")
         return self._verdict
 
     def stop(self, stopped: StoppedEarly) -> Verdict:
         """Tells all ranks to stop as this one does. The verdict, which may be another rank's."""
+        self._main_ends = True
         own = Verdict(self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved")
-        if self._thread is None:
-            return own
-        with contextlib.suppress(RuntimeError):
-            self._tell(own)
-        return self._verdict or own
+        return own if self._thread is None else self._told(own)
 
     def leave(self, verdict: Verdict) -> NoReturn:
         """Ends the process here: the groups of a broken run cannot be left in an orderly way. Says why if no other rank has."""
+        if threading.current_thread() is threading.main_thread():  # else the lock of a stream may be the main thread's
+            sys.stdout.flush()
+            sys.stderr.flush()
         if verdict.rank == self._rank:
             text = f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}\n"
             os.write(sys.stderr.fileno(), text.encode())
-        if self._rank == 0 and self._thread is not None:
-            time.sleep(3 * BEAT_S)  # the others must be able to read the verdict: the store may be this rank's
+        if self._lingers and self._thread is not None:
+            time.sleep(3 * BEAT_S)  # the others must be able to read the verdict
         os._exit(verdict.status)
 
     # Below: the thread.
@@ -172,7 +180,7 @@ class Watch:
             return
         left = self.pulse.seconds_left(self._timeout)
         if self._trouble is None and left is not None and left < 0.0:
-            self._trouble = _Trouble("stuck")
+            self._trouble = _Trouble("late")
         if self._trouble is not None and self._trouble.before is None:
             self._trouble.before, self._trouble.since = self._all_beats(), time.monotonic()
         elif self._trouble is not None and time.monotonic() - self._trouble.since > SILENT_S:
@@ -180,7 +188,7 @@ class Watch:
             if own is None:
                 self._trouble = None
             else:
-                self._tell(own)
+                self._verdict = self._told(own)
 
     def _beat(self) -> None:
         self._beats += 1
@@ -210,20 +218,23 @@ class Watch:
                 return None
             name = signal.Signals(trouble.number).name
             return Verdict(self._rank, 128 + trouble.number, f"{name}; nothing is saved")
-        if trouble.what in ("late", "stuck"):
+        if trouble.what == "late":
             who = (f"{_named(silent)} gives no sign of life" if silent else f"{_named(gone)} has ended" if gone
                    else _slowest({self._rank: f"{self._beats} {self.pulse.moves} {self.pulse.where}", **beats}))
-            what = "a collective took" if trouble.what == "late" else "no progress for"
-            return Verdict(self._rank, 1, f"{what} more than {self._timeout:g} s: {who}", with_stacks=True)
+            return Verdict(self._rank, 1, f"no progress for more than {self._timeout:g} s: {who}", with_stacks=True)
         if silent:
             return Verdict(self._rank, 1, f"{_named(silent)} is gone")
         if gone:
             return Verdict(self._rank, 1, f"{_named(gone)} has ended, and says why")
         return Verdict(self._rank, 1, "a connection to another rank broke, though all are alive")
 
-    def _tell(self, own: Verdict) -> None:
-        self._store.compare_set("verdict", "", json.dumps(own))
-        self._verdict = Verdict(*json.loads(self._store.get("verdict")))
+    def _told(self, own: Verdict) -> Verdict:
+        """The verdict that counts, once this one is handed in."""
+        try:
+            self._store.compare_set("verdict", "", json.dumps(own))
+            return Verdict(*json.loads(self._store.get("verdict")))
+        except RuntimeError:  # the store is gone: this rank's own must do
+            return own
 
     def _conclude(self, verdict: Verdict) -> None:
         """Ends the process, unless the main thread is about to: because it waits for the verdict, or since another rank ends."""
@@ -232,7 +243,7 @@ class Watch:
         self._answered.set()
         if verdict.status > 128 and self._graceful:
             signal.pthread_kill(threading.main_thread().ident or 0, verdict.status - 128)
-        if not self._left.wait(GRACE_S if self._is_asked or verdict.rank != self._rank else 0.0):
+        if not self._left.wait(GRACE_S if self._main_ends or verdict.rank != self._rank else 0.0):
             self.leave(verdict)
 
     def _write_stacks(self) -> None:

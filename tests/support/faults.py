@@ -1,4 +1,4 @@
-"""Makes something happen to a rank at a named place: `happens(place, action, iteration=3)`, called in the rank before it starts."""
+"""Makes something happen to a rank at a named place: `happens(place, action, iteration=3)`, called in it before it starts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from megatron_lite.checkpointing import save_load
 from megatron_lite.data import gpt
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.tensor_parallel import column_linear, mappings
+from megatron_lite.tensor_parallel import column_linear
 from megatron_lite.training import build, loop
 from megatron_lite.training.runner import StageRunner
 
 # Where, and by patching what: the first call there of the iteration that is under way.
 PLACES: dict[str, tuple[Any, str]] = {
-    "forward": (mappings._Reduce, "forward"),
-    "backward": (column_linear._ColumnLinear, "backward"),
-    "replay": (mappings._Reduce, "forward"),
+    "forward": (column_linear._ColumnParallelLinear, "forward"),
+    "backward": (column_linear._ColumnParallelLinear, "backward"),
+    "replay": (column_linear._ColumnParallelLinear, "forward"),
     "step": (loop, "train_step"),
     "evaluation": (StageRunner, "evaluate"),
     "saving": (save_load, "_write_tensors"),
@@ -26,15 +26,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 
 def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> None:
-    """`action()` once, at the place, after `iteration` - 1 steps were done. iteration=0: before the first."""
+    """`action()` once, at the place, during the iteration (counted from where the run started); 0: before the first."""
     steps, done = [0], [False]
-    train_step = loop.train_step
-
-    def counted(*args: Any, **options: Any) -> Any:
-        steps[0] += 1
-        return train_step(*args, **options)
-
-    loop.train_step = counted  # type: ignore[assignment]
     owner, name = PLACES[place]
     original = getattr(owner, name)
 
@@ -45,3 +38,10 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
         return original(*args, **options)
 
     setattr(owner, name, staticmethod(patched) if place in ("forward", "backward", "replay") else patched)
+    train_step = loop.train_step
+
+    def counted(*args: Any, **options: Any) -> Any:
+        steps[0] += 1
+        return train_step(*args, **options)
+
+    loop.train_step = counted  # type: ignore[assignment]

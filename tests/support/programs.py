@@ -1,4 +1,4 @@
-"""The program on several ranks without a launcher: each rank is a fork of the test that runs `pretrain_gpt.main` to its exit status.
+"""The program on several ranks without a launcher: each is a fork of the test that runs `pretrain_gpt.main` to its exit status.
 
     with program(arguments, ranks=2, prepare=prepare) as run:
         run.wait(0, 1)
@@ -24,6 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron_lite.training import watch
 
 
 class Program:
@@ -60,7 +61,8 @@ class Program:
 
     def everything(self) -> str:
         """What all ranks wrote, for a failing test."""
-        return "".join(f"--- rank {rank}\n{self.output(rank)}{self.errors(rank)}" for rank in range(len(self.pids)))
+        outputs = [self.output(rank).rpartition("end of arguments")[2] for rank in range(len(self.pids))]
+        return "".join(f"--- rank {rank}\n{text}{self.errors(rank)}" for rank, text in enumerate(outputs))
 
     def messages(self) -> list[str]:
         """The lines by which the program says why it ends, of all ranks."""
@@ -76,11 +78,16 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(arguments: list[str], *, ranks: int, prepare: Callable[[int], None] = lambda rank: None) -> Iterator[Program]:
-    """Starts it; no rank outlives the block. The run's store is the test's own, as torchrun's is torchrun's."""
+def program(arguments: list[str], *, ranks: int, prepare: Callable[[int], None] = lambda rank: None,
+            rank_0_owns_store: bool = False) -> Iterator[Program]:
+    """Starts it; no rank outlives the block. The run's store is the test's own, as torchrun's is torchrun's, or rank 0's, as
+    under srun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    launch = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-              "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    launch = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    if rank_0_owns_store:
+        del store  # its port is free now
+    else:
+        launch["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with tempfile.TemporaryDirectory(prefix="program_") as name:
         folder = Path(name)
         sys.stdout.flush()
@@ -106,6 +113,7 @@ def _start(rank: int, arguments: list[str], variables: dict[str, str], prepare: 
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        watch.BEAT_S, watch.SILENT_S = 0.1, 1.0
         prepare(rank)
         status = pretrain_gpt.main(arguments)
     except SystemExit as stop:
