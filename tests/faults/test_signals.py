@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_lite.data.indexed import IndexedDatasetWriter
-from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment
+from megatron_lite.training import build
+from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.faults import happens
 from tests.support.programs import program
 from tests.support.runs import rows, step_bytes
@@ -52,9 +53,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     (0, "saving", ["SIGTERM"], 4), (1, "step", ["SIGUSR1", "SIGTERM", "SIGTERM"], 3)])
 def test_a_signal_in_training_costs_nothing(tmp_path: Path, whole: tuple[Path, list[str]], rank: int, place: str,
                                             names: list[str], iteration: int) -> None:
-    """In a step; in the first batch of an evaluation, which is dropped and done again; in a checkpoint, which is finished; several
-    signals, before an evaluation that is left to the next start."""
-    arguments = [*RUN, *MOCK, "--save-interval", "4", "--save", str(tmp_path / "save"), "--metrics-jsonl", str(tmp_path / "rows")]
+    """In a step; in the first batch of an evaluation, which is dropped and done again; in a checkpoint, which is finished;
+    several signals, before an evaluation that is left to the next start."""
+    arguments = [*RUN, *MOCK, "--save-interval", "4", "--save", str(tmp_path / "save"),
+                 "--metrics-jsonl", str(tmp_path / "rows")]
     with program(arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)) as run:
         assert run.wait(timeout=LIMIT_S) == [0, 0], run.everything()
         losses = _losses(run.output(0))
@@ -85,18 +87,31 @@ def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(tmp_path: P
 @pytest.mark.parametrize(("rank", "name"), [(0, "SIGTERM"), (1, "SIGUSR1")])
 def test_before_the_first_iteration_all_stop_at_once(tmp_path: Path, place: str, rank: int, name: str) -> None:
     """One rank builds the index while the other waits for it, or both their models: nothing is saved, and the cache is whole."""
-    prefix = _corpus(tmp_path)
+    cache, prefix = tmp_path / "cache", _corpus(tmp_path)
     arguments = [*RUN, "--vocab-size", "98", "--data-path", prefix, "--split", "80,10,10", "--save", str(tmp_path / "save"),
-                 "--data-cache-path", str(tmp_path / "cache")]
+                 "--data-cache-path", str(cache)]
+
+    def prepare(own: int) -> None:
+        _gets(rank, place, name)(own)
+        if own != rank:
+            build_datasets = build.build_datasets
+
+            def second(*args: Any, **options: Any) -> Any:
+                while not list(cache.glob("*.lock")):
+                    time.sleep(0.01)
+                return build_datasets(*args, **options)
+
+            build.build_datasets = second
+
     began = time.monotonic()
-    with program(arguments, ranks=2, prepare=_gets(rank, place, name)) as run:
+    with program(arguments, ranks=2, prepare=prepare) as run:
         status = 128 + signal.Signals[name]
         assert run.wait(timeout=LIMIT_S) == [status, status], run.everything()
         assert run.messages() == [f"pretrain_gpt.py: [rank {rank}] stops at start-up: {name} (--exit-signal-handler): nothing "
                                   "was trained, nothing is saved"]
         assert "Traceback" not in run.everything()
     assert time.monotonic() - began < LIMIT_S
-    assert not list((tmp_path / "cache").glob("*.tmp-*")) and not list((tmp_path / "save").glob("iter_*"))
+    assert not list(cache.glob("*.tmp-*")) and not list((tmp_path / "save").glob("iter_*"))
     with program(arguments, ranks=2) as run:
         assert run.wait() == [0, 0], run.everything()
 
