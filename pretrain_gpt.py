@@ -6,6 +6,7 @@ Command line -> frozen RunConfig -> parallel state -> trainer -> run. A reader's
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import time
@@ -122,4 +123,5 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a stack where a data file is truncated during the run (SIGBUS), or a library crashes
     sys.exit(main())

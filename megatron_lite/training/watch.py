@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Trouble:
-    """What made a rank ask who is alive: "lost", "late", "signal", "store". before: the beats when it first looked, `since` then."""
+    """What made a rank ask who is alive: "lost", "late", "signal" or "store". before: the beats of that moment, `since`."""
 
     what: str
     number: int = 0

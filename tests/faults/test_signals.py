@@ -7,15 +7,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_lite.data.indexed import IndexedDatasetWriter
-from megatron_lite.training import build
 from tests.support.commands import MOCK, SMALL_RUN
-from tests.support.faults import happens
+from tests.support.faults import builds_second, happens
 from tests.support.programs import program
 from tests.support.runs import rows, step_bytes
 
@@ -94,14 +92,7 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path: Path, place: str,
     def prepare(own: int) -> None:
         _gets(rank, place, name)(own)
         if own != rank:
-            build_datasets = build.build_datasets
-
-            def second(*args: Any, **options: Any) -> Any:
-                while not list(cache.glob("*.lock")):
-                    time.sleep(0.01)
-                return build_datasets(*args, **options)
-
-            build.build_datasets = second
+            builds_second(cache)
 
     began = time.monotonic()
     with program(arguments, ranks=2, prepare=prepare) as run:
