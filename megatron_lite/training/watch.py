@@ -40,7 +40,7 @@ BEAT_S = 0.5
 SILENT_S = 2.5      # without a beat for so long a rank counts as gone or stopped
 GRACE_S = 5.0       # for the main thread to end by itself once there is a verdict
 BACKSTOP_S = 60.0   # after the limit of the watch: faulthandler's timer
-STORE_S = 5.0
+STORE_S = 10.0      # for one request to the store
 LEFT = "left"
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "pair closure", "NCCL remote", "remote process")
 LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Trouble:
-    """What made a rank ask who is alive: "lost", "late", "signal" or "store". before: the beats of that moment, `since`."""
+    """What made a rank ask who is alive: "lost", "late" or "signal". before: the beats of that moment, `since`."""
 
     what: str
     number: int = 0
@@ -79,7 +79,9 @@ class Watch:
         self._store_of = "rank 0" if owns_store else "torchrun on rank 0's node"
         self._verdict: Verdict | None = None
         self._main_ends = False
+        self._asked = ""  # by the main thread: what its trouble is
         self._trouble: _Trouble | None = None
+        self._store_failed_at: float | None = None
         self._beats = self._armed_at = 0
         self._left, self._answered = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -131,7 +133,7 @@ class Watch:
             traceback.print_exception(error)
         if not (late or lost):
             return self._told(Verdict(self._rank, 1, f"{type(error).__name__}: {words}"))
-        self._trouble = self._trouble or _Trouble("late" if late else "lost")
+        self._asked = "late" if late else "lost"
         if not self._answered.wait(SILENT_S + 2 * STORE_S):
             return Verdict(self._rank, 1, f"{self._store_of} does not answer")
         return self._verdict
@@ -164,10 +166,10 @@ class Watch:
                     self._trouble = self._trouble or _Trouble("signal", number)
             try:
                 self._look()
+                self._store_failed_at = None
             except RuntimeError:  # of the store
-                self._trouble = self._trouble or _Trouble("store")
-                self._trouble.since = self._trouble.since or time.monotonic()
-                if time.monotonic() - self._trouble.since > SILENT_S:
+                self._store_failed_at = self._store_failed_at or time.monotonic()
+                if time.monotonic() - self._store_failed_at > SILENT_S:
                     self._verdict = Verdict(self._rank, 1, f"{self._store_of} is gone")
             if self._verdict is not None and not self._left.is_set():
                 self._conclude(self._verdict)
@@ -179,8 +181,9 @@ class Watch:
             self._verdict = Verdict(*json.loads(self._store.get("verdict")))
             return
         left = self.pulse.seconds_left(self._timeout)
-        if self._trouble is None and left is not None and left < 0.0:
-            self._trouble = _Trouble("late")
+        what = self._asked or ("late" if left is not None and left < 0.0 else "")
+        if what and (self._trouble is None or self._trouble.what == "signal"):
+            self._trouble = _Trouble(what)
         if self._trouble is not None and self._trouble.before is None:
             self._trouble.before, self._trouble.since = self._all_beats(), time.monotonic()
         elif self._trouble is not None and time.monotonic() - self._trouble.since > SILENT_S:
@@ -217,7 +220,7 @@ class Watch:
             if self._graceful and self.pulse.where != START_UP:
                 return None
             name = signal.Signals(trouble.number).name
-            return Verdict(self._rank, 128 + trouble.number, f"{name}; nothing is saved")
+            return Verdict(self._rank, 128 + trouble.number, f"{name}; no checkpoint is written")
         if trouble.what == "late":
             who = (f"{_named(silent)} gives no sign of life" if silent else f"{_named(gone)} has ended" if gone
                    else _slowest({self._rank: f"{self._beats} {self.pulse.moves} {self.pulse.where}", **beats}))

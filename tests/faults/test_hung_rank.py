@@ -88,3 +88,10 @@ def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp
 
     with program([*RUN, *TENSOR, "--save-interval", "2", "--save", str(tmp_path)], ranks=2, prepare=prepare) as run:
         assert run.wait() == [0, 0], run.everything()
+
+
+def test_a_stopped_rank_that_holds_the_store_is_named_too() -> None:
+    with program([*RUN, *TENSOR], ranks=2, prepare=_at(0, "backward", 3, _stopped), rank_0_owns_store=True) as run:
+        assert run.wait(1) == [1], run.everything()
+        (message,) = run.messages()
+        assert message == "pretrain_gpt.py: [rank 1] stops at iteration 3: rank 0 does not answer"
