@@ -12,11 +12,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from arguments import ParsedArguments, arguments_table, parse_args
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
+
+if TYPE_CHECKING:  # torch takes seconds
+    from megatron_lite.parallel.state import ParallelState
+    from megatron_lite.training.exits import Exits
+    from megatron_lite.training.watch import Watch
 
 # A fault that several ranks meet is reported once: the launcher ends the others while they wait.
 SPEAKS_BEFORE_S = 2.0
@@ -70,16 +76,14 @@ def explanation(arguments: ParsedArguments) -> list[str]:
 
 
 def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
-    """Trains as the configuration says. Returns 0, 1 where the training failed, or 128 + the signal that came before it began.
+    """Trains as the configuration says. Returns 0, 1 where the training failed, or 2 after a fault in the input.
 
-    InputError: a fault in files or launch. Where another rank is gone or has stopped, this process ends here (watch.py).
+    Ends this process, with 1 or with 128 + a signal, where another rank is gone or a signal comes before the first iteration.
+    InputError: a fault in files or launch.
     """
     from megatron_lite.data.tokenizers import resolve_vocabulary
     from megatron_lite.parallel.state import parallel_state
-    from megatron_lite.recompute.verify import RecomputeMismatch
-    from megatron_lite.training.build import build_trainer
     from megatron_lite.training.exits import Exits, StoppedEarly
-    from megatron_lite.training.step import TrainingError
     from megatron_lite.training.watch import Watch
 
     try:
@@ -93,32 +97,41 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
                    owns_store=not launch.agent_owns_store) as watch:
             try:
                 exits.listen()
-                if parallel.rank == 0:
-                    print(*notices, *config.data_parallel.notices(parallel.data_size), arguments_table(config), sep="\n",
-                          flush=True)
-                    print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel "
-                          f"{parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on "
-                          f"{parallel.device.type}", flush=True)
-                trainer = build_trainer(config, parallel)
-                trainer.pulse = watch.pulse
-                trainer.run(exits)
-            except TrainingError as error:
-                if parallel.rank == 0:
-                    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
-                return 1
-            except RecomputeMismatch as error:
-                print(f"pretrain_gpt.py: [rank {parallel.rank}] error: --recompute-verify: {error}", file=sys.stderr, flush=True)
-                return 1
-            except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
-                report(error, parallel.rank)
-                return 2
+                return train_watched(config, notices, parallel, exits, watch)
             except StoppedEarly as stopped:
                 watch.leave(watch.stop(stopped))
-            except Exception as error:
-                verdict = watch.explain(error)
-                if verdict is None:
-                    raise
-                watch.leave(verdict)
+
+
+def train_watched(config: RunConfig, notices: Sequence[str], parallel: ParallelState, exits: Exits, watch: Watch) -> int:
+    """The part of `train` that lies between joining and leaving the other ranks. The same, but for faults before it."""
+    from megatron_lite.recompute.verify import RecomputeMismatch
+    from megatron_lite.training.build import build_trainer
+    from megatron_lite.training.step import TrainingError
+
+    if parallel.rank == 0:
+        print(*notices, *config.data_parallel.notices(parallel.data_size), arguments_table(config), sep="\n", flush=True)
+        print(f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel {parallel.cp_size}, "
+              f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}", flush=True)
+    try:
+        trainer = build_trainer(config, parallel)
+        trainer.pulse = watch.pulse
+        trainer.run(exits)
+    except TrainingError as error:
+        if parallel.rank == 0:
+            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except RecomputeMismatch as error:
+        print(f"pretrain_gpt.py: [rank {parallel.rank}] error: --recompute-verify: {error}", file=sys.stderr, flush=True)
+        return 1
+    except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
+        report(error, parallel.rank)
+        return 2
+    except Exception as error:
+        exits.begin()  # a signal from the launcher must not disturb what follows
+        verdict = watch.explain(error)
+        if verdict is None:
+            raise
+        watch.leave(verdict)
     return 0
 
 

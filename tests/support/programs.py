@@ -5,8 +5,8 @@
         run.statuses, run.errors(0)
 
 `prepare(rank)` runs first in each rank: there a test patches what is to fail. Nobody ends the other ranks when one has died, as
-under srun without --kill-on-bad-exit; as a user's shell would, the test looks at statuses and at what was written. What torch imports late is imported here once: in
-each rank it would take longer than a short run.
+under srun without --kill-on-bad-exit; as a user's shell would, the test looks at statuses and at what was written. What torch
+imports late is imported here once: in each rank it would take longer than a short run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch._dynamo
 import torch.distributed as dist
-import torch.distributed.fsdp
+from torch.distributed import fsdp  # noqa: F401
 
 import pretrain_gpt
 from megatron_lite.training import watch
