@@ -49,8 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: InputError, rank: int) -> None:
-    """Prints the one message of a fault in the input: by rank 0 if it met the fault, else by one that did."""
+    """Prints the one message of a fault found before the ranks have joined: by rank 0 if it met the fault, else by one that did."""
     time.sleep(2 * SPEAKS_BEFORE_S if isinstance(error, PeerError) else SPEAKS_BEFORE_S if rank else 0.0)
+    say(error, rank)
+
+
+def say(error: InputError, rank: int) -> None:
+    """Prints the message of a fault in the input."""
     print(f"pretrain_gpt.py: {f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr, flush=True)
 
 
@@ -124,7 +129,9 @@ def train_watched(config: RunConfig, notices: Sequence[str], parallel: ParallelS
         print(f"pretrain_gpt.py: [rank {parallel.rank}] error: --recompute-verify: {error}", file=sys.stderr, flush=True)
         return 1
     except InputError as error:  # said before the groups are left, which ends the ranks that wait for this one
-        report(error, parallel.rank)
+        exits.begin()
+        if watch.is_first_to_say(str(error), after_others=isinstance(error, PeerError)):
+            say(error, parallel.rank)
         return 2
     except Exception as error:
         exits.begin()  # a signal from the launcher must not disturb what follows

@@ -144,6 +144,18 @@ class Watch:
         own = Verdict(self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved")
         return own if self._thread is None else self._told(own)
 
+    def is_first_to_say(self, text: str, *, after_others: bool) -> bool:
+        """Whether no other rank has said yet why the run ends. All end with status 2. after_others: let them speak first."""
+        self._main_ends = True
+        if self._thread is None:
+            return True
+        if after_others and self._answered.wait(SILENT_S):
+            return False
+        verdict = self._told(Verdict(self._rank, 2, text))
+        if self._lingers:
+            time.sleep(3 * BEAT_S)  # the others must be able to read the verdict
+        return verdict.rank == self._rank
+
     def leave(self, verdict: Verdict) -> NoReturn:
         """Ends the process here: the groups of a broken run cannot be left in an orderly way. Says why if no other rank has."""
         if threading.current_thread() is threading.main_thread():  # else the lock of a stream may be the main thread's
@@ -153,7 +165,7 @@ class Watch:
             text = f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}\n"
             os.write(sys.stderr.fileno(), text.encode())
         if self._lingers and self._thread is not None:
-            time.sleep(3 * BEAT_S)  # the others must be able to read the verdict
+            time.sleep(3 * BEAT_S)  # as above
         os._exit(verdict.status)
 
     # Below: the thread.
