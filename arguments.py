@@ -219,7 +219,9 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
                 values=CP_COMM_TYPES, nargs="+")
     group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
                 values=DISTRIBUTED_BACKENDS)
-    group.value("--distributed-timeout-minutes", int, "time after which a collective gives up")
+    group.value("--distributed-timeout-minutes", int, "time after which a collective gives up, and the run with it")
+    group.value("--distributed-timeout-seconds-after-init", int, "the same from the second iteration on; it must cover the "
+                "writing of a checkpoint, for which ranks wait")
 
 
 def _add_data_parallel_arguments(parser: argparse.ArgumentParser) -> None:
@@ -277,8 +279,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--eval-iters", int, "global batches of one validation; 0 for none at all")
     group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
     group.value("--exit-duration-in-mins", int, "save and stop after the iteration that ends later than this")
-    group.switch("--exit-signal-handler", "save and stop after the iteration in which any rank gets --exit-signal")
-    group.value("--exit-signal", str, "the signal that --exit-signal-handler waits for", values=EXIT_SIGNALS)
+    group.switch("--exit-signal-handler", "save and stop after the iteration or the batch of an "
+                 "evaluation in which any rank gets SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal")
+    group.value("--exit-signal", str, "another signal that --exit-signal-handler waits for", values=EXIT_SIGNALS)
     group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
     group.switch("--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)")
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")

@@ -52,6 +52,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--cp-comm-type", str, ["p2p"], "allgather"),
     ("--distributed-backend", str, "nccl", "gloo"),
     ("--distributed-timeout-minutes", int, 10, "3"),
+    ("--distributed-timeout-seconds-after-init", int, None, "30"),
     ("--overlap-grad-reduce", ON, False),
     ("--ddp-bucket-size", int, None, "7"),
     ("--grad-reduce-in-bf16", ON, False),

@@ -38,7 +38,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      disable-align-grad-reduce disable-clone-scatter-output-in-embedding disable-flight-recorder-dump-on-timeout
      disable-flight-recorder-extra-dump-on-exec disable-flight-recorder-include-only-active disable-symmetric-registration
      disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
-     disable-tp-comm-split-ag disable-tp-comm-split-rs distributed-timeout-seconds-after-init fake-process-group
+     disable-tp-comm-split-ag disable-tp-comm-split-rs fake-process-group
      flight-recorder-dump-path flight-recorder-include-stack-trace flight-recorder-trace-buffer-size gtp-remat-nccl-ub
      gtp-remat-reduce-scatter-with-fp32-accumulation high-priority-stream-groups lazy-mpu-init nccl-all-reduce-for-prefill
      nccl-communicator-config-path no-align-grad-reduce no-clone-scatter-output-in-embedding

@@ -19,7 +19,7 @@ class ParallelConfig:
     shorter stages. decoder_first_pipeline_num_layers, decoder_last_..: layers of the first and last pipeline rank; the others
     share the rest. `distributed_backend="auto"` is nccl where CUDA is used and gloo elsewhere; "gloo" also keeps the run on the
     CPU. config/stages.py has the layers of each stage. cp_comm_type: how context-parallel ranks exchange keys and values, around
-    a ring ("p2p") or all at once ("allgather").
+    a ring ("p2p") or all at once ("allgather"). distributed_timeout_seconds_after_init: from the second iteration on.
     """
 
     tensor_model_parallel_size: int = 1
@@ -34,11 +34,13 @@ class ParallelConfig:
     cp_comm_type: str = "p2p"
     distributed_backend: str = "auto"
     distributed_timeout_minutes: int = 10
+    distributed_timeout_seconds_after_init: int | None = None
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                          "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-                         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_timeout_minutes")
+                         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_timeout_minutes",
+                         "distributed_timeout_seconds_after_init")
         require_one_of(self, "distributed_backend", DISTRIBUTED_BACKENDS)
         self._check_context_parallel()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -60,6 +62,11 @@ class ParallelConfig:
         require_one_of(self, "cp_comm_type", CP_COMM_TYPES)
         if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
             raise ValueError(f"--cp-comm-type {self.cp_comm_type} needs --context-parallel-size > 1 (got 1)")
+
+    @property
+    def timeout_seconds(self) -> float:
+        """What a collective may take once the first iteration is done."""
+        return self.distributed_timeout_seconds_after_init or 60.0 * self.distributed_timeout_minutes
 
     @property
     def sequence_parts(self) -> int:

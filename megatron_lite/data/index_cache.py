@@ -1,17 +1,19 @@
 """Arrays that are costly to build, kept on disk under a key of everything that they depend on.
 
 One folder per key, one .npy per array. A folder is filled under another name and renamed when it is on disk, so a kill leaves
-nothing that looks complete. One lock per key: of several processes on a node one builds, the rest wait and then read.
-Read by memory map, and never as pickles.
+nothing that looks complete. One lock per key: of several processes on a node one builds, the rest wait and then read. Nodes
+need not see the same folder, nor each other's locks. Read by memory map, and never as pickles.
 """
 
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,8 +63,10 @@ def _read(path: str) -> Arrays | None:
 
 
 def _write(path: str, description: str, arrays: Arrays) -> None:
-    tmp = f"{path}.tmp-{os.getpid()}"
-    shutil.rmtree(tmp, ignore_errors=True)
+    own = f"{path}.tmp-{socket.gethostname()}-"
+    for remains in glob.glob(glob.escape(own) + "*"):  # of a process of this node that was killed: this one holds the lock
+        shutil.rmtree(remains, ignore_errors=True)
+    tmp = f"{own}{os.getpid()}"
     os.mkdir(tmp)
     try:
         for name, array in arrays.items():
@@ -76,7 +80,11 @@ def _write(path: str, description: str, arrays: Arrays) -> None:
                 sync_file(file)
         sync_folder(tmp)
         shutil.rmtree(path, ignore_errors=True)
-        os.rename(tmp, path)
+        try:
+            os.rename(tmp, path)
+        except OSError:
+            if _read(path) is None:  # else another node, which sees this folder but not the lock, was faster
+                raise
         sync_folder(os.path.dirname(path))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)

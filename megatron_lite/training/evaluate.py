@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,15 +21,18 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int, num_microbatches: int,
-             micro_batch_size: int) -> Evaluation:
+             micro_batch_size: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
     """The mean loss over the first `num_iterations` global batches: every evaluation of a run sees the same samples.
 
-    Dropout is off and no random number is drawn, so training goes on as if it had not happened.
+    Dropout is off and no random number is drawn, so training goes on as if it had not happened. stops: asked before each batch,
+    on all ranks alike; where it says yes, the result is None.
     """
     parallel = runner.parallel
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
     batch_size = micro_batch_size * num_microbatches * parallel.dp_size
     for iteration in range(num_iterations):
+        if stops():
+            return None
         total += runner.evaluate(MicroBatches(dataset=dataset, consumed_samples=iteration * batch_size, parallel=parallel,
                                               micro_batch_size=micro_batch_size, num_microbatches=num_microbatches))
     total = all_reduce_(all_reduce_(total, parallel.data_group), parallel.pp_group)

@@ -27,6 +27,7 @@ from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timeouts import set_timeout
 from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
@@ -35,6 +36,7 @@ from megatron_lite.training.exits import Exits
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder
+from megatron_lite.training.pulse import Pulse
 from megatron_lite.training.runner import StageRunner
 from megatron_lite.training.step import StepResult, TrainingError, train_step
 
@@ -54,7 +56,7 @@ class StartedStep(NamedTuple):
 @dataclass(kw_only=True)
 class Trainer:
     """The parts of a run, and how far it has come. accumulation: a line for the log about how gradients are added up. start: the
-    checkpoint that `run` loads."""
+    checkpoint that `run` loads. pulse: what a watch looks at."""
 
     config: RunConfig
     parallel: ParallelState
@@ -67,6 +69,7 @@ class Trainer:
     saver: Saver
     start: Start = field(default_factory=Start)
     accumulation: str | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
@@ -79,12 +82,18 @@ class Trainer:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
         self._timeline_is_due = self.config.logging.memory_timeline is not None
 
-    def run(self) -> Progress:
-        """Trains from where `--load` stands to the end, or until exits.py ends it. TrainingError where the loss is not finite."""
-        with self.saver:
-            return self._run()
+    def run(self, exits: Exits | None = None) -> Progress:
+        """Trains from where `--load` stands to the end, or until `exits` end it. TrainingError where the loss is not finite.
 
-    def _run(self) -> Progress:
+        exits: that listen already; by default the run's own, for as long as it runs.
+        """
+        if exits is None:
+            with Exits(self.config.training, self.parallel).listening() as own:
+                return self.run(own)
+        with self.saver:
+            return self._run(exits)
+
+    def _run(self, exits: Exits) -> Progress:
         notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
         with self.parallel.together("the log", self._open_log) as log:
             for notice in (*notices, *filter(None, [self.accumulation])):
@@ -92,41 +101,60 @@ class Trainer:
             if self.progress.iteration >= self.num_iterations:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
                          f"({self.num_iterations})")
-            exits = Exits(self.config.training, self.parallel)
-            with memory_budget(self.config.recompute.activation_memory_budget), exits.listening():
+            exits.begin()
+            with memory_budget(self.config.recompute.activation_memory_budget):
                 finished = self._train(log, exits)
             if self._timeline_is_due:
                 log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
             self._save(log)
             self.saver.wait(log.line)
-            if finished:
-                self._evaluate("validation", self.datasets.valid, log)
-                self._evaluate("test", self.datasets.test, log)
+            if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
+                self._evaluate("test", self.datasets.test, log, exits)
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
         """Runs iterations until the end (True), or until something ends the run before (False)."""
         training, checkpoint = self.config.training, self.config.checkpoint
+        reason = self._evaluate_within(log, exits) if self.progress.evaluation_is_due else None
+        if reason is not None:
+            log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
+            return False
         self._clock = time.perf_counter()
+        first, waits = self.progress.iteration + 1, self.config.parallel.distributed_timeout_seconds_after_init
+        self.pulse.at(f"iteration {first}", limited=False)  # it compiles
         while self.progress.iteration < self.num_iterations:
             self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             self.saver.poll(log.line)
             evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
-            saves, reason = _due(iteration, checkpoint.save_interval), exits.reason(iteration)
+            saves, reason = _due(iteration, checkpoint.save_interval), exits.now()
+            last = exits.at_interval(iteration)
             finished = iteration == self.num_iterations
-            while len(self._started) > (0 if evaluates or saves or reason or finished else self._steps_in_flight()):
+            while len(self._started) > (0 if evaluates or saves or reason or last or finished else self._steps_in_flight()):
                 self._finish_step(self._started.popleft(), log)
             if evaluates:
-                self._evaluate("validation", self.datasets.valid, log)
+                self.progress = replace(self.progress, evaluation_is_due=True)
+                reason = reason or self._evaluate_within(log, exits)
             if saves:
                 self._save(log)
+                reason = reason or exits.now()
+            reason = reason or last
             if reason is not None and not finished:
                 log.line(f"exiting at iteration {iteration}: {reason}")
                 return False
             if evaluates or saves:
                 self._clock = time.perf_counter()
+            if iteration == first and waits is not None:
+                set_timeout(waits)
+            self.pulse.at(f"iteration {iteration + 1}")
         return True
+
+    def _evaluate_within(self, log: RunLog, exits: Exits) -> str | None:
+        """The validation loss that is due in the middle of the run. Why it was left unfinished, if it was."""
+        reason = self._evaluate("validation", self.datasets.valid, log, exits)
+        if reason is None:
+            self.progress = replace(self.progress, evaluation_is_due=False)
+        return reason
 
     def _steps_in_flight(self) -> int:
         """Steps whose figures are left on the device while the next one is started."""
@@ -195,21 +223,34 @@ class Trainer:
                                 "no weight was changed. Lower --lr or raise --lr-warmup-iters; with "
                                 "--no-check-for-nan-in-loss-and-grad such iterations are skipped and counted instead")
 
-    def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog) -> None:
+    def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits) -> str | None:
+        """Why it was left unfinished, and no loss is reported, if something ended the run meanwhile."""
         num_iterations = self.config.training.eval_iters
         if num_iterations == 0:
-            return
+            return None
         if dataset is None:
             log.line(f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it")
-            return
+            return None
+        reason = None
+
+        def stops() -> bool:
+            nonlocal reason
+            self.pulse.at(f"iteration {self.progress.iteration} ({name} loss)")
+            reason = exits.now()
+            return reason is not None
+
         log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
         result = evaluate(self._runner, dataset, num_iterations=num_iterations,
                           num_microbatches=self.batches.num_microbatches(self.batches.full),
-                          micro_batch_size=self.config.training.micro_batch_size)
+                          micro_batch_size=self.config.training.micro_batch_size, stops=stops)
+        if result is None:
+            log.line(f"the {name} loss is left unfinished: {reason}")
+            return reason
         log.evaluation(name, self.progress.iteration, result)
         if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
             raise TrainingError(f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower --lr; "
                                 "--no-check-for-nan-in-loss-and-grad goes on nevertheless")
+        return None
 
     def _load(self) -> list[str]:
         if self.config.checkpoint.load is None:
@@ -227,6 +268,7 @@ class Trainer:
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(f"iteration {iteration}: a weight is not finite, so no checkpoint is written. Lower --lr, and "
                                 f"continue from an earlier checkpoint")
+        self.pulse.at(f"iteration {iteration} (saving)", limited=False)
         self.saver.wait(log.line)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
         began = time.perf_counter()

@@ -1,0 +1,189 @@
+"""Data files that are truncated, swapped or foreign end the run on all ranks; index caches survive a kill at any point."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.data import index_cache
+from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.indexed import IndexedDatasetWriter
+from tests.support.commands import ROOT, SMALL_RUN, environment
+from tests.support.happenings import builds_second, happens
+from tests.support.programs import program
+from tests.support.runs import rows, step_bytes
+
+RUN = [*SMALL_RUN, "--micro-batch-size", "1", "--train-iters", "4", "--tensor-model-parallel-size", "2", "--vocab-size", "98",
+       "--split", "80,10,10"]
+
+
+def _write(prefix: Path, *, documents: int = 40, length: int = 30, first: int = 0) -> Path:
+    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for document in range(documents):
+            writer.add_document(np.arange(length) + first + document % 20)
+    return prefix
+
+
+def _file(prefix: Path, kind: str) -> Path:
+    return prefix.with_name(f"{prefix.name}.{kind}")
+
+
+def _truncate(prefix: Path, kind: str) -> None:
+    os.truncate(_file(prefix, kind), _file(prefix, kind).stat().st_size - 10)
+
+
+def _swap(prefix: Path, kind: str) -> None:
+    shutil.copy(_file(_write(prefix.with_name("other"), documents=39), kind), _file(prefix, kind))
+
+
+def _foreign(prefix: Path, kind: str) -> None:
+    _file(prefix, kind).write_bytes(b"PK\x03\x04" + bytes(range(256)) * 20)
+
+
+def _foreign_ids(prefix: Path, kind: str) -> None:
+    """Another data set's .bin of the very same size: sizes cannot tell, its ids do."""
+    shutil.copy(_file(_write(prefix.with_name("other"), first=70), kind), _file(prefix, kind))
+
+
+@pytest.mark.parametrize(("damage", "kind", "message"), [
+    (_truncate, "bin", "data.bin: found 2390 bytes, expected 2400 bytes"), (_truncate, "idx", "data.idx: found "),
+    (_swap, "bin", "data.bin: found 2340 bytes, expected 2400 bytes"), (_swap, "idx", "data.bin: found 2400 bytes, expected"),
+    (_foreign, "bin", "data.bin: found 5124 bytes, expected 2400 bytes"), (_foreign, "idx", "data.idx: found first bytes"),
+    (_foreign_ids, "bin", "but the vocabulary has 99 ids")])
+def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path: Path, damage: Callable[[Path, str], None], kind: str,
+                                                      message: str) -> None:
+    prefix = _write(tmp_path / "data")
+    damage(prefix, kind)
+    with program([*RUN, "--data-path", str(prefix)], ranks=2) as run:
+        assert run.wait(timeout=30.0) == [2, 2], run.everything()
+        (said,) = run.messages()
+        assert message in said and "Traceback" not in run.everything()
+
+
+def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_why(tmp_path: Path) -> None:
+    """Each rank is a node of its own here: the same relative path, its own files."""
+    for rank in range(2):
+        _write(tmp_path / str(rank) / "data")
+    _truncate(tmp_path / "1" / "data", "bin")
+    with program([*RUN, "--data-path", "data"], ranks=2, prepare=lambda rank: os.chdir(tmp_path / str(rank))) as run:
+        assert run.wait() == [2, 2], run.everything()
+        (said,) = run.messages()
+        assert said.startswith("pretrain_gpt.py: [rank 1] error: data.bin: found 2390 bytes, expected 2400 bytes")
+        assert "Traceback" not in run.everything()
+
+
+def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "data")
+    common = [*RUN, "--data-path", str(prefix), "--data-cache-path", "cache"]
+    for name in ("shared", "0", "1"):
+        (tmp_path / name).mkdir()
+
+    def trains(name: str, folder: Callable[[int], str]) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        save, metrics = tmp_path / f"save {name}", tmp_path / f"rows {name}"
+        with program([*common, "--save", str(save), "--metrics-jsonl", str(metrics)], ranks=2,
+                     prepare=lambda rank: os.chdir(tmp_path / folder(rank))) as run:
+            assert run.wait() == [0, 0], run.everything()
+        return rows(metrics), step_bytes(save, 4)
+
+    expected = trains("shared", lambda rank: "shared")
+    shutil.copytree(tmp_path / "shared" / "cache", tmp_path / "0" / "cache")
+    assert trains("local", str) == expected
+    assert sorted(os.listdir(tmp_path / "1" / "cache")) == sorted(os.listdir(tmp_path / "0" / "cache"))
+
+
+def _killed_at(call: int) -> None:
+    """Makes this process kill itself before that call of a function that writes the cache."""
+    calls = iter(range(call))
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def killed(*args: Any, **options: Any) -> Any:
+            if next(calls, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return killed
+
+    for owner, name in ((os, "mkdir"), (np, "save"), (index_cache, "sync_file"), (os, "rename"), (index_cache, "sync_folder")):
+        setattr(owner, name, dying(getattr(owner, name)))
+
+
+def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    arrays = {"order": np.arange(7)[::-1], "starts": np.arange(10).reshape(5, 2)}
+    folder, built, status = str(tmp_path), 0, -1
+
+    def build() -> dict[str, np.ndarray]:
+        nonlocal built
+        built += 1
+        return arrays
+
+    points = 0
+    while status != 0:
+        pid = os.fork()
+        if pid == 0:
+            _killed_at(points)
+            cached_arrays(folder, {"point": points}, build)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        before = built
+        found = cached_arrays(folder, {"point": points}, build)
+        assert {name: array.tolist() for name, array in found.items()} == {name: array.tolist() for name, array in arrays.items()}
+        assert built == before or status != 0
+        cached_arrays(folder, {"point": points}, lambda: pytest.fail("built although it is there"))
+        assert not list(tmp_path.glob("*.tmp-*"))
+        points += 1
+    assert points >= 12  # a folder, two arrays, two lists, four times on disk each, and the name
+
+
+def test_a_node_that_does_not_see_the_lock_and_is_faster_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where flock does not reach over nodes: the other node's folder appears just before this one is renamed."""
+    rename, arrays = os.rename, {"order": np.arange(5)}
+
+    def late(source: str, target: str) -> None:
+        shutil.copytree(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert cached_arrays(str(tmp_path), {"key": 1}, lambda: arrays)["order"].tolist() == list(range(5))
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(tmp_path: Path) -> None:
+    prefix = _write(tmp_path / "data")
+
+    def prepare(rank: int) -> None:
+        if rank == 1:
+            happens("index", lambda: os.kill(os.getpid(), signal.SIGKILL))
+        else:
+            builds_second(tmp_path / "data_cache")
+
+    with program([*RUN, "--data-path", str(prefix)], ranks=2, prepare=prepare) as run:
+        assert run.wait() == [1, -signal.SIGKILL], run.everything()
+        assert run.messages() == ["pretrain_gpt.py: [rank 0] stops at start-up: rank 1 is gone"]
+    with program([*RUN, "--data-path", str(prefix)], ranks=2) as run:
+        assert run.wait() == [0, 0], run.everything()
+
+
+def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reader(tmp_path: Path) -> None:
+    """A memory map has no other way to say it (SIGBUS)."""
+    prefix = _write(tmp_path / "data")
+    program = f"""if True:
+        import os, runpy
+        from tests.support.happenings import builds_second, happens
+        happens("step", lambda: os.truncate({str(_file(prefix, "bin"))!r}, 0), iteration=3)
+        runpy.run_path("pretrain_gpt.py", run_name="__main__")
+    """
+    arguments = [*RUN, "--tensor-model-parallel-size", "1", "--data-path", str(prefix)]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr and "gpt.py" in done.stderr and "__getitem__" in done.stderr

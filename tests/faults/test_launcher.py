@@ -1,0 +1,101 @@
+"""What torchrun makes of a killed rank and of signals: the whole program under it, as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment, run_command
+from tests.support.runs import step_bytes
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+RUN = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "60", "--log-interval", "1"]
+
+
+@contextmanager
+def _torchrun(tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts it, and waits for its fifth iteration. Output goes to tmp_path/log."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "2",
+            *launcher, str(ROOT / "pretrain_gpt.py"), *arguments]
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(line, env=environment(), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while "iteration        5/" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+        yield process
+    finally:
+        for pid in (*_workers(process), process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _workers(process: subprocess.Popen[bytes]) -> list[int]:
+    """In rank order: torchrun starts them so."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done = run_command(*RUN, "--save", str(folder), ranks=2)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_killed_rank_is_named_with_the_iteration(tmp_path: Path) -> None:
+    with _torchrun(tmp_path, *RUN, "--train-iters", "100000") as process:
+        os.kill(_workers(process)[1], signal.SIGKILL)
+        assert process.wait(timeout=30) == 1
+    log = (tmp_path / "log").read_text()
+    assert log.count("pretrain_gpt.py: [rank 0] stops at iteration ") == 1 and ": rank 1 is gone" in log
+    assert "terminate called" not in log
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("SIGTERM", ()), ("SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGUSR1"))])
+def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path: Path, whole: Path, name: str,
+                                                                       launcher: tuple[str, ...]) -> None:
+    save = tmp_path / "save"
+    arguments = [*RUN, "--exit-signal-handler", "--save", str(save)]
+    with _torchrun(tmp_path, *arguments, launcher=launcher) as process:
+        process.send_signal(signal.Signals[name])
+        process.wait(timeout=30)
+    log = (tmp_path / "log").read_text()
+    stopped = int((save / "latest_checkpointed_iteration.txt").read_text())
+    assert f"exiting at iteration {stopped}: {name} (--exit-signal-handler)" in log and stopped < 60
+    resumed = run_command(*arguments, "--load", str(save), ranks=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert step_bytes(save, 60) == step_bytes(whole, 60) != {}
+
+
+def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_path: Path) -> None:
+    """SIGUSR1 without --signals-to-handle: torchrun dies at once and tells nobody."""
+    with _torchrun(tmp_path, *RUN, "--train-iters", "100000", "--exit-signal-handler") as process:
+        workers = [os.pidfd_open(pid) for pid in _workers(process)]
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=30) == -signal.SIGUSR1
+        for worker in workers:
+            _wait_for_the_end_of(worker)
+    assert "torchrun on rank 0's node is gone" in (tmp_path / "log").read_text()
+
+
+def _wait_for_the_end_of(pidfd: int, timeout: float = 30.0) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(1000 * timeout)
