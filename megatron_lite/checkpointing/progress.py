@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Iterations done and samples consumed; of those iterations, how many changed no weight, and how many had a NaN loss."""
+    """Iterations done and samples consumed; of those iterations, how many changed no weight, and how many had a NaN loss.
+
+    skipped_in_a_row: how many of the last ones changed no weight, without a float16 run's overflows.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    skipped_in_a_row: int = 0

@@ -31,6 +31,7 @@ from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.data.files import sync_file
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.loss_scale import LossScaleState
+from megatron_lite.optim.spike import MeanLossState
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
 from megatron_lite.parallel.state import ParallelState
@@ -58,12 +59,14 @@ class Metadata:
     num_updates: int
     parameters: dict[str, SavedLayout]
     loss_scale: LossScaleState | None = None
+    mean_loss: MeanLossState | None = None
 
     def to_json(self) -> str:
         """The text of metadata.json."""
         return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
                            "pp_size": self.pp_size, "cp_size": self.cp_size, "num_updates": self.num_updates,
-                           "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale)}, indent=1)
+                           "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
+                           "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss)}, indent=1)
 
     def parameters_to_json(self) -> str:
         """The text of this pipeline rank's parameters_pp*.json."""
@@ -88,7 +91,8 @@ class Metadata:
                 parameters |= {name: SavedLayout.from_plain(layout, pp_rank=pp_rank)
                                for name, layout in json.loads(path.read_text()).items()}
             return cls(progress=progress, num_updates=values["num_updates"], parameters=parameters,
-                       loss_scale=LossScaleState.from_plain(values.get("loss_scale")), **sizes)
+                       loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
+                       mean_loss=MeanLossState.from_plain(values.get("mean_loss")), **sizes)
         except InputError:
             raise
         except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -108,7 +112,8 @@ def save_checkpoint(directory: str, config: RunConfig, parallel: ParallelState, 
     temporary = step_directory(root, iteration).with_suffix(".tmp")
     metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size, pp_size=parallel.pp_size,
                         cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model),
-                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state())
+                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
+                        mean_loss=None if optimizer.spikes is None else optimizer.spikes.state())
 
     found = _to_save(model, optimizer, parallel)
 
@@ -208,7 +213,7 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     """A line for each setting that decides the run's course and differs from the checkpoint's. Where a run is stored, logged and
     evaluated does not count, nor how long one start of it lasts."""
     free = {"exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "eval_interval", "eval_iters",
-            "data_cache_path"}
+            "data_cache_path", "max_skipped_updates", "check_weight_hash_across_dp_replicas_interval"}
     lines = []
     for topic in ("training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"):
         mine, theirs = asdict(getattr(ours, topic)), asdict(getattr(saved, topic))
@@ -252,6 +257,8 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.restore(metadata.loss_scale)
+    if optimizer.spikes is not None:
+        optimizer.spikes.restore(metadata.mean_loss)
 
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
