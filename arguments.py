@@ -87,6 +87,9 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
                        "kept, but exist")
     if not config.parallel.overlap_p2p_comm and config.parallel.pipeline_model_parallel_size == 1:
         notices.append("--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1")
+    for name in ("straggler_minmax_count", "straggler_ratio"):
+        if name in given and not config.logging.log_straggler:
+            notices.append(f"{checks.flag(name)} has no effect without --log-straggler")
     notices += [*config.data_parallel.notices(), *config.recompute_warnings()]
     return ParsedArguments(config, dump_config, explain_recompute, tuple(notices))
 
@@ -283,6 +286,11 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
                  "evaluation in which any rank gets SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal")
     group.value("--exit-signal", str, "another signal that --exit-signal-handler waits for", values=EXIT_SIGNALS)
     group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
+    group.value("--max-skipped-updates", int, "stop after so many skipped updates in a row; derived: after 1 of a NaN, and "
+                "after 10 of a spike")
+    group.value("--skip-update-on-spike", float, "skip the update where the loss is above so many times its running mean")
+    group.value("--check-weight-hash-across-dp-replicas-interval", int, "iterations between comparisons of the weights that "
+                "several ranks hold alike; also before each checkpoint")
     group.switch("--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)")
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
 
@@ -375,6 +383,9 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
     group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+    group.switch("--log-straggler", "name the slowest ranks, where they are slower than the others of their stage")
+    group.value("--straggler-minmax-count", int, "how many of them at most")
+    group.value("--straggler-ratio", float, "how many times the median's time a slow rank takes")
 
 
 def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:

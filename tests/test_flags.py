@@ -82,6 +82,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--exit-signal-handler", ON, False),
     ("--exit-signal", str, "SIGTERM", "SIGUSR1"),
     ("--no-check-for-nan-in-loss-and-grad", OFF, True),
+    ("--check-weight-hash-across-dp-replicas-interval", int, None, "10"),
     ("--deterministic-mode", ON, False),
     ("--optimizer", str, "adam", "adam"),
     ("--adam-beta1", float, 0.9, "0.8"),
@@ -134,6 +135,8 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--log-validation-ppl-to-tensorboard", ON, False),
     ("--log-timers-to-tensorboard", ON, False),
     ("--log-memory-to-tensorboard", ON, False),
+    ("--log-straggler", ON, False),
+    ("--straggler-minmax-count", int, 1, "2"),
 )
 OURS: tuple[tuple[Any, ...], ...] = (
     ("--allow-fresh-start", ON, False),
@@ -152,6 +155,9 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--loss-chunk-size", int, None, "256"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
     ("--fsdp-memory-efficient-wrapping", ON, False),
+    ("--max-skipped-updates", int, None, "3"),
+    ("--skip-update-on-spike", float, None, "2.5"),
+    ("--straggler-ratio", float, 1.2, "1.5"),
 )
 OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
 WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json"}
@@ -309,6 +315,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         "--num-microbatches-with-partial-activation-checkpoints",
         "--torch-compile", "--activation-memory-budget", "--contiguous-saved-activations",
         "--fsdp-memory-efficient-wrapping", "--fsdp-reshard-after-forward", "--no-fsdp-reshard-after-forward",
+        "--max-skipped-updates", "--skip-update-on-spike", "--straggler-ratio",
         # retired there
         "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
         "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",

@@ -38,7 +38,7 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     """A line for each setting that decides the run's course and differs from the checkpoint's. Where a run is stored, logged and
     evaluated does not count, nor how long one start of it lasts."""
     free = {"exit_interval", "exit_duration_in_mins", "exit_signal_handler", "exit_signal", "eval_interval", "eval_iters",
-            "data_cache_path"}
+            "data_cache_path", "max_skipped_updates", "check_weight_hash_across_dp_replicas_interval"}
     lines = []
     for topic in ("training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"):
         mine, theirs = asdict(getattr(ours, topic)), asdict(getattr(saved, topic))

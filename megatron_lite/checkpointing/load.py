@@ -94,6 +94,8 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.restore(metadata.loss_scale)
+    if optimizer.spikes is not None:
+        optimizer.spikes.restore(metadata.mean_loss)
 
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:

@@ -15,6 +15,7 @@ from megatron_lite.checkpointing.shards import SavedLayout
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.loss_scale import LossScaleState
+from megatron_lite.optim.spike import MeanLossState
 
 MOST_RANKS = 2**20
 
@@ -31,13 +32,15 @@ class Metadata:
     num_updates: int
     parameters: Mapping[str, SavedLayout]
     loss_scale: LossScaleState | None = None
+    mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """The text of metadata.json."""
         return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
                            "pp_size": self.pp_size, "cp_size": self.cp_size, "num_updates": self.num_updates,
-                           "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale), "data": self.data},
+                           "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
+                           "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss), "data": self.data},
                           indent=1)
 
     def parameters_to_json(self) -> str:
@@ -70,7 +73,8 @@ class Metadata:
                 parameters |= {name: SavedLayout.from_plain(layout, pp_rank=pp_rank)
                                for name, layout in parse_json(path).items()}
             return cls(progress=progress, num_updates=values["num_updates"], parameters=parameters, data=dict(values["data"]),
-                       loss_scale=LossScaleState.from_plain(values.get("loss_scale")), **sizes)
+                       loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
+                       mean_loss=MeanLossState.from_plain(values.get("mean_loss")), **sizes)
         except InputError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:

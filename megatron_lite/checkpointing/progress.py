@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Progress:
     """Iterations done and samples consumed; of those iterations, how many changed no weight, and how many had a NaN loss.
 
-    evaluation_is_due: the run stopped before or in the evaluation that follows this iteration.
+    evaluation_is_due: the run stopped before or in the evaluation that follows this iteration. skipped_in_a_row: how many of the
+    last iterations changed no weight, without a float16 run's overflows.
     """
 
     iteration: int = 0
@@ -17,3 +18,4 @@ class Progress:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     evaluation_is_due: bool = False
+    skipped_in_a_row: int = 0

@@ -45,7 +45,8 @@ def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, 
     """
     metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size, pp_size=parallel.pp_size,
                         cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model), data=data,
-                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state())
+                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
+                        mean_loss=None if optimizer.spikes is None else optimizer.spikes.state())
     files = [TensorFile("rng", rng_file(parallel.rank), parallel.rng.snapshot().states)]
     texts = {}
     weights, states = _owned_tensors(model, optimizer, parallel, copy=copy)

@@ -128,8 +128,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      "resumes with --load",
      """exit-signal-handler-for-dataloader exit-signal-handler-for-training iterations-to-skip
      result-rejected-tracker-filename train-sync-interval"""),
-    ("the loss and the gradient norm are checked for NaN at each iteration, and nothing else",
-     """check-for-large-grads check-for-spiky-loss check-weight-hash-across-dp-replicas-interval gpu-sniff-test-interval"""),
+    ("the loss and the gradient norm are checked for NaN at each iteration; use --skip-update-on-spike for losses far above "
+     "their mean",
+     """check-for-large-grads check-for-spiky-loss gpu-sniff-test-interval"""),
     ("validation runs --eval-iters batches of the validation split every --eval-interval iterations",
      """eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets skip-train start-eval-at-iter
      test-mode validation-set-names"""),
@@ -224,9 +225,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("a run reports to the terminal, --metrics-jsonl and --tensorboard-dir",
      """adlr-autoresume adlr-autoresume-interval app-tag-run-name app-tag-run-version disable-log-loss-scale-to-tensorboard
      disable-straggler-on-startup log-device-memory-used log-energy log-max-attention-logit log-memory-interval
-     log-progress log-straggler log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard one-logger-async
+     log-progress log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard one-logger-async
      one-logger-project one-logger-run-name otel-enabled otel-service-name otel-span-groups run-workload-inspector-server
-     straggler-ctrlr-port straggler-minmax-count tensorboard-log-interval wandb-entity wandb-exp-name wandb-project
+     straggler-ctrlr-port tensorboard-log-interval wandb-entity wandb-exp-name wandb-project
      wandb-save-dir"""),
     ("there is no profiler inside; run the program under one, or use --log-throughput",
      """memory-snapshot-path nvtx-ranges profile profile-ranks profile-step-end profile-step-start

@@ -22,6 +22,8 @@ class TrainingConfig:
     rampup_batch_size: (start, increment, samples) of a batch that grows to global_batch_size; () for a constant one.
     gradient_accumulation_fusion: sum weight gradients by NVIDIA apex's kernel where it is installed, on CUDA, for 16-bit weights.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time; None: all, and they are kept for backward.
+    max_skipped_updates: so many in a row stop the run; None: under check_for_nan_in_loss_and_grad the first that is not finite
+    does, and 10 spikes in a row do. skip_update_on_spike: a loss above so many times its running mean is one (optim/spike.py).
     """
 
     micro_batch_size: int
@@ -41,12 +43,19 @@ class TrainingConfig:
     exit_signal_handler: bool = False
     exit_signal: str = "SIGTERM"
     check_for_nan_in_loss_and_grad: bool = True
+    max_skipped_updates: int | None = None
+    skip_update_on_spike: float | None = None
+    check_weight_hash_across_dp_replicas_interval: int | None = None
     torch_compile: bool = False
     deterministic_mode: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval",
-                         "exit_duration_in_mins", "loss_chunk_size")
+                         "exit_duration_in_mins", "loss_chunk_size", "max_skipped_updates",
+                         "check_weight_hash_across_dp_replicas_interval")
+        if self.skip_update_on_spike is not None and not 1.0 < self.skip_update_on_spike < math.inf:
+            raise ValueError(f"--skip-update-on-spike must be above 1 and finite (got {self.skip_update_on_spike}): a spike is a "
+                             "loss above so many times its running mean")
         object.__setattr__(self, "exit_signal", self.exit_signal.upper())
         require_one_of(self, "exit_signal", EXIT_SIGNALS)
         if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
@@ -284,7 +293,8 @@ class LoggingConfig:
     """What is written while training.
 
     peak_tflops_per_gpu: of which MFU and HFU are shares; None: looked up by the GPU's name. memory_timeline: file for the memory
-    of one micro-batch, operator by operator (tools/plot_memory.py draws it).
+    of one micro-batch, operator by operator (tools/plot_memory.py draws it). straggler_ratio: a rank that takes so many times as
+    long as the median is named under log_straggler, up to straggler_minmax_count of them (training/slow_rank.py).
     """
 
     log_interval: int = 100
@@ -298,9 +308,14 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = False
     log_timers_to_tensorboard: bool = False
     log_memory_to_tensorboard: bool = False
+    log_straggler: bool = False
+    straggler_minmax_count: int = 1
+    straggler_ratio: float = 1.2
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "log_interval")
+        require_at_least(self, 1, "log_interval", "straggler_minmax_count")
+        if not 1.0 < self.straggler_ratio < math.inf:
+            raise ValueError(f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})")
         require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline")
         if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
             raise ValueError(f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})")

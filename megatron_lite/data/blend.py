@@ -26,6 +26,9 @@ class Dataset(Protocol):
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
+    def documents(self, index: int, /) -> dict[str, list[int]]:
+        """Where a sample comes from: the numbers of its documents by .bin file; {} where there is no file."""
+
 
 class DataPath(NamedTuple):
     """weights: one per prefix, adding up to 1; None where none were given."""
@@ -93,6 +96,10 @@ class BlendedDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self.datasets[self.index.dataset[index]][int(self.index.sample[index])]
+
+    def documents(self, index: int) -> dict[str, list[int]]:
+        """See Dataset."""
+        return self.datasets[self.index.dataset[index]].documents(int(self.index.sample[index]))
 
 
 def _number(word: str) -> float | None:

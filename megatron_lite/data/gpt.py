@@ -63,6 +63,13 @@ class GPTDataset:
             self._refuse(sequences, parts)
         return sample_ids
 
+    def documents(self, index: int) -> dict[str, list[int]]:
+        """See blend.Dataset. Documents without tokens that lie between others count too."""
+        sample = int(self.index.sample_order[index])
+        first, last = self.index.sample_starts[sample:sample + 2, 0].tolist()
+        sequences = self.index.document_order[first:last + 1].tolist()
+        return {self.indexed.bin_path: list(dict.fromkeys(map(self.indexed.document_of, sequences)))}
+
     def _refuse(self, sequences: list[int], parts: list[np.ndarray]) -> None:
         for sequence, ids in zip(sequences, parts, strict=True):
             outside = ids[(ids.astype(np.int64) >= self.vocab_size) | (ids < 0)]

@@ -35,3 +35,7 @@ class MockDataset:
         positions = np.arange(length)
         last_jump = np.maximum.accumulate(np.where(jumps, positions, 0))
         return self.ids[(landings[last_jump] + STEP * (positions - last_jump)) % len(self.ids)]
+
+    def documents(self, index: int) -> dict[str, list[int]]:
+        """None: there is no file."""
+        return {}

@@ -1,8 +1,9 @@
 """AdamW over pieces of a model's parameters, with float32 master weights where the model is bf16 or fp16.
 
-torch's fused AdamW does the arithmetic. A step whose gradient norm is not finite changes nothing (torch's `found_inf`), which
-every rank decides alike from the same global norm, on the device, without waiting for it. It lowers the loss scale, if any. What
-a piece is, and what is sent, is the layout's affair: see pieces.py.
+torch's fused AdamW does the arithmetic. A step whose gradient norm or loss is not finite changes nothing (torch's `found_inf`),
+which every rank decides alike from the same global norm, on the device, without waiting for it. It lowers the loss scale, if any.
+Nor does a step whose loss is a spike, where one is looked for (spike.py). What a piece is, and what is sent, is the layout's
+affair: see pieces.py.
 """
 
 from __future__ import annotations
@@ -11,36 +12,42 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.loss_scale import LossScale
-from megatron_lite.optim.norms import count_zeros, global_norm
+from megatron_lite.optim.norms import count_zeros, global_norms
 from megatron_lite.optim.pieces import Layout, Piece
 from megatron_lite.optim.replicated import Replicated
+from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.optim.zero1 import Zero1
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.state import ParallelState
 
 
 class OptimizerStep(NamedTuple):
-    """grad_norm: global 2-norm before clipping. skipped: 1.0 where it was not finite and nothing changed. Both 0-d, on device."""
+    """grad_norm: global 2-norm before clipping, not finite either where the loss was not. skipped: 1.0 where nothing changed.
+    Both 0-d, on device. piece_norms: of the gradients of this rank's pieces."""
 
     grad_norm: Tensor
     skipped: Tensor
+    piece_norms: Tensor
 
 
 class Optimizer:
     """Owns gradients, master weights and moments. `states[name]` holds "exp_avg", "exp_avg_sq" and, for a 16-bit model, "master"
     of this rank's piece of a parameter, each float32; a rank without a piece of it has no entry. loss_scale: what gradients were
-    multiplied with in backward, and are divided by here."""
+    multiplied with in backward, and are divided by here. spikes: what a loss is compared with; None: with nothing."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState,
-                 data_parallel: DataParallelConfig | None = None, *, loss_scale: LossScale | None = None) -> None:
+                 data_parallel: DataParallelConfig | None = None, *, loss_scale: LossScale | None = None,
+                 spikes: SpikeGuard | None = None) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
-        self.loss_scale = loss_scale
+        self.loss_scale, self.spikes = loss_scale, spikes
         self.layout: Layout = choose_layout(model, parallel, data_parallel or DataParallelConfig())
         self._pieces = list(self.layout.pieces)
         groups = _weight_decay_groups(self._pieces, config.weight_decay)
@@ -66,16 +73,21 @@ class Optimizer:
         """
         self.layout.gradients.sync_next_backward(parameters)
 
-    def step(self, learning_rate: float) -> OptimizerStep:
-        """Reduces and clips the gradients and updates the weights, unless the global norm is not finite."""
+    def step(self, learning_rate: float, loss: Tensor | None = None) -> OptimizerStep:
+        """Reduces and clips the gradients and updates the weights, unless the global norm is not finite or the loss is a spike.
+
+        loss: 0-d, summed over the ranks of data and pipeline. One all-reduce of it over the TP group where spikes are looked for.
+        """
         self.layout.gradients.reduce_()
         grads = [piece.grad for piece in self._pieces]
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, self.loss_scale.inverse())
-        grad_norm = global_norm(self._pieces, grads, self._parallel, self.layout.shard_group)
+        grad_norm, piece_norms = global_norms(self._pieces, grads, self._parallel, self.layout.shard_group, loss=loss)
         skipped = torch.isfinite(grad_norm).logical_not().float()
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
+        if self.spikes is not None and loss is not None:
+            skipped = self.spikes.judge(all_reduce(loss, self._parallel.tp_group, dist.ReduceOp.MAX), skipped)
         if self._clip_grad > 0.0 and grads:
             torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         if self._adamw is not None:
@@ -85,7 +97,7 @@ class Optimizer:
             self._adamw.step()
         self._updates += 1.0 - skipped
         self.layout.publish()
-        return OptimizerStep(grad_norm, skipped)
+        return OptimizerStep(grad_norm, skipped, piece_norms)
 
     def finish(self) -> None:
         """Waits until every parameter of the model has its new weights. Modules wait by themselves for those that they use."""
@@ -98,7 +110,7 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """2-norm of all weights, 0-d."""
-        return global_norm(self._pieces, [piece.master for piece in self._pieces], self._parallel, self.layout.shard_group)
+        return global_norms(self._pieces, [piece.master for piece in self._pieces], self._parallel, self.layout.shard_group).whole
 
     def num_zeros_in_grad(self) -> Tensor:
         """Zeros in the gradients of the last step, 0-d int64."""

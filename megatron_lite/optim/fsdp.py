@@ -28,6 +28,8 @@ class FullySharded:
         assert parallel.data_group is not None
         self._parallel, self.shard_group = parallel, parallel.data_group
         self.gradients = self
+        self.own_norm: Tensor | None = None
+        self.replicates_weights = False
         self.keeps_masters = any(gathered_dtype(parameter) != parameter.dtype for parameter in model.parameters())
         self._parameters = {name: _sharded(name, parameter) for name, parameter in model.named_parameters()}
         self.pieces: list[Piece] = []
@@ -36,6 +38,9 @@ class FullySharded:
             start = sum(self._lengths(name)[: parallel.data_rank])
             if rows.numel():
                 self.pieces.append(new_piece(name, parameter, rows, start=start, stop=start + rows.numel()))
+
+    def watch(self) -> None:
+        """Gradients are summed before they can be seen."""
 
     def forget(self) -> None:
         """See Gradients."""

@@ -57,7 +57,8 @@ class Bucket:
 class GradBuffer:
     """Owns the gradients of the given parameters; `grads[name]` is the float32 view of one.
 
-    With a distributed optimizer only this rank's share of each bucket (`Bucket.own`) is right after `reduce_`.
+    With a distributed optimizer only this rank's share of each bucket (`Bucket.own`) is right after `reduce_`. own_norm: see
+    Gradients; it takes another pass over the gradients, for which `watch` asks.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parallel: ParallelState,
@@ -74,10 +75,17 @@ class GradBuffer:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._last: set[str] = set()  # whose next gradient is the last of this step
         self._num_started = 0
+        self._watches = False
+        self._own_norms: list[Tensor] = []
+        self.own_norm: Tensor | None = None
         for name, parameter in parameters.items():
             bucket = self.bucket_of[name]
             self.grads[name] = bucket.flat[bucket.places[name]].view_as(parameter)
             self._accumulate(name, parameter, self.grads[name])
+
+    def watch(self) -> None:
+        """See Gradients."""
+        self._watches = self._parallel.data_group is not None
 
     def forget(self) -> None:
         """Begins a step: what the buffer holds counts no more."""
@@ -97,6 +105,8 @@ class GradBuffer:
         for name, parameter in self._parameters.items():
             if parameter.grad is None and _autograd_sums_into(parameter, self.grads[name]):  # had no part in this step
                 parameter.grad = self.grads[name].zero_()
+        for bucket in self.buckets[self._num_started :]:
+            self._watch(bucket)
         if not self._overlaps:
             self._sum_over_model(slice(None))
         for bucket in self.buckets[self._num_started :]:
@@ -107,6 +117,8 @@ class GradBuffer:
             self._sum_over_model(None)
         self._num_started = 0
         self._last.clear()
+        self.own_norm = torch.stack(self._own_norms).norm() if self._own_norms else None
+        self._own_norms.clear()
 
     def _sum_over_model(self, part: slice | None) -> None:
         """Over TP and the pipeline's ends: of whole buckets, or of what this rank holds of them (None)."""
@@ -148,8 +160,13 @@ class GradBuffer:
         if name in self._last:
             bucket.awaited.discard(name)
             while self._num_started < len(self.buckets) and not self.buckets[self._num_started].awaited:
+                self._watch(self.buckets[self._num_started])
                 self._start(self.buckets[self._num_started])
                 self._num_started += 1
+
+    def _watch(self, bucket: Bucket) -> None:
+        if self._watches:
+            self._own_norms.append(bucket.flat.norm())
 
     def _start(self, bucket: Bucket) -> None:
         """Begins the sum over the data-parallel ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +16,31 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 
 
-def global_norm(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState,
-                shard_group: ProcessGroup | None) -> Tensor:
-    """The true 2-norm of the pieces' `values` (gradients, or the masters themselves): 0-d, the same on every rank.
+class Norms(NamedTuple):
+    """whole: 2-norm over the model, 0-d, the same on every rank. pieces: of each of this rank's pieces."""
 
-    shard_group: the ranks that hold different pieces. One all-reduce of one number over it, the TP group and the pipeline each.
+    whole: Tensor
+    pieces: Tensor
+
+
+def global_norms(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState, shard_group: ProcessGroup | None, *,
+                 loss: Tensor | None = None) -> Norms:
+    """The true 2-norm of the pieces' `values` (gradients, or the masters themselves).
+
+    Not finite where any value of any rank is not, or where `loss` (0-d) is not on any: what counts once, on one rank, is looked
+    at on all that hold it. shard_group: the ranks that hold different pieces. One all-reduce of one number over it, the TP group
+    and the pipeline each.
     """
-    counted = [value for piece, value in zip(pieces, values, strict=True) if _counts_here(piece.spec, parallel)]
-    norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=parallel.device)
-    return _sum_over_model(norms.square().sum(), parallel, shard_group).sqrt()
+    norms = torch._foreach_norm(list(values)) if values else ()
+    counted = [norm for piece, norm in zip(pieces, norms, strict=True) if _counts_here(piece.spec, parallel)]
+    others = [norm for piece, norm in zip(pieces, norms, strict=True) if not _counts_here(piece.spec, parallel)]
+    empty = torch.zeros(1, device=parallel.device)
+    total = (torch.stack(counted) if counted else empty).square().sum()
+    if others:
+        total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN
+    if loss is not None:
+        total = total + loss.to(total.dtype) * 0.0
+    return Norms(_sum_over_model(total, parallel, shard_group).sqrt(), torch.stack(norms) if norms else empty)
 
 
 def count_zeros(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState,

@@ -50,7 +50,15 @@ class Piece:
 
 
 class Gradients(Protocol):
-    """Where backward leaves its gradients. Every rank must reach every call."""
+    """Where backward leaves its gradients. Every rank must reach every call.
+
+    own_norm: 2-norm of this rank's gradients before they were summed over data-parallel ranks, 0-d; None where nobody watches.
+    """
+
+    own_norm: Tensor | None
+
+    def watch(self) -> None:
+        """Has `own_norm` filled from now on, where there are data-parallel ranks and the sums are ours."""
 
     def forget(self) -> None:
         """Begins a step: the gradients so far count no more."""
@@ -76,6 +84,10 @@ class Layout(Protocol):
     @property
     def shard_group(self) -> ProcessGroup | None:
         """The ranks that hold different pieces; None where each holds them all."""
+
+    @property
+    def replicates_weights(self) -> bool:
+        """Whether every rank of `data_group` holds all weights."""
 
     @property
     def keeps_masters(self) -> bool:

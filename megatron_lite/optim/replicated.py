@@ -16,7 +16,7 @@ class Replicated:
 
     def __init__(self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> None:
         self._parameters = dict(model.named_parameters())
-        self.shard_group = None
+        self.shard_group, self.replicates_weights = None, True
         self.gradients = GradBuffer(self._parameters, parallel, config)
         masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
         for name, master in masters.items():

@@ -53,7 +53,7 @@ class Zero1:
         assert parallel.data_group is not None
         self._parameters = dict(model.named_parameters())
         self._rank, self.shard_group = parallel.data_rank, parallel.data_group
-        self._overlaps = config.overlap_param_gather
+        self._overlaps, self.replicates_weights = config.overlap_param_gather, True
         self.gradients = GradBuffer(self._parameters, parallel, config)
         with torch.no_grad():
             self._weights = {id(bucket): _Weights(bucket, self._parameters) for bucket in self.gradients.buckets}

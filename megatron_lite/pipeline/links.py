@@ -6,6 +6,7 @@ ends the same order. A lane carries one direction only, so that a send never wai
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -50,6 +51,7 @@ class Links:
     """Sends and receives of one pipeline rank. shape, dtype: of the hidden states between stages, the same for all.
 
     lanes: groups of the pipeline's ranks: forward, backward, and both again for the way between the last rank and the first.
+    waited_s: how long `wait_sent` has taken so far.
     """
 
     def __init__(self, lanes: tuple[ProcessGroup, ...], *, shape: tuple[int, ...], dtype: torch.dtype,
@@ -57,6 +59,7 @@ class Links:
         self._lanes, self._shape, self._dtype, self._device = lanes, shape, dtype, device
         self._rank, self._size = lanes[0].rank(), lanes[0].size()
         self._leaving: list[_Leaving] = []
+        self.waited_s = 0.0
         # One for each lane: what leaves on a lane arrives in order.
         self._waiters = tuple(ThreadPoolExecutor(1, "sent") for _ in lanes) if device.type == "cpu" else ()
 
@@ -92,9 +95,11 @@ class Links:
 
     def wait_sent(self) -> None:
         """Returns once everything has left (a GPU: once its stream will wait for that)."""
+        start = time.perf_counter()
         for one in self._leaving:
             one.wait()
         self._leaving.clear()
+        self.waited_s += time.perf_counter() - start
 
     @property
     def leaving(self) -> list[Tensor]:

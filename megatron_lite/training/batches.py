@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.parallel.chunks import select, spans_of
 from megatron_lite.parallel.state import ParallelState
@@ -51,13 +52,17 @@ def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device, 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """This rank's micro-batches of the iteration that starts after `consumed_samples`, read when asked for."""
+    """This rank's micro-batches of the iteration that starts after `consumed_samples`, read when asked for.
+
+    InputError, with `where` in front, of a sample that cannot be: PeerError on the ranks that read what another reads too.
+    """
 
     dataset: SampleDataset
     consumed_samples: int
     micro_batch_size: int
     num_microbatches: int
     parallel: ParallelState
+    where: str = "evaluation"
 
     def __len__(self) -> int:
         return self.num_microbatches
@@ -65,4 +70,8 @@ class MicroBatches:
     def __getitem__(self, number: int) -> MicroBatch:
         parallel = self.parallel
         indices = microbatch_indices(self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number)
-        return fetch(self.dataset, indices, parallel.device, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+        try:
+            return fetch(self.dataset, indices, parallel.device, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+        except InputError as error:
+            kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
+            raise kind(f"{self.where}, samples {indices.start} to {indices.stop - 1}: {error}") from error

@@ -18,6 +18,7 @@ from megatron_lite.model.stages import ModelStages
 from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import accumulate_with_, apex_kernel, description
 from megatron_lite.pipeline.order import check_num_microbatches
@@ -99,7 +100,11 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim) -> Trainer:
                               num_samples=(train_samples, evaluation_samples, evaluation_samples))
     model = build_stages(config, parallel)
     loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
-    optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel, loss_scale=loss_scale)
+    ratio = training.skip_update_on_spike
+    optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel, loss_scale=loss_scale,
+                          spikes=None if ratio is None else SpikeGuard(ratio, parallel.device))
+    if training.check_for_nan_in_loss_and_grad:
+        optimizer.layout.gradients.watch()
     fused = fuse_weight_gradients_(config, parallel, model, optimizer)
     return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
                    num_iterations=num_iterations, batches=batches, start=start,

@@ -25,6 +25,7 @@ from megatron_lite.config.training import LoggingConfig
 from megatron_lite.memory.flops import peak_flops
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
+from megatron_lite.training.skipped import SkippedUpdate
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -56,9 +57,13 @@ class LogExtras(NamedTuple):
 
 
 class RunLog:
-    """The log of one run. `start`: how far it had come before; later rows and points of an interrupted run are dropped."""
+    """The log of one run. `start`: how far it had come before; later rows and points of an interrupted run are dropped.
 
-    def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: Progress) -> None:
+    skipped_batches: file for what `skipped` is told; without a skipped update there is none.
+    """
+
+    def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: Progress,
+                 skipped_batches: str | None = None) -> None:
         self._config = config
         self._facts = facts
         self._enabled = enabled
@@ -67,8 +72,12 @@ class RunLog:
         self._progress: ProgressBar | None = None
         self._metrics: MetricsFile | None = None
         self._tensorboard: SummaryWriter | None = None
+        self._skipped_batches = skipped_batches
+        self._skipped_rows: MetricsFile | None = None
         if not enabled:
             return
+        if skipped_batches is not None and os.path.exists(skipped_batches):
+            self._skipped_rows = self._stack.enter_context(MetricsFile(skipped_batches, after_iteration=start.iteration))
         if config.metrics_jsonl:
             self._metrics = self._stack.enter_context(MetricsFile(config.metrics_jsonl, after_iteration=start.iteration))
         if config.tensorboard_dir:
@@ -120,6 +129,18 @@ class RunLog:
         if record.iteration % self._config.log_interval == 0 or record.iteration == self._facts.num_iterations:
             self.line(iteration_line(self._interval, self._facts, extras, throughput=self._config.log_throughput))
             self._interval.clear()
+
+    def skipped(self, update: SkippedUpdate) -> None:
+        """Takes a skipped update: a line in the log, and a row in its file. An overflow of a float16 run has the row alone."""
+        if not self._enabled:
+            return
+        if update.reason != "overflow":
+            self.line(update.line())
+        if self._skipped_batches is not None and self._skipped_rows is None:
+            self._skipped_rows = self._stack.enter_context(
+                MetricsFile(self._skipped_batches, after_iteration=update.iteration - 1))
+        if self._skipped_rows is not None:
+            self._skipped_rows.write(update)
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""

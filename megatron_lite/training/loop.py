@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.load import load_checkpoint
@@ -31,6 +31,7 @@ from megatron_lite.parallel.timeouts import set_timeout
 from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
+from megatron_lite.training.drift import ReplicaCheck
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.exits import Exits
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
@@ -38,6 +39,8 @@ from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder
 from megatron_lite.training.pulse import Pulse
 from megatron_lite.training.runner import StageRunner
+from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted, skipped_batches_path
+from megatron_lite.training.slow_rank import SlowRanks
 from megatron_lite.training.step import StepResult, TrainingError, train_step
 
 
@@ -51,6 +54,11 @@ class StartedStep(NamedTuple):
     result: StepResult
     params_norm: Tensor | None
     num_zeros: Tensor | None
+
+    @property
+    def samples(self) -> range:
+        """In the order in which the run reads its data."""
+        return range(self.consumed_samples - self.batch_size, self.consumed_samples)
 
 
 @dataclass(kw_only=True)
@@ -73,6 +81,9 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
+    _skipped: SkippedUpdates = field(init=False)
+    _replicas: ReplicaCheck | None = field(default=None, init=False)
+    _slow_ranks: SlowRanks | None = field(default=None, init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
     _clock: float = field(default=0.0, init=False)
     _saved_at: int = field(default=-1, init=False)
@@ -81,6 +92,16 @@ class Trainer:
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
         self._timeline_is_due = self.config.logging.memory_timeline is not None
+        self._make_guards()
+
+    def _make_guards(self) -> None:
+        scaling = self.optimizer.loss_scale
+        self._skipped = SkippedUpdates(self.config, self.parallel, self.optimizer.layout.pieces, self.datasets.train,
+                                       loss_scale_minimum=None if scaling is None else scaling.minimum)
+        if self.config.training.check_weight_hash_across_dp_replicas_interval is not None:
+            self._replicas = ReplicaCheck(self.model, self.optimizer, self.parallel)
+        if self.config.logging.log_straggler:
+            self._slow_ranks = SlowRanks(self.config.logging, self.parallel, self._runner.links)
 
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from where `--load` stands to the end, or until `exits` end it. TrainingError where the loss is not finite.
@@ -96,13 +117,15 @@ class Trainer:
     def _run(self, exits: Exits) -> Progress:
         notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
         with self.parallel.together("the log", self._open_log) as log:
-            for notice in (*notices, *filter(None, [self.accumulation])):
+            guards = [guard.notice() for guard in (self._replicas, self._slow_ranks) if guard is not None]
+            for notice in (*notices, *filter(None, [self.accumulation, *guards])):
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
                          f"({self.num_iterations})")
             exits.begin()
-            with memory_budget(self.config.recompute.activation_memory_budget):
+            timed = self._slow_ranks.listening() if self._slow_ranks is not None else nullcontext()
+            with memory_budget(self.config.recompute.activation_memory_budget), timed:
                 finished = self._train(log, exits)
             if self._timeline_is_due:
                 log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
@@ -132,6 +155,8 @@ class Trainer:
             finished = iteration == self.num_iterations
             while len(self._started) > (0 if evaluates or saves or reason or last or finished else self._steps_in_flight()):
                 self._finish_step(self._started.popleft(), log)
+            if _due(iteration, training.check_weight_hash_across_dp_replicas_interval):
+                self._compare_replicas()
             if evaluates:
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
@@ -165,17 +190,18 @@ class Trainer:
         learning_rate, batch_size = self.schedule.at(before), self.batches.at(before)
         batches = MicroBatches(dataset=self.datasets.train, consumed_samples=before,
                                num_microbatches=self.batches.num_microbatches(batch_size),
-                               micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel)
+                               micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel,
+                               where=f"iteration {self.progress.iteration + 1}")
         measured = self.activation_bytes is not None or self.config.training.torch_compile
         meter = None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
-        result = train_step(self._runner, self.optimizer, batches, learning_rate=learning_rate,
-                            observer=meter or self._timeline_recorder())
+        logging, iteration = self.config.logging, self.progress.iteration + 1
+        logged = iteration % logging.log_interval == 0
+        with self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext():
+            result = train_step(self._runner, self.optimizer, batches, learning_rate=learning_rate,
+                                observer=meter or self._timeline_recorder())
         if meter is not None:
             self._compare_bytes(meter, log)
-        self.progress = replace(self.progress, iteration=self.progress.iteration + 1,
-                                consumed_samples=before + batch_size)
-        logging, iteration = self.config.logging, self.progress.iteration
-        logged = iteration % logging.log_interval == 0
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=before + batch_size)
         return StartedStep(iteration, self.progress.consumed_samples, batch_size, learning_rate, result,
                            self.optimizer.params_norm() if logged and logging.log_params_norm else None,
                            self.optimizer.num_zeros_in_grad() if logged and logging.log_num_zeros_in_grad else None)
@@ -198,30 +224,36 @@ class Trainer:
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures (the one place that waits for the device), counts and logs them."""
-        loss, grad_norm, skipped, loss_scale = torch.stack([value.float() for value in step.result]).tolist()
+        figures = StepFigures.read(step.result)
         seconds = time.perf_counter() - self._clock
         self._clock += seconds
-        is_nan = not math.isfinite(loss)
-        self.progress = replace(self.progress, skipped_iterations=self.progress.skipped_iterations + int(skipped),
-                                nan_iterations=self.progress.nan_iterations + is_nan)
+        update = None
+        if figures.skipped:
+            update = self._skipped.judge(step.iteration, step.samples, figures, step.result, self.progress)
+            log.skipped(update)
+        self.progress = counted(self.progress, figures, update)
         kept = self.activation_bytes
         log.iteration(IterationRecord(
-            iteration=step.iteration, consumed_samples=step.consumed_samples, global_batch_size=step.batch_size, lm_loss=loss,
-            grad_norm=grad_norm, learning_rate=step.learning_rate, loss_scale=loss_scale, iteration_ms=seconds * 1000.0,
-            tokens_per_second=step.batch_size * self.config.data.seq_length / seconds, skipped=int(skipped), nan=int(is_nan),
+            iteration=step.iteration, consumed_samples=step.consumed_samples, global_batch_size=step.batch_size,
+            lm_loss=figures.loss, grad_norm=figures.grad_norm, learning_rate=step.learning_rate, loss_scale=figures.loss_scale,
+            iteration_ms=seconds * 1000.0, tokens_per_second=step.batch_size * self.config.data.seq_length / seconds,
+            skipped=int(figures.skipped), nan=int(not math.isfinite(figures.loss)),
             activation_bytes_predicted=None if kept is None else kept.predicted,
             activation_bytes_measured=None if kept is None else kept.measured,
             activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
             activation_host_bytes_measured=None if kept is None else kept.host_measured,
         ), LogExtras(params_norm=None if step.params_norm is None else step.params_norm.item(),
                      num_zeros=None if step.num_zeros is None else int(step.num_zeros.item())))
-        scaling = self.optimizer.loss_scale
-        mended = scaling is not None and loss_scale > scaling.minimum  # a lower scale may do
-        if self.config.training.check_for_nan_in_loss_and_grad and (is_nan or (skipped and not mended)):
-            at_scale = "" if scaling is None else f", with loss scale {loss_scale} (at least {scaling.minimum})"
-            raise TrainingError(f"iteration {step.iteration}: the loss is {loss} and the gradient norm {grad_norm}{at_scale}, so "
-                                "no weight was changed. Lower --lr or raise --lr-warmup-iters; with "
-                                "--no-check-for-nan-in-loss-and-grad such iterations are skipped and counted instead")
+        if update is not None:
+            self._skipped.check(update)
+        if self._slow_ranks is not None and step.iteration % self.config.logging.log_interval == 0:
+            for line in self._slow_ranks.lines():
+                log.line(line)
+
+    def _compare_replicas(self) -> None:
+        if self._replicas is not None and (fault := self._replicas.fault()) is not None:
+            raise TrainingError(f"iteration {self.progress.iteration}: ranks no longer hold the same weights: {fault}. Continue "
+                                "from a checkpoint before it, without the node of that rank if it happens again")
 
     def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits) -> str | None:
         """Why it was left unfinished, and no loss is reported, if something ended the run meanwhile."""
@@ -268,6 +300,7 @@ class Trainer:
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(f"iteration {iteration}: a weight is not finite, so no checkpoint is written. Lower --lr, and "
                                 f"continue from an earlier checkpoint")
+        self._compare_replicas()
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
         self.saver.wait(log.line)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
@@ -293,7 +326,8 @@ class Trainer:
                                           loss_chunk_size=config.training.loss_chunk_size,
                                           tp_size=self.parallel.tp_size, cp_size=self.parallel.cp_size),
             peak_flops=known_peak_flops(config.logging, device, bf16=config.training.precision != "fp32"))
-        return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress)
+        return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress,
+                      skipped_batches=skipped_batches_path(config))
 
 
 def _due(iteration: int, interval: int | None) -> bool:

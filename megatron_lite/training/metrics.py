@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import IO
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.training.skipped import SkippedUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class MetricsFile:
         except OSError as error:
             raise InputError(f"--metrics-jsonl {path}: cannot be written ({error.strerror}): choose another file") from error
 
-    def write(self, record: IterationRecord) -> None:
+    def write(self, record: IterationRecord | SkippedUpdate) -> None:
         """Appends one row."""
         row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                for key, value in asdict(record).items()}

@@ -19,16 +19,28 @@ class TrainingError(RuntimeError):
 
 
 class StepResult(NamedTuple):
-    """0-d tensors on the device, the same on every rank: reading them is left to the log.
+    """Tensors on the device: reading them is left to the log. The first four are 0-d and the same on every rank.
 
     loss: mean over the global batch. grad_norm: global, before clipping. skipped: 1.0 where no weight was changed. loss_scale:
-    the one used, 1.0 where the loss is not scaled.
+    the one used, 1.0 where the loss is not scaled. mean_loss: what the loss was compared with, if with anything.
+    traces: what this rank has of what came into the loss and the norm, for finding where a NaN came from.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
+    mean_loss: Tensor | None
+    traces: Traces
+
+
+class Traces(NamedTuple):
+    """own_loss: this rank's part of the loss. own_grad_norm: of its gradients before the sum over `data_group`, where they are
+    watched. piece_norms: of the gradients of its pieces after that sum."""
+
+    own_loss: Tensor
+    own_grad_norm: Tensor | None
+    piece_norms: Tensor
 
 
 def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, learning_rate: float,
@@ -44,6 +56,9 @@ def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, l
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     loss = runner.train(batches, share=1.0 / (len(batches) * parallel.data_size), observer=observer or Observer(),
                         loss_scale=scale, before_last=optimizer.sync_next_backward)
-    update = optimizer.step(learning_rate)
+    own_loss = loss.clone()
     loss = all_reduce_(all_reduce_(loss, parallel.data_group), parallel.pp_group)
-    return StepResult(loss, update.grad_norm, update.skipped, torch.ones_like(loss) if scale is None else scale)
+    update = optimizer.step(learning_rate, loss)
+    return StepResult(loss, update.grad_norm, update.skipped, torch.ones_like(loss) if scale is None else scale,
+                      None if optimizer.spikes is None else optimizer.spikes.mean,
+                      Traces(own_loss, optimizer.layout.gradients.own_norm, update.piece_norms))

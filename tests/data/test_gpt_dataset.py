@@ -12,6 +12,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import gpt
+from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.gpt import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 
@@ -44,6 +45,23 @@ def test_samples_are_the_shuffled_pieces_of_the_documents_laid_end_to_end(tmp_pa
     expected = [tape[4 * number:4 * number + 5].tolist() for number in data.index.sample_order]
     assert rows(data) == expected
     assert data[0].dtype == np.int64
+
+
+@pytest.mark.parametrize("num_samples", [None, 50])
+def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(tmp_path: Path, num_samples: int | None) -> None:
+    """An id tells where it stood. In the order of the sample; of a blend, with the file of the part."""
+    first, second = write(tmp_path / "first"), write(tmp_path / "second", first_id=50)
+    of_id = [document for document, length in enumerate(LENGTHS) for _ in range(length)]
+    parts = [dataset(indexed, documents=(1, 6), num_samples=num_samples, seed=seed)
+             for indexed, seed in ((first, 5), (second, 6))]
+    for data, first_id in zip(parts, (0, 50), strict=True):
+        for number, row in enumerate(rows(data)):
+            expected = [of_id[token - first_id] for token in row]
+            assert data.documents(number) == {data.indexed.bin_path: list(dict.fromkeys(expected))}
+    blend = BlendedDataset(parts, [0.5, 0.5], 6)
+    for number in range(6):
+        (path,) = blend.documents(number)
+        assert path == (second if blend[number][0] >= 50 else first).bin_path
 
 
 def test_one_epoch_reads_each_token_once_but_for_the_rest(tmp_path: Path) -> None:
@@ -168,6 +186,7 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
     program = """if True:
         import sys, time
         from megatron_lite.data import gpt
+from megatron_lite.data.blend import BlendedDataset
         from megatron_lite.data.indexed import IndexedDataset
         build = gpt.build_sample_index
         def slow(*args, **kwargs):

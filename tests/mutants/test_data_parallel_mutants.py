@@ -89,8 +89,9 @@ def partial_sums_stop_at_the_share(patch: Patch) -> None:
 
 
 def the_norm_is_that_of_a_share(patch: Patch) -> None:
-    real = adamw.global_norm
-    patch.setattr(adamw, "global_norm", lambda pieces, values, parallel, shard_group: real(pieces, values, parallel, None))
+    real = adamw.global_norms
+    patch.setattr(adamw, "global_norms", lambda pieces, values, parallel, shard_group, *, loss=None: real(
+        pieces, values, parallel, None, loss=loss))
 
 
 def nobody_waits_for_weights(patch: Patch) -> None:

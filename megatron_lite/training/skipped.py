@@ -1,0 +1,156 @@
+"""Updates that change no weight: they are counted, said, written down, and end the run where too many come in a row.
+
+    not finite   the loss, or a gradient of any rank, is NaN or infinite
+    overflow     a gradient alone, in a float16 run whose loss scale can still be lowered: no fault, and never the end of a run
+    spike        the loss is above --skip-update-on-spike times its running mean
+
+The samples of each are appended to DIR/skipped_batches.jsonl of --save DIR, so that they can be looked at, or left out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.config.run import RunConfig
+from megatron_lite.data.blend import Dataset
+from megatron_lite.optim.pieces import Piece
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.texts import by_rank, gather_texts
+from megatron_lite.training.step import StepResult, Traces, TrainingError
+
+SKIPPED_BATCHES = "skipped_batches.jsonl"
+LOSS = "its loss"
+SPIKES_IN_A_ROW = 10  # that end a run without --max-skipped-updates
+
+
+class StepFigures(NamedTuple):
+    """A step's result, read from the device."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+
+    @classmethod
+    def read(cls, result: StepResult) -> StepFigures:
+        """Waits for the device."""
+        loss, grad_norm, skipped, loss_scale = torch.stack([value.float() for value in result[:4]]).tolist()
+        return cls(loss, grad_norm, bool(skipped), loss_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedUpdate:
+    """A row of skipped_batches.jsonl. first_sample, num_samples: in the order in which the run reads its data. in_a_row: which of
+    those that came one after the other this is. found_on: on which ranks there was something not finite. documents: of the
+    samples, by .bin file, in ascending order."""
+
+    iteration: int
+    reason: str
+    first_sample: int
+    num_samples: int
+    in_a_row: int
+    lm_loss: float
+    mean_loss: float | None
+    grad_norm: float
+    loss_scale: float
+    found_on: str
+    documents: dict[str, list[int]]
+
+    def line(self) -> str:
+        """For the log."""
+        last = self.first_sample + self.num_samples - 1
+        spike = f", {self.lm_loss / self.mean_loss:.2f} x its running mean {self.mean_loss:.4f}" if self.mean_loss else ""
+        return (f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row ({self.reason}): lm loss "
+                f"{self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, samples {self.first_sample} to {last}"
+                + (f"; not finite on {self.found_on}" if self.found_on else ""))
+
+
+class SkippedUpdates:
+    """Judges the skipped updates of a run. loss_scale_minimum: of a float16 run."""
+
+    def __init__(self, config: RunConfig, parallel: ParallelState, pieces: Sequence[Piece], dataset: Dataset, *,
+                 loss_scale_minimum: float | None) -> None:
+        self._config, self._parallel, self._pieces, self._dataset = config.training, parallel, pieces, dataset
+        self._minimum = loss_scale_minimum
+
+    def judge(self, iteration: int, samples: range, figures: StepFigures, result: StepResult, progress: Progress,
+              ) -> SkippedUpdate:
+        """What is to be said of one. Every rank must call; one all-gather, and only rank 0 knows the documents."""
+        finite = math.isfinite(figures.grad_norm)  # it is not where any rank's loss is not
+        origins = [] if finite else gather_texts(_not_finite(result.traces, self._pieces), self._parallel)
+        if LOSS in origins:  # gradients of other ranks are its consequence
+            origins = [text if text == LOSS else "" for text in origins]
+        overflow = not finite and LOSS not in origins and self._minimum is not None and figures.loss_scale > self._minimum
+        return SkippedUpdate(
+            iteration=iteration, reason="spike" if finite else "overflow" if overflow else "not finite",
+            first_sample=samples.start, num_samples=len(samples), in_a_row=progress.skipped_in_a_row + (not overflow),
+            lm_loss=figures.loss, grad_norm=figures.grad_norm, loss_scale=figures.loss_scale,
+            mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
+            found_on=by_rank(origins),
+            documents=_documents(self._dataset, samples) if self._parallel.rank == 0 else {})
+
+    def check(self, update: SkippedUpdate) -> None:
+        """TrainingError where the run ends with it. On all ranks alike."""
+        config, reason = self._config, update.reason
+        first_is_last = 1 if config.check_for_nan_in_loss_and_grad else None
+        limit = {"overflow": None, "spike": config.max_skipped_updates or SPIKES_IN_A_ROW,
+                 "not finite": config.max_skipped_updates or first_is_last}[reason]
+        if limit is None or update.in_a_row < limit:
+            return
+        found = f" ({update.found_on})" if update.found_on else ""
+        if reason == "spike":
+            raise TrainingError(
+                f"iteration {update.iteration}: the loss is {update.lm_loss}, more than --skip-update-on-spike "
+                f"{config.skip_update_on_spike} times its running mean {update.mean_loss}, and {update.in_a_row} updates in a "
+                f"row were skipped (--max-skipped-updates). Lower --lr, or look at the samples in {SKIPPED_BATCHES}, and "
+                "continue from the last checkpoint")
+        at_scale = "" if self._minimum is None else f", with loss scale {update.loss_scale} (at least {self._minimum})"
+        fix = "with --max-skipped-updates N such iterations are skipped and counted, up to N in a row"
+        if config.max_skipped_updates is not None:
+            fix = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
+        raise TrainingError(f"iteration {update.iteration}: the loss is {update.lm_loss} and the gradient norm {update.grad_norm}"
+                            f"{at_scale}{found}, so no weight was changed. Lower --lr or raise --lr-warmup-iters; {fix}")
+
+
+def counted(progress: Progress, figures: StepFigures, update: SkippedUpdate | None) -> Progress:
+    """The progress with this step's skipped update, or without one, counted."""
+    return replace(progress, skipped_iterations=progress.skipped_iterations + figures.skipped,
+                   nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
+                   skipped_in_a_row=0 if update is None else update.in_a_row)
+
+
+def skipped_batches_path(config: RunConfig) -> str | None:
+    """Where rows go; None without --save."""
+    return None if config.checkpoint.save is None else os.path.join(config.checkpoint.save, SKIPPED_BATCHES)
+
+
+def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
+    """What of this rank's is not finite, and came first. Reads the device."""
+    if not math.isfinite(traces.own_loss.item()):
+        return LOSS
+    if traces.own_grad_norm is not None:
+        return "" if math.isfinite(traces.own_grad_norm.item()) else f"its gradient{_first(traces, pieces)}"
+    first = _first(traces, pieces)
+    return f"the gradient{first}" if first else ""
+
+
+def _first(traces: Traces, pieces: Sequence[Piece]) -> str:
+    """" of NAME": the first parameter whose summed gradient is not finite."""
+    return next((f" of {piece.name}" for piece, finite in zip(pieces, traces.piece_norms.isfinite().tolist(), strict=False)
+                 if not finite), "")
+
+
+def _documents(dataset: Dataset, samples: Iterable[int]) -> dict[str, list[int]]:
+    found: dict[str, set[int]] = {}
+    for sample in samples:
+        origin: Mapping[str, Iterable[int]] = dataset.documents(sample)
+        for file, documents in origin.items():
+            found.setdefault(file, set()).update(documents)
+    return {file: sorted(documents) for file, documents in found.items()}

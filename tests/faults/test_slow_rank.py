@@ -1,0 +1,112 @@
+"""A rank that holds the others up is named with its ratio; where none does, nobody is."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import LoggingConfig
+from megatron_lite.model.layer import TransformerLayer
+from megatron_lite.training.slow_rank import RankTime, slow_ranks
+from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, tiny_run
+
+
+def times(*ms: float, stages: tuple[int, ...] | None = None) -> list[RankTime]:
+    return [RankTime(rank, 0 if stages is None else stages[rank], f"node{rank // 2}", one) for rank, one in enumerate(ms)]
+
+
+def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for() -> None:
+    found = slow_ranks(times(10.0, 10.5, 18.0, 9.5, 30.0, 10.0, 10.0, 10.0), ratio=1.2, at_most=2)
+    assert found == ["slow rank: 4 (node2) 3.0x the median of 8 ranks (30.0 ms against 10.0 ms)",
+                     "slow rank: 2 (node1) 1.8x the median of 8 ranks (18.0 ms against 10.0 ms)"]
+    assert slow_ranks(times(10.0, 10.5, 18.0, 9.5), ratio=1.2, at_most=1)[0].startswith("slow rank: 2 (node1) 1.8x")
+
+
+@pytest.mark.parametrize("ms", [(10.0,), (10.0, 12.0), (10.0, 11.9, 10.0), (0.0, 0.0), (20.0, 20.0, 20.0)])
+def test_nobody_is_named_within_the_ratio(ms: tuple[float, ...]) -> None:
+    assert slow_ranks(times(*ms), ratio=1.2, at_most=9) == []
+
+
+def test_of_two_ranks_the_faster_is_the_measure() -> None:
+    assert slow_ranks(times(15.0, 10.0), ratio=1.4, at_most=9) == [
+        "slow rank: 0 (node0) 1.5x the median of 2 ranks (15.0 ms against 10.0 ms)"]
+
+
+def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
+    """The last stage has the loss to compute."""
+    assert slow_ranks(times(10.0, 10.0, 30.0, 31.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9) == []
+    (line,) = slow_ranks(times(10.0, 10.0, 30.0, 60.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9)
+    assert line == "slow rank: 3 (node1) 2.0x the median of 2 ranks of pipeline rank 1 (60.0 ms against 30.0 ms)"
+
+
+def run_config(shape: str, ranks: int, **logging: Any) -> RunConfig:
+    config = in_shape(tiny_run(training=dict(train_iters=12, eval_iters=0, global_batch_size=ranks)), shape)
+    return replace(config, logging=LoggingConfig(log_interval=6, **{**dict(log_straggler=True, straggler_ratio=4.0), **logging}))
+
+
+def _run(rank: int, world_size: int, config: RunConfig, slow: int | None) -> bool:
+    """Whether torch is as it was afterwards. The slow rank sleeps 0.05 s in each layer's forward."""
+    before, forward = dist.Work.wait, TransformerLayer.forward
+
+    def slowly(layer: TransformerLayer, *inputs: Any) -> Tensor:
+        if rank == slow:
+            time.sleep(0.05)
+        return forward(layer, *inputs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(TransformerLayer, "forward", slowly)
+        _, error = run_until_it_ends(config)
+    assert error is None
+    return dist.Work.wait is before
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("zero1-overlap", 2), ("fsdp2", 2), ("pp2", 4)])
+def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd: pytest.CaptureFixture[str], shape: str,
+                                                                  ranks: int) -> None:
+    """All ranks' steps take equally long: those that wait for it are not named. A step without the sleep takes some 10 ms."""
+    assert run_ranks(_run, ranks, run_config(shape, ranks), 1, detail=False) == [True] * ranks
+    named = re.findall(r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out)
+    assert [rank for rank, *_ in named] == ["1"] * 2  # 12 iterations, a line every 6
+    assert all(float(ratio) > 4.0 and int(compared) == SHAPES[shape].ranks for _, ratio, compared in named)
+
+
+@pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("pp2", 4)])
+def test_where_no_rank_is_slow_nobody_is_named(capfd: pytest.CaptureFixture[str], shape: str, ranks: int) -> None:
+    run_ranks(_run, ranks, run_config(shape, ranks), None, detail=False)
+    assert "slow rank" not in capfd.readouterr().out
+
+
+def test_without_the_flag_nothing_is_timed_or_named(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_run, 2, run_config("dp2", 2, log_straggler=False), 1, detail=False)
+    assert "slow rank" not in capfd.readouterr().out
+
+
+def test_a_stage_of_one_rank_is_compared_with_nobody_and_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_run, 2, run_config("pp2", 2), 1, detail=False)
+    printed = capfd.readouterr().out
+    assert "--log-straggler names nobody: it compares the ranks of a pipeline stage, and each has one" in printed
+    assert "slow rank: " not in printed
+
+
+def test_timing_changes_no_figure(tmp_path: Any) -> None:
+    for name, flag in (("off", False), ("on", True)):
+        config = run_config("dp2", 2, log_straggler=flag, metrics_jsonl=str(tmp_path / name))
+        run_ranks(_run, 2, config, None, detail=False)
+    assert rows(tmp_path / "off") == rows(tmp_path / "on")
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    (dict(straggler_ratio=1.0), "--straggler-ratio must be above 1"),
+    (dict(straggler_minmax_count=0), "--straggler-minmax-count must be at least 1")])
+def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoggingConfig(**fields)

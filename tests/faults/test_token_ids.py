@@ -1,0 +1,111 @@
+"""A token id outside the vocabulary: one message with rank, iteration, file and document; every rank stops; nothing is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.checkpointing.files import LATEST
+from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import DataConfig
+from megatron_lite.data.build import build_datasets
+from megatron_lite.data.indexed import IndexedDatasetWriter
+from tests.support.commands import SMALL_RUN, run_command
+from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
+from tests.support.ranks import run_ranks
+from tests.support.runs import step_bytes, tiny_run, with_checkpoint
+
+VOCABULARY = 99  # 98 and the one that NullTokenizer adds
+
+
+def write_corpus(prefix: Path, *, documents: int = 12, length: int = 40) -> None:
+    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for document in range(documents):
+            writer.add_document((np.arange(length) * 7 + document * 11) % VOCABULARY)
+
+
+def corpus_config(prefix: Path, shape: str, **settings: Any) -> RunConfig:
+    config = in_shape(tiny_run(training=dict(train_iters=8, eval_iters=0), **settings), shape)
+    return replace(config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0"))
+
+
+def corrupt(prefix: Path, config: RunConfig, *, sample: int) -> tuple[int, bytes]:
+    """Puts an id of 60000 into the document in which a sample begins. Its number, and the file as it was."""
+    data = build_datasets(config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)).train
+    ((_, (document, *_)),) = data.documents(sample).items()
+    before = prefix.with_suffix(".bin").read_bytes()
+    sample_ids = data[sample]
+    ids = np.frombuffer(before, np.uint16).copy()
+    windows = np.lib.stride_tricks.sliding_window_view(ids[document * 40 : (document + 1) * 40], 4)
+    place = document * 40 + int(np.argmax((windows == sample_ids[:4]).all(1)))
+    ids[place + 1] = 60000
+    prefix.with_suffix(".bin").write_bytes(ids.tobytes())
+    return document, before
+
+
+def _run(rank: int, world_size: int, config: RunConfig) -> Any:
+    trainer, error = run_until_it_ends(config)
+    return trainer.progress.iteration, error
+
+
+@pytest.mark.parametrize("shape", ["alone", "tp2", "pp2", "cp2", "dp2", "zero1-overlap", "fsdp2"])
+def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_are_whole(tmp_path: Path, shape: str) -> None:
+    prefix, whole, parts = tmp_path / "data", tmp_path / "whole", tmp_path / "parts"
+    write_corpus(prefix)
+    config = corpus_config(prefix, shape, model=dict(attention_dropout=0.0))
+    document, before = corrupt(prefix, config, sample=4 * 5 + 3)  # read by the last data-parallel rank in iteration 6
+    saves = dict(save_interval=2)
+    ended = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(parts), **saves), detail=False, timeout=60.0)
+    assert {iteration for iteration, _ in ended} == {5}
+    errors = [error for _, error in ended]
+    assert all(isinstance(error, RuntimeError | InputError) for error in errors)
+    speakers = [str(error) for error in errors if isinstance(error, InputError) and not isinstance(error, PeerError)]
+    (message,) = speakers
+    assert message.startswith("iteration 6, samples 23 to 23: ")
+    assert f"data.bin: document {document} holds token id 60000, but the vocabulary has 99 ids" in message
+    assert (parts / LATEST).read_text() == "4"
+    prefix.with_suffix(".bin").write_bytes(before)
+    for folder, load in ((parts, str(parts)), (whole, None)):
+        done = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(folder), load=load, **saves), detail=False)
+        assert done == [(8, None)] * SHAPES[shape].ranks
+    assert step_bytes(parts, 8) and step_bytes(parts, 8) == step_bytes(whole, 8)
+
+
+def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        write_corpus(tmp_path / name)
+    ids = np.full(12 * 40, 3, np.uint16)
+    ids[6 * 40 :] = 60000
+    (tmp_path / "second.bin").write_bytes(ids.tobytes())
+    config = corpus_config(tmp_path / "second", "alone")
+    blend = replace(config, data=replace(config.data, data_path=(str(tmp_path / "first"), str(tmp_path / "second"))))
+    with pytest.raises(InputError, match=r"iteration \d, samples \d+ to \d+: .*second\.bin: document"):
+        raise _run(0, 1, blend)[1]
+    shares = replace(blend, data=replace(blend.data, split="50,50,0", data_path=(str(tmp_path / "second"),)),
+                     training=replace(blend.training, train_iters=1, eval_iters=8))
+    with pytest.raises(InputError, match=r"evaluation, samples \d+ to \d+: .*second\.bin: document \d+ holds token id 60000"):
+        raise _run(0, 1, shares)[1]
+
+
+def test_the_program_says_it_once_and_no_rank_hangs(tmp_path: Path) -> None:
+    prefix = tmp_path / "data"
+    write_corpus(prefix)
+    flags = [*SMALL_RUN, "--micro-batch-size", "1", "--tensor-model-parallel-size", "2", "--data-path", str(prefix), "--split",
+             "100,0,0", "--vocab-size", "98", "--eval-iters", "0"]
+    config = replace(corpus_config(prefix, "alone"), training=tiny_run(training=dict(train_iters=12)).training)
+    data = build_datasets(config.data, vocab_size=VOCABULARY, seed=1234, num_samples=(48, 0, 0)).train
+    assert len(data) >= 48
+    ids = np.fromfile(f"{prefix}.bin", np.uint16)
+    ((_, documents),) = data.documents(7).items()  # the last of iteration 2, of data-parallel rank 1
+    start = documents[-1] * 40
+    ids[start : start + 40] = 60000
+    ids.tofile(f"{prefix}.bin")
+    done = run_command(*flags, ranks=4, timeout=120)
+    said = [line for line in done.stderr.splitlines() if "error: iteration" in line]
+    assert done.returncode != 0 and len(said) == 1, done.stderr
+    assert "holds token id 60000, but the vocabulary has 99 ids" in said[0]

@@ -1,0 +1,144 @@
+"""Faults of one rank in one iteration of a run, and how the run ends on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # 1.5 s, which the first optimizer would take in every forked rank
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_lite.optim.fsdp
+import megatron_lite.parallel.fsdp  # noqa: F401
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.training import loop
+from megatron_lite.training.build import build_trainer
+from megatron_lite.training.loop import Trainer
+from megatron_lite.training.step import TrainingError
+
+NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layout of ranks."""
+
+    ranks: int
+    parallel: dict[str, int] = field(default_factory=dict)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+
+
+SHAPES = {
+    "alone": Shape(1),
+    "tp2": Shape(2, {"tensor_model_parallel_size": 2}),
+    "pp2": Shape(2, {"pipeline_model_parallel_size": 2}),
+    "cp2": Shape(2, {"context_parallel_size": 2}),
+    "dp2": Shape(2),
+    "dp2-overlap": Shape(2, data_parallel=DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000)),
+    "zero1": Shape(2, data_parallel=DataParallelConfig(use_distributed_optimizer=True)),
+    "zero1-overlap": Shape(2, data_parallel=DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True,
+                                                               overlap_param_gather=True, ddp_bucket_size=3000)),
+    "fsdp2": Shape(2, data_parallel=DataParallelConfig(use_torch_fsdp2=True)),
+}
+
+
+def in_shape(config: RunConfig, name: str) -> RunConfig:
+    """The run in a layout of SHAPES."""
+    shape = SHAPES[name]
+    return replace(config, parallel=replace(config.parallel, **shape.parallel), data_parallel=shape.data_parallel)
+
+
+def run_until_it_ends(config: RunConfig, prepare: Callable[[Trainer], Any] | None = None) -> tuple[Trainer, Exception | None]:
+    """Runs it on this rank: its trainer, and the error that ended it. A rank that fails, or finds that another has, leaves the
+    default group, as the program does."""
+    error: Exception | None = None
+    with parallel_state(config.parallel, seed=config.training.seed) as parallel:
+        trainer = build_trainer(config, parallel)
+        if prepare is not None:
+            prepare(trainer)
+        try:
+            trainer.run()
+        except (TrainingError, InputError, RuntimeError) as failure:
+            error = failure
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return trainer, error
+
+
+def during_iteration(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], hook: Callable[[], Any]) -> None:
+    """Has `hook()`, a context manager, around these iterations' train_step. For a run from iteration 0."""
+    step, count = loop.train_step, iter(range(1, 10**6))
+
+    def hooked(*args: Any, **options: Any) -> Any:
+        if next(count) not in iterations:
+            return step(*args, **options)
+        with hook():
+            return step(*args, **options)
+
+    monkeypatch.setattr(loop, "train_step", hooked)
+
+
+class Poison:
+    """Inside it, one value of this rank is spoiled once a step.
+
+    where: "loss" (of the step's first micro-batch, by a factor that gradients have too), "loss alone" (by a summand), "gradient"
+    (of what the last layer here returns), or the end of a parameter's name: its gradient.
+    """
+
+    def __init__(self, where: str, value: float) -> None:
+        self.where, self.value = where, value
+
+    def __enter__(self) -> None:
+        self._monkeypatch = pytest.MonkeyPatch()
+        spoiled = False
+
+        def losses(model: GPTModel, *inputs: Any) -> Tensor:
+            nonlocal spoiled
+            found = true_losses(model, *inputs)
+            if not self.where.startswith("loss") or spoiled:
+                return found
+            spoiled = True
+            return found * self.value if self.where == "loss" else found + self.value
+
+        def hidden_states(model: GPTModel, *inputs: Any) -> Tensor:
+            nonlocal spoiled
+            found = true_hidden_states(model, *inputs)
+            if not self.where.startswith("loss") and not spoiled:
+                target = found if self.where == "gradient" else next(
+                    value for name, value in model.named_parameters() if name.endswith(self.where))
+                handle = target.register_hook(lambda grad: (handle.remove(), self._spoil(grad))[1])
+                spoiled = True
+            return found
+
+        true_losses, true_hidden_states = GPTModel.losses, GPTModel.hidden_states
+        self._monkeypatch.setattr(GPTModel, "losses", losses)
+        self._monkeypatch.setattr(GPTModel, "hidden_states", hidden_states)
+
+    def __exit__(self, *_: object) -> None:
+        self._monkeypatch.undo()
+
+    def _spoil(self, grad: Tensor) -> Tensor:
+        return torch.where(torch.arange(grad.numel(), device=grad.device).view_as(grad) == 3, self.value, grad)
+
+
+def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of this rank's weights and optimizer states."""
+    optimizer = trainer.optimizer
+    optimizer.finish()
+    local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in trainer.model.named_parameters()}
+    return {name: value.detach().clone() for name, value in (
+        *local.items(), *((f"{name}/{key}", value) for name, state in optimizer.states.items() for key, value in state.items()))}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of tensors that are not equal to the bit."""
+    return sorted({*one.keys() ^ other.keys(), *(name for name in one.keys() & other.keys()
+                                                 if not torch.equal(one[name], other[name]))})
