@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_lite.checkpointing import points, write
 from megatron_lite.checkpointing.files import LATEST
 from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.snapshot import take_snapshot
+from megatron_lite.checkpointing.snapshot import Snapshot, take_snapshot
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
@@ -101,15 +101,25 @@ def _states(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
 
 
 def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: float = 0.0) -> str:
-    """What the rank raised, and after which iteration."""
+    """What the rank raised, and after which iteration. The thread of rank 0 ends later than that of rank 1."""
+    if rank == 0:
+        whole_write = write.StepWriter.write
+
+        def ends_late(self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+            try:
+                return whole_write(self, snapshot)
+            finally:
+                time.sleep(0.2)
+
+        write.StepWriter.write = ends_late  # type: ignore[method-assign]
     if rank == 1:
         write_files = write._write_files
 
-        def failing(temporary: Path, snapshot: object) -> object:
+        def failing(temporary: Path, snapshot: Snapshot) -> object:
             time.sleep(held)
-            if snapshot.iteration == 4:  # type: ignore[attr-defined]
+            if snapshot.iteration == 4:
                 raise OSError("disk full")
-            return write_files(temporary, snapshot)  # type: ignore[arg-type]
+            return write_files(temporary, snapshot)
 
         write._write_files = failing  # type: ignore[assignment]
     with parallel_state(config.parallel, seed=1) as parallel:
