@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from megatron_lite.tools.generate import (
     token_probabilities,
     tokenizer_with_files,
 )
+from tests.support.checkpoints import flip_bit
 from tests.support.commands import ROOT, environment
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -235,6 +237,18 @@ def test_an_earlier_iteration_can_be_read(checkpoint: str) -> None:
     arguments = ("--load", checkpoint, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "8")
     assert run_main(*arguments, "--iteration", "12") == run_main(*arguments)
     assert run_main(*arguments, "--iteration", "6").stdout != run_main(*arguments).stdout
+
+
+def test_a_damaged_newest_step_is_told_and_the_one_before_it_is_read(checkpoint: str, tmp_path: Path) -> None:
+    folder = str(shutil.copytree(checkpoint, tmp_path / "copy"))
+    arguments = ("--load", folder, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "8")
+    expected = run_main(*arguments, "--iteration", "6")
+    flip_bit(tmp_path / "copy" / "iter_0000012" / "model_pp00_tp00of01.safetensors", 9999)
+    output = run_main(*arguments)
+    assert (output.status, output.stdout) == (0, expected.stdout)
+    assert "its checksum is not the one in manifest.json" in output.stderr and "iter_0000006" in output.stderr
+    asked = run_main(*arguments, "--iteration", "12")
+    assert asked.status == 2 and "--iteration 12: " in asked.stderr and "its checksum" in asked.stderr
 
 
 def test_the_seed_decides_the_draw(checkpoint: str) -> None:
