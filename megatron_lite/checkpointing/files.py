@@ -115,11 +115,3 @@ def publish_step(temporary: Path, iteration: int) -> None:
     write_durably(root / LATEST, str(iteration).encode(), point=Point.POINTER)
     points.reached(Point.POINTED)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_leftovers(root: Path) -> None:
-    """Removes what killed saves and deletions left. Only for the run that holds the directory."""
-    for path in root.iterdir():
-        replaced = path.suffix == ".old" and STEP_NAME.fullmatch(path.name) and path.with_suffix("").exists()
-        if replaced or LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

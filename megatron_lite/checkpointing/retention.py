@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.files import saved_steps, step_directory
+from megatron_lite.checkpointing.files import LEFTOVER, STEP_NAME, saved_steps, step_directory
 from megatron_lite.checkpointing.manifest import is_complete
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.config.training import CheckpointConfig
@@ -42,6 +42,14 @@ def delete_old_steps(root: Path, options: CheckpointConfig, *, newest: int) -> N
         points.reached(Point.CONDEMNED)
         shutil.rmtree(condemned)
         points.reached(Point.DELETED)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Removes what killed saves and deletions left. Only for the run that holds the directory."""
+    for path in root.iterdir():
+        replaced = path.suffix == ".old" and STEP_NAME.fullmatch(path.name) and is_complete(path.with_suffix(""))
+        if replaced or LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def supersede_later_steps(root: Path, *, started_at: int, own: Iterable[int]) -> list[str]:

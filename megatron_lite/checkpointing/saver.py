@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_lite.checkpointing.files import LATEST, remove_leftovers, saved_steps, step_directory
+from megatron_lite.checkpointing.files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
+from megatron_lite.checkpointing.retention import remove_leftovers
 from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.checkpointing.write import StepWriter
 from megatron_lite.config.checks import InputError

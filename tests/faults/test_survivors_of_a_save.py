@@ -53,6 +53,12 @@ def survivors(fn: Callable[[int], None], world_size: int, rendezvous: Path) -> l
     return results
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What a run imports late need not be imported again by each fork."""
+    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+
+
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("victim", "point"), [(1, Point.MODEL), (1, Point.LISTED), (0, Point.MANIFEST)])
 def test_the_others_raise_within_seconds(tmp_path: Path, victim: int, point: Point, async_save: bool) -> None:
