@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(error: InputError, rank: int) -> None:
-    """Prints the one message of a fault found before the ranks have joined: by rank 0 if it met the fault, else by one that did."""
+    """Prints the one message of a fault found before the ranks join: by rank 0 if it met the fault, else by one that did."""
     time.sleep(2 * SPEAKS_BEFORE_S if isinstance(error, PeerError) else SPEAKS_BEFORE_S if rank else 0.0)
     say(error, rank)
 
