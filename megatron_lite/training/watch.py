@@ -128,7 +128,7 @@ class Watch:
             return None
         self._main_ends = True
         words = str(error)
-        late, lost = (any(known in words for known in texts) for texts in (LATE, LOST))
+        late, lost = (isinstance(error, RuntimeError) and any(known in words for known in texts) for texts in (LATE, LOST))
         if late or not lost:
             traceback.print_exception(error)
         if not (late or lost):
