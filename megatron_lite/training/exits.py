@@ -1,8 +1,8 @@
 """What ends a run before its end: an interval, its duration, a signal. Every rank decides alike, after the same iteration.
 
 Before the first iteration there is nothing to agree on and nothing to save: there a signal ends this rank at once, and watch.py
-tells the others. torchrun hands on SIGTERM, waits 30 s (--shutdown-timeout) and kills; of SIGUSR1 and SIGUSR2 it dies itself, unless
---signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 makes it hand them on too.
+tells the others. torchrun hands on SIGTERM, waits 30 s (--shutdown-timeout) and kills; of SIGUSR1 and SIGUSR2 it dies itself,
+unless --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 makes it hand them on too.
 """
 
 from __future__ import annotations
