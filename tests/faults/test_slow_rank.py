@@ -49,17 +49,17 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
 
 
 def run_config(shape: str, ranks: int, **logging: Any) -> RunConfig:
-    config = in_shape(tiny_run(training=dict(train_iters=12, eval_iters=0, global_batch_size=ranks)), shape)
-    return replace(config, logging=LoggingConfig(log_interval=6, **{**dict(log_straggler=True, straggler_ratio=4.0), **logging}))
+    config = in_shape(tiny_run(training=dict(train_iters=6, eval_iters=0, global_batch_size=ranks)), shape)
+    return replace(config, logging=LoggingConfig(**{**dict(log_interval=3, log_straggler=True, straggler_ratio=3.0), **logging}))
 
 
-def _run(rank: int, world_size: int, config: RunConfig, slow: int | None) -> bool:
-    """Whether torch is as it was afterwards. The slow rank sleeps 0.05 s in each layer's forward."""
+def _run(rank: int, world_size: int, config: RunConfig, slow: int | None, seconds: float = 0.02) -> bool:
+    """Whether torch is as it was afterwards. The slow rank sleeps so long in each of two layers' forward."""
     before, forward = dist.Work.wait, TransformerLayer.forward
 
     def slowly(layer: TransformerLayer, *inputs: Any) -> Tensor:
         if rank == slow:
-            time.sleep(0.05)
+            time.sleep(seconds)
         return forward(layer, *inputs)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -69,19 +69,23 @@ def _run(rank: int, world_size: int, config: RunConfig, slow: int | None) -> boo
     return dist.Work.wait is before
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("zero1-overlap", 2), ("fsdp2", 2), ("pp2", 4)])
+@pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
 def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd: pytest.CaptureFixture[str], shape: str,
                                                                   ranks: int) -> None:
-    """All ranks' steps take equally long: those that wait for it are not named. A step without the sleep takes some 10 ms."""
-    assert run_ranks(_run, ranks, run_config(shape, ranks), 1, detail=False) == [True] * ranks
+    """All ranks' steps take equally long: those that wait for it are not named. A step without the sleep takes some 10 ms, and
+    several times as long where other work takes the processors: the sleep is long enough to be told from that."""
+    seconds = 0.5 if shape == "pp2" else 0.25  # where the rank has one of the two layers
+    assert run_ranks(_run, ranks, run_config(shape, ranks), 1, seconds, detail=False) == [True] * ranks
     named = re.findall(r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out)
-    assert [rank for rank, *_ in named] == ["1"] * 2  # 12 iterations, a line every 6
-    assert all(float(ratio) > 4.0 and int(compared) == SHAPES[shape].ranks for _, ratio, compared in named)
+    assert [rank for rank, *_ in named] == ["1"] * 2  # 6 iterations, a line every 3
+    assert all(float(ratio) >= 3.0 and int(compared) == SHAPES[shape].ranks for _, ratio, compared in named)
 
 
 @pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("pp2", 4)])
 def test_where_no_rank_is_slow_nobody_is_named(capfd: pytest.CaptureFixture[str], shape: str, ranks: int) -> None:
-    run_ranks(_run, ranks, run_config(shape, ranks), None, detail=False)
+    config = run_config(shape, ranks, log_interval=12, straggler_ratio=4.0)
+    config = replace(config, training=replace(config.training, train_iters=12))
+    run_ranks(_run, ranks, config, None, detail=False)
     assert "slow rank" not in capfd.readouterr().out
 
 

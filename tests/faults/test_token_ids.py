@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_lite.checkpointing.files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
@@ -15,6 +16,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.build import build_datasets
 from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.training.loop import Trainer
 from tests.support.commands import SMALL_RUN, run_command
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
@@ -34,22 +36,41 @@ def corpus_config(prefix: Path, shape: str, **settings: Any) -> RunConfig:
     return replace(config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0"))
 
 
-def corrupt(prefix: Path, config: RunConfig, *, sample: int) -> tuple[int, bytes]:
-    """Puts an id of 60000 into the document in which a sample begins. Its number, and the file as it was."""
-    data = build_datasets(config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)).train
-    ((_, (document, *_)),) = data.documents(sample).items()
-    before = prefix.with_suffix(".bin").read_bytes()
-    sample_ids = data[sample]
-    ids = np.frombuffer(before, np.uint16).copy()
-    windows = np.lib.stride_tricks.sliding_window_view(ids[document * 40 : (document + 1) * 40], 4)
-    place = document * 40 + int(np.argmax((windows == sample_ids[:4]).all(1)))
-    ids[place + 1] = 60000
-    prefix.with_suffix(".bin").write_bytes(ids.tobytes())
-    return document, before
+class Spot(NamedTuple):
+    """A token of a corpus: its file, place, and document."""
+
+    path: Path
+    place: int
+    document: int
+
+    @classmethod
+    def in_sample(cls, prefix: Path, config: RunConfig, sample: int) -> Spot:
+        """The second token of a sample."""
+        data = build_datasets(config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)).train
+        ((_, (document, *_)),) = data.documents(sample).items()
+        ids = np.fromfile(f"{prefix}.bin", np.uint16)[document * 40 : (document + 1) * 40]
+        windows = np.lib.stride_tricks.sliding_window_view(ids, 4)
+        start = int(np.argmax((windows == data[sample][:4]).all(1)))
+        return cls(prefix.with_suffix(".bin"), document * 40 + start + 1, document)
+
+    def write(self, token: int) -> int:
+        """Puts it there. Returns what stood there."""
+        ids = np.memmap(self.path, np.uint16, mode="r+")
+        before, ids[self.place] = int(ids[self.place]), token
+        return before
 
 
-def _run(rank: int, world_size: int, config: RunConfig) -> Any:
-    trainer, error = run_until_it_ends(config)
+def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None) -> Any:
+    """bad: what goes bad once every rank has opened the data."""
+    def corrupt(_: Trainer) -> None:
+        if world_size > 1:
+            dist.barrier()
+        if bad is not None and rank == 0:
+            bad.write(60000)
+        if world_size > 1:
+            dist.barrier()
+
+    trainer, error = run_until_it_ends(config, corrupt)
     return trainer.progress.iteration, error
 
 
@@ -58,18 +79,19 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     prefix, whole, parts = tmp_path / "data", tmp_path / "whole", tmp_path / "parts"
     write_corpus(prefix)
     config = corpus_config(prefix, shape, model=dict(attention_dropout=0.0))
-    document, before = corrupt(prefix, config, sample=4 * 5 + 3)  # read by the last data-parallel rank in iteration 6
+    bad = Spot.in_sample(prefix, config, sample=4 * 5 + 3)  # read by the last data-parallel rank in iteration 6
+    good = int(np.fromfile(bad.path, np.uint16)[bad.place])
     saves = dict(save_interval=2)
-    ended = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(parts), **saves), detail=False, timeout=60.0)
+    ended = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(parts), **saves), bad, detail=False,
+                      timeout=60.0)
     assert {iteration for iteration, _ in ended} == {5}
     errors = [error for _, error in ended]
     assert all(isinstance(error, RuntimeError | InputError) for error in errors)
-    speakers = [str(error) for error in errors if isinstance(error, InputError) and not isinstance(error, PeerError)]
-    (message,) = speakers
+    (message,) = [str(error) for error in errors if isinstance(error, InputError) and not isinstance(error, PeerError)]
     assert message.startswith("iteration 6, samples 23 to 23: ")
-    assert f"data.bin: document {document} holds token id 60000, but the vocabulary has 99 ids" in message
+    assert f"data.bin: document {bad.document} holds token id 60000, but the vocabulary has 99 ids" in message
     assert (parts / LATEST).read_text() == "4"
-    prefix.with_suffix(".bin").write_bytes(before)
+    assert bad.write(good) == 60000
     for folder, load in ((parts, str(parts)), (whole, None)):
         done = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(folder), load=load, **saves), detail=False)
         assert done == [(8, None)] * SHAPES[shape].ranks
