@@ -96,7 +96,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     except ValueError as error:
         raise InputError(str(error)) from error
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
-    with parallel_state(config.parallel, seed=config.training.seed, launch=launch) as parallel:
+    with parallel_state(config.parallel, seed=config.training.seed, launch=launch, run=config) as parallel:
         exits = Exits(config.training, parallel)
         with Watch(parallel, timeout=config.parallel.timeout_seconds, graceful=config.training.exit_signal_handler,
                    owns_store=not launch.agent_owns_store) as watch:

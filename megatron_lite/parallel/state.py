@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.startup import check_start, settings_of
 
 Result = TypeVar("Result")
 
@@ -117,12 +119,13 @@ class ParallelState:
 
 
 @contextmanager
-def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None = None) -> Iterator[ParallelState]:
+def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None = None, run: RunConfig | None = None,
+                   ) -> Iterator[ParallelState]:
     """Joins the run, yields this rank's state, and leaves the process groups on the way out.
 
     Where torch.distributed is initialised already (tests, notebooks), its default group is used and left alone.
     InputError: a launch that cannot be read, a world size that is not a multiple of one model's ranks, more ranks on a
-    node than GPUs.
+    node than GPUs, and what startup.py finds. run: must be the same on every rank.
     """
     launch = read_launch() if launch is None else launch
     joined = dist.is_initialized()
@@ -133,7 +136,7 @@ def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None =
         raise InputError(str(error)) from error
     device = choose_device(config, launch)
     if world_size > 1 and not joined:
-        _join(config, launch, device)
+        _join(config, launch, device, run)
     try:
         yield _build(config, device, dp_size=dp_size, world_size=world_size, seed=seed)
     finally:
@@ -157,7 +160,7 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
     return device
 
 
-def _join(config: ParallelConfig, launch: Launch, device: torch.device) -> None:
+def _join(config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None) -> None:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     try:
         store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=timeout,
@@ -167,6 +170,8 @@ def _join(config: ParallelConfig, launch: Launch, device: torch.device) -> None:
                          "to rank 0's host and MASTER_PORT to a free port of it") from error
     # A restarted run must not read the addresses that its dead predecessor left in a shared store.
     prefixed = dist.PrefixStore(f"attempt{launch.restart_count}", store)
+    check_start(dist.PrefixStore("start", prefixed), launch, settings_of(run, launch.world_size),
+                tp_size=config.tensor_model_parallel_size, timeout=timeout)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=launch.rank,
                             world_size=launch.world_size, timeout=timeout,
                             device_id=device if device.type == "cuda" else None)
