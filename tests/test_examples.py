@@ -21,8 +21,8 @@ from tests.support.runs import rows
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.sh"))
-SCRIPTS = [*EXAMPLES, ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
-SOURCED = ("environment.sh", "launch.sh", "workload.sh")
+SCRIPTS = [*EXAMPLES, *(ROOT / "examples").rglob("*.sbatch"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
+SOURCED = ("environment.sh", "launch.sh", "workload.sh", "restarts.sh")
 LAUNCHERS = [path for path in EXAMPLES if path.name not in SOURCED]
 SMALL = [path for path in LAUNCHERS if path.parent.name != "large"]  # tests/test_large_examples.py has the others
 NOTHING = RecomputeConfig()

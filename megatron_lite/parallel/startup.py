@@ -49,7 +49,7 @@ class Arrival:
         """Of this process."""
         return cls(host=socket.gethostname(), gloo_address=None if os.environ.get("GLOO_SOCKET_IFNAME") else own_address(),
                    interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
-                   digest=hashlib.sha256(_settings_text(settings)).hexdigest())
+                   digest=hashlib.sha256(_settings_text(settings).encode()).hexdigest())
 
 
 def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
@@ -200,8 +200,8 @@ def _settings_key(rank: int) -> str:
     return f"settings{rank}"
 
 
-def _settings_text(settings: Mapping[str, str]) -> bytes:
-    return json.dumps(settings, sort_keys=True).encode()
+def _settings_text(settings: Mapping[str, str]) -> str:
+    return json.dumps(settings, sort_keys=True)
 
 
 def _code_digest() -> str:

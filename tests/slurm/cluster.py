@@ -39,7 +39,7 @@ ip link add br0 type bridge; ip addr add {address}/24 dev br0; ip link set br0 u
 touch {ready}; exec sleep infinity
 """
 
-# cred_expire: a requeued job waits as long, and by default two minutes. GraceTime: what a pre-empted job has for its checkpoint.
+# cred_expire: a requeued job waits as long, by default two minutes. GraceTime: what a pre-empted job has for its checkpoint.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={controller}
@@ -47,7 +47,7 @@ SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={munge},cred_expire=3
+AuthInfo=socket={munge},cred_expire=5
 StateSaveLocation={run}/state
 SlurmdSpoolDir={run}/%n
 SlurmctldPidFile={run}/slurmctld.pid
@@ -114,8 +114,7 @@ class Cluster:
 
     def run(self, *command: str, check: bool = True, timeout: float = 30.0, **variables: str) -> str:
         """The output of a command on the login node, which is the controller's."""
-        inside = ["nsenter", "-t", str(self._processes["ctl"].pid), "-n", "-u", "-m", f"--wd={os.getcwd()}", "--"]
-        done = subprocess.run([*(inside if self.namespaces else []), *command], env={**self._env, **variables}, check=False,
+        done = subprocess.run([*self._with_controller(), *command], env={**self._env, **variables}, check=False,
                               capture_output=True, text=True, timeout=timeout)
         assert done.returncode == 0 or not check, f"{command}: status {done.returncode}\n{done.stderr}{done.stdout}"
         return done.stdout.strip()
@@ -162,13 +161,16 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(self._configuration(sock))
         (self.folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")  # as good as GPUs, to Slurm
         (self._run / "state").mkdir()
-        controller = ("slurmctld", "-c", "-D")
-        if self.namespaces:
-            controller = ("nsenter", "-t", str(self._processes["ctl"].pid), "-n", "-u", "-m", *controller)
-        self._spawn("slurmctld", *controller)
+        self._spawn("slurmctld", *self._with_controller(), "slurmctld", "-c", "-D")
         for name in NODES:
             self.boot_node(name)
         self._await(lambda: self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split() == ["idle"] * len(NODES))
+
+    def _with_controller(self) -> list[str]:
+        """What runs a command where the controller is."""
+        if not self.namespaces:
+            return []
+        return ["nsenter", "-t", str(self._processes["ctl"].pid), "-n", "-u", "-m", f"--wd={os.getcwd()}", "--"]
 
     def _spawn(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as log:
@@ -209,7 +211,7 @@ def missing() -> list[str]:
 def can_use_namespaces() -> bool:
     """Whether this process may make networks."""
     tried = ["unshare", "-n", "-u", "-m", "-p", "-f", "sh", "-c",
-             "hostname there && ip link add b type bridge && ip link add v type veth peer name w"]
+             "hostname there && ip link add br0 type bridge && ip link add v1 type veth peer name eth0"]
     return os.geteuid() == 0 and shutil.which("ip", path=PATH) is not None and subprocess.run(
         tried, env={**os.environ, "PATH": PATH}, capture_output=True, check=False).returncode == 0
 
