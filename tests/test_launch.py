@@ -59,22 +59,37 @@ def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) ->
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), name
 
 
-def test_srun_variables_start_a_run_without_torchrun(tmp_path: Path) -> None:
+def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:
+    """Statuses and outputs of the program under srun's variables, with these arguments on each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = command(*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--metrics-jsonl", str(tmp_path / "m"))
-    tasks = []
-    for rank in range(2):
-        variables = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2",
-                         SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE="2", SLURM_JOB_ID="11",
+    tasks, size = [], str(len(of_each_rank))
+    for rank, arguments in enumerate(of_each_rank):
+        variables = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=size,
+                         SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE=size, SLURM_JOB_ID="11",
                          MASTER_PORT=str(port))
-        tasks.append(subprocess.Popen(arguments, env=environment(**variables), cwd=ROOT, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT, text=True))
+        tasks.append(subprocess.Popen(command(*SMALL_RUN, *MOCK, *arguments), env=environment(**variables), cwd=ROOT,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     outputs = [task.communicate(timeout=120)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
+    return [task.returncode for task in tasks], outputs
+
+
+def test_srun_variables_start_a_run_without_torchrun(tmp_path: Path) -> None:
+    arguments = ["--tensor-model-parallel-size", "2", "--metrics-jsonl", str(tmp_path / "m")]
+    statuses, outputs = run_tasks(arguments, arguments)
+    assert statuses == [0, 0], outputs
     assert "2 rank(s): tensor-parallel 2" in outputs[0] and outputs[1].count("iteration") == 0
     assert len(rows(tmp_path / "m")) == 12
+
+
+def test_ranks_with_other_flags_end_with_status_2_and_name_them() -> None:
+    """Of sizes too, on which the groups would depend."""
+    statuses, outputs = run_tasks(["--context-parallel-size", "2", *NO_DROPOUT], ["--seed", "5"])
+    assert statuses == [2, 2]
+    for line in ("--context-parallel-size: 2 on rank 0; 1 on rank 1", "--seed: 1234 on rank 0; 5 on rank 1"):
+        assert line in outputs[0]
+    assert "rank 0 has found a fault, and says which" in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
 
 
 def test_a_fault_ends_with_status_2_one_line_and_no_traceback() -> None:

@@ -1,0 +1,77 @@
+"""docs/slurm.md explains every option of the job scripts in examples/slurm/, and nothing that is not in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+
+FOLDER = ROOT / "examples" / "slurm"
+JOB_SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
+PAGE = (ROOT / "docs" / "slurm.md").read_text()
+
+
+def section(title: str) -> str:
+    return re.split(r"^#+ ", PAGE.split(f"# {title}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def explained(title: str) -> list[str]:
+    """Code in the first cells of a section's tables."""
+    return [code for line in section(title).splitlines() if line.startswith("|")
+            for code in re.findall(r"`([^`]+)`", line.split("|")[1])]
+
+
+def asked_for(script: Path) -> list[str]:
+    return re.findall(r"^#SBATCH (\S+)$", script.read_text(), flags=re.MULTILINE)
+
+
+def code_of(*scripts: Path) -> str:
+    """Their text without comments."""
+    return "\n".join(re.sub(r"(^|\s)#.*", "", line) for script in scripts for line in script.read_text().splitlines())
+
+
+def options(text: str) -> Iterator[str]:
+    """Long options of srun, torchrun and this program; those of Slurm's other commands are single lines of their own."""
+    for line in text.splitlines():
+        if not re.search(r"scancel|scontrol|sed ", line):
+            yield from re.findall(r"(?<![\w-])--[a-z][\w-]*(?:=[\w:%.@]+)?", line)
+
+
+@pytest.mark.parametrize("script", JOB_SCRIPTS, ids=lambda path: path.name)
+def test_every_line_for_sbatch_is_explained_with_its_value(script: Path) -> None:
+    lines = asked_for(script)
+    assert len(lines) == script.read_text().count("#SBATCH") > 10
+    assert set(lines) <= set(explained("What sbatch is asked for"))
+
+
+def test_no_line_for_sbatch_is_explained_that_is_not_there() -> None:
+    assert set(explained("What sbatch is asked for")) == {line for script in JOB_SCRIPTS for line in asked_for(script)}
+
+
+def test_every_option_and_every_exported_variable_of_the_scripts_is_explained() -> None:
+    code = code_of(*JOB_SCRIPTS, FOLDER / "restarts.sh")
+    told = [*explained("What the scripts say"), *explained("The flags that make it continue")]
+    assert len(set(options(code))) > 5 and set(options(code)) <= set(told)
+    assert {f"export {name}" for name in re.findall(r"export (\w+)", code)} <= set(told)
+
+
+def test_what_is_explained_stands_in_the_scripts() -> None:
+    code = code_of(*JOB_SCRIPTS, *FOLDER.glob("*.sh"))
+    for title in ("What the scripts say", "The flags that make it continue"):
+        assert [text for text in explained(title) if text not in code] == []
+
+
+@pytest.mark.parametrize("name", ["SAVE_SECONDS", "MAX_STARTS"])
+def test_the_page_has_a_variables_default(name: str) -> None:
+    default = re.search(rf"{name}=\$\{{{name}:-(\d+)\}}", (FOLDER / "restarts.sh").read_text())
+    assert default and f"| `{name}` | {default[1]} |" in PAGE
+
+
+def test_the_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:
+    seconds = [int(found) for script in JOB_SCRIPTS for found in re.findall(r"--signal=B:USR1@(\d+)", script.read_text())]
+    default = re.search(r"SAVE_SECONDS:-(\d+)", (FOLDER / "restarts.sh").read_text())
+    assert default and len(seconds) == len(JOB_SCRIPTS) and min(seconds) > int(default[1])
