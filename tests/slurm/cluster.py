@@ -1,7 +1,8 @@
 """A Slurm cluster of two nodes on this machine: `with Cluster(folder) as cluster: cluster.submit(...)`.
 
 As root, controller and nodes are namespaces of their own (network, host name, mounts; a node's processes too), joined by a bridge
-inside the controller's, so that a node can lose its power and be booted again. Otherwise two slurmd share the loopback interface.
+inside the controller's, so that a node can lose its power and be booted again. Otherwise two slurmd share the loopback interface,
+and their names lead nowhere.
 Every daemon is killed with this process, however it ends: by PR_SET_PDEATHSIG, and a node's processes with their namespace.
 """
 
@@ -121,7 +122,8 @@ class Cluster:
 
     def submit(self, *arguments: str, **variables: str) -> int:
         """The number of a new job: `sbatch *arguments`, with these variables."""
-        return int(self.run("sbatch", "--parsable", *arguments, **variables))
+        meeting = {} if self.namespaces else dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_ports(1)[0]))
+        return int(self.run("sbatch", "--parsable", *arguments, **meeting, **variables))
 
     def job(self, number: int) -> dict[str, str]:
         """What scontrol knows of a job: JobState, Restarts, ExitCode, NodeList, ..."""
