@@ -88,12 +88,17 @@ def read_bounded(path: Path, limit: int) -> bytes:
     return data
 
 
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file whose folder is synced later."""
+    with path.open("wb") as file:
+        file.write(data)
+        sync_file(file)
+
+
 def write_durably(path: Path, data: bytes, *, point: Point | None = None) -> None:
     """Replaces `path` by `data` in one step: written beside it, synced, renamed. point: reached before it is renamed."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        sync_file(file)
+    write_synced(temporary, data)
     if point is not None:
         points.reached(point)
     os.replace(temporary, path)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.files import publish_step, write_durably
+from megatron_lite.checkpointing.files import publish_step, write_synced
 from megatron_lite.checkpointing.lock import DirectoryLock
 from megatron_lite.checkpointing.manifest import MANIFEST, FileRow, Manifest, row_of, rows_from_plain, rows_to_plain
 from megatron_lite.checkpointing.points import Point
@@ -81,7 +81,7 @@ class StepWriter:
 
     def _publish(self, temporary: Path, iteration: int, rows: Rows) -> bytes:
         assert self._lock is not None
-        write_durably(temporary / MANIFEST, Manifest(iteration, rows).to_json().encode())
+        write_synced(temporary / MANIFEST, Manifest(iteration, rows).to_json().encode())
         points.reached(Point.MANIFEST)
         sync_folder(str(temporary))
         points.reached(Point.SYNCED)
@@ -136,7 +136,7 @@ def _write_files(temporary: Path, snapshot: Snapshot) -> Rows:
         rows[file.name] = row_of(path)
         points.reached(Point(file.kind))
     for name, text in snapshot.texts.items():
-        write_durably(temporary / name, text.encode())
+        write_synced(temporary / name, text.encode())
         rows[name] = row_of(temporary / name)
     points.reached(Point.TEXTS)
     return rows

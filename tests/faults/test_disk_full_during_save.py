@@ -72,7 +72,7 @@ def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: 
 
 
 @WAYS
-@pytest.mark.parametrize("victim", ["metadata.json.tmp", "manifest.json.tmp"])
+@pytest.mark.parametrize("victim", ["metadata.json", "manifest.json"])
 def test_no_space_left_for_a_text(tmp_path: Path, begun: Path, whole: dict[str, bytes], victim: str, async_save: bool) -> None:
     folder = tmp_path / "steps"
     shutil.copytree(begun, folder)
