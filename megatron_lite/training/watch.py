@@ -256,8 +256,6 @@ class Watch:
         if verdict.with_stacks:
             self._write_stacks()
         self._answered.set()
-        if verdict.status > 128 and self._graceful and not self._main_ends:
-            signal.pthread_kill(threading.main_thread().ident or 0, verdict.status - 128)
         if not self._left.wait(GRACE_S if self._main_ends or verdict.rank != self._rank else 0.0):
             self.leave(verdict)
 

@@ -63,13 +63,13 @@ def test_without_a_launcher_all_end_where_rank_0_held_the_store() -> None:
         assert run.messages() == ["pretrain_gpt.py: [rank 1] stops at iteration 3: rank 0 is gone"]
 
 
-@pytest.mark.parametrize("owns", [False, True])
-def test_of_four_ranks_one_speaks(owns: bool) -> None:
+@pytest.mark.parametrize(("dead", "owns"), [(3, False), (1, True)])
+def test_of_four_ranks_one_speaks(dead: int, owns: bool) -> None:
     """Data-parallel peers wait for the ranks that wait for the dead one: they must not take those for it."""
-    with program(RUN, ranks=4, prepare=_killed(3, "backward", 2), rank_0_owns_store=owns) as run:
-        assert run.wait() == [1, 1, 1, -signal.SIGKILL], run.everything()
+    with program(RUN, ranks=4, prepare=_killed(dead, "backward", 2), rank_0_owns_store=owns) as run:
+        assert run.wait() == [-signal.SIGKILL if rank == dead else 1 for rank in range(4)], run.everything()
         (message,) = run.messages()
-        assert message.endswith("stops at iteration 2: rank 3 is gone")
+        assert message.endswith(f"stops at iteration 2: rank {dead} is gone")
 
 
 def test_a_rank_with_a_fault_of_its_own_says_it_alone() -> None:

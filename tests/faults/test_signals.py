@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.training import build
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.happenings import builds_second, happens
 from tests.support.programs import program
@@ -23,10 +25,13 @@ LIMIT_S = 30.0  # what torchrun gives
 
 
 def _gets(rank: int, place: str, *names: str, iteration: int = 0) -> Callable[[int], None]:
-    """The rank sends itself these signals there, one after the other."""
+    """The rank gets these signals there, all at once."""
     def send() -> None:
-        for name in names:
-            os.kill(os.getpid(), signal.Signals[name])
+        numbers = [signal.Signals[name] for name in names]
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     return lambda own: happens(place, send, iteration=iteration) if own == rank else None
 
@@ -48,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize(("rank", "place", "names", "iteration"), [
     (1, "forward", ["SIGTERM"], 2), (0, "backward", ["SIGUSR1"], 2), (1, "evaluation", ["SIGUSR2"], 3),
-    (0, "saving", ["SIGTERM"], 4), (1, "step", ["SIGUSR1", "SIGTERM", "SIGTERM"], 3)])
+    (0, "saving", ["SIGTERM"], 4), (1, "step", ["SIGTERM", "SIGUSR1"], 3)])
 def test_a_signal_in_training_costs_nothing(tmp_path: Path, whole: tuple[Path, list[str]], rank: int, place: str,
                                             names: list[str], iteration: int) -> None:
     """In a step; in the first batch of an evaluation, which is dropped and done again; in a checkpoint, which is finished;
@@ -58,7 +63,7 @@ def test_a_signal_in_training_costs_nothing(tmp_path: Path, whole: tuple[Path, l
     with program(arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)) as run:
         assert run.wait(timeout=LIMIT_S) == [0, 0], run.everything()
         losses = _losses(run.output(0))
-        assert run.output(0).count(f"exiting at iteration {iteration}: {names[-1]} (--exit-signal-handler)") == 1
+        assert run.output(0).count(f"exiting at iteration {iteration}: {names[0]} (--exit-signal-handler)") == 1
         assert ("is left unfinished" in run.output(0)) == (place == "evaluation")
         assert run.messages() == []
     assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == str(iteration)
@@ -109,7 +114,18 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path: Path, place: str,
 
 def test_a_signal_to_all_ranks_is_said_once(tmp_path: Path) -> None:
     arguments = [*RUN, "--vocab-size", "98", "--data-path", _corpus(tmp_path), "--split", "80,10,10"]
-    with program(arguments, ranks=2, prepare=lambda rank: _gets(rank, "index", "SIGTERM")(rank)) as run:
+    with program(arguments, ranks=2, prepare=lambda rank: _gets(rank, "index", "SIGTERM", "SIGUSR1")(rank)) as run:
+        assert set(run.wait(timeout=LIMIT_S)) < {128 + signal.SIGTERM, 128 + signal.SIGUSR1}, run.everything()
+        assert len(run.messages()) == 1 and "Traceback" not in run.everything()
+
+
+def test_a_rank_that_no_signal_reaches_and_that_waits_for_nobody_ends_too() -> None:
+    def prepare(rank: int) -> None:
+        if rank == 0:
+            build.build_datasets = lambda *args, **options: threading.Event().wait()  # type: ignore[assignment]
+        _gets(1, "model", "SIGTERM")(rank)
+
+    with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
         assert run.wait(timeout=LIMIT_S) == [143, 143], run.everything()
         assert len(run.messages()) == 1
 
