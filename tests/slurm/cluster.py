@@ -3,7 +3,8 @@
 As root, controller and nodes are namespaces of their own (network, host name, mounts; a node's processes too), joined by a bridge
 inside the controller's, so that a node can lose its power and be booted again. Otherwise two slurmd share the loopback interface,
 and their names lead nowhere.
-Every daemon is killed with this process, however it ends: by PR_SET_PDEATHSIG, and a node's processes with their namespace.
+Every daemon is killed with this process, however it ends: by PR_SET_PDEATHSIG, and a node's processes with their namespace. (Only
+tasks on the loopback survive where this process is killed by SIGKILL.)
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Run:
                               *options, str(ROOT / "examples" / "slurm" / SCRIPTS[launcher]), *TINY, *self.flags,
                               **self.variables, VENV=sys.prefix, ROOT=str(ROOT))
 
-    def complete(self, cluster: Cluster, job: int, seconds: float = 120.0) -> dict[str, str]:
+    def complete(self, cluster: Cluster, job: int, seconds: float = 180.0) -> dict[str, str]:
         """What Slurm knows of the job once it is completed."""
         until(lambda: cluster.job(job)["JobState"] in ENDED, seconds)
         state = cluster.job(job)
