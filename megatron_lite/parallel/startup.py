@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_lite.parallel.launch import Launch
 # Each node may keep indices in a place of its own; to the other paths rank 0 alone writes.
 MAY_DIFFER = ("data_cache_path", "metrics_jsonl", "tensorboard_dir", "memory_timeline")
 NOTICE_EVERY = timedelta(seconds=30)
+READERS_HAVE = timedelta(seconds=5)
 VERDICT = "verdict"
 VALUES_SHOWN = 8
 
@@ -92,6 +94,7 @@ def check_start(store: dist.Store, launch: Launch, settings: Mapping[str, str], 
         _check_addresses(arrivals)
     except InputError as error:
         store.set(VERDICT, str(error))
+        _await_readers(store, launch.world_size)
         raise
     for warning in groups_over_hosts([one.host for one in arrivals], tp_size):
         say(warning)
@@ -149,7 +152,15 @@ def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> Non
     except RuntimeError as error:
         raise PeerError("the start: rank 0, which holds the store, is gone, and says why") from error
     if verdict:
+        store.set(_heard_key(launch.rank), "")
         raise PeerError("the start: rank 0 has found a fault, and says which")
+
+
+def _await_readers(store: dist.Store, world_size: int) -> None:
+    """Until the ranks that are here have read the verdict: the store may end with this process, and torch says so at length."""
+    here = [rank for rank in range(1, world_size) if store.check([_key(rank)])]
+    with suppress(dist.DistStoreError):
+        store.wait([_heard_key(rank) for rank in here], READERS_HAVE)
 
 
 def _check_settings(store: dist.Store, arrivals: Sequence[Arrival]) -> None:
@@ -194,6 +205,10 @@ def _read(value: bytes) -> Arrival:
 
 def _key(rank: int) -> str:
     return f"arrival{rank}"
+
+
+def _heard_key(rank: int) -> str:
+    return f"heard{rank}"
 
 
 def _settings_key(rank: int) -> str:

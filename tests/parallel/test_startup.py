@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import startup
 from megatron_lite.parallel.launch import Launch
@@ -183,8 +184,6 @@ def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:
             total = torch.ones(1)
             dist.all_reduce(total, group=parallel.world_group)
             return str(total.item())
-    except PeerError:
-        return "peer"
     except InputError as error:
         return str(error)
 
@@ -192,7 +191,18 @@ def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:
 def test_ranks_that_disagree_on_the_groups_stop_before_they_make_any() -> None:
     runs = [tiny_run(tp_size=1 if rank == 3 else 2) for rank in range(4)]
     first, *others = run_ranks(_join, 4, runs, timeout=60.0)
-    assert "--tensor-model-parallel-size: 2 on ranks 0-2; 1 on rank 3" in first and others == ["peer"] * 3
+    assert "--tensor-model-parallel-size: 2 on ranks 0-2; 1 on rank 3" in first
+    assert others == ["the start: rank 0 has found a fault, and says which"] * 3
+
+
+def test_rank_0_takes_its_store_away_only_when_the_others_know() -> None:
+    def join(rank: int, world_size: int) -> str:
+        if rank == 1:
+            hear = startup._await_verdict
+            startup._await_verdict = lambda *args: (time.sleep(0.5), hear(*args))[-1]
+        return _join(rank, world_size, [RUN, with_lr(0.01)])
+
+    assert run_ranks(join, 2)[1] == "the start: rank 0 has found a fault, and says which"
 
 
 def test_ranks_that_agree_make_their_groups() -> None:
