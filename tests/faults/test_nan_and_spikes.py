@@ -37,26 +37,28 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, step_bytes, tiny_run, with_checkpoint
 
 FINAL_NORM, TIED = "decoder.final_layernorm.weight", "embedding.word_embeddings.weight"
+LONG = pytest.mark.long  # in CI only
 # layout, where the fault is on rank 1, its value, which ranks are named
 CASES = [
-    ("tp2", "loss", math.nan, "rank 1: its loss"),
+    pytest.param("tp2", "loss", math.nan, "rank 1: its loss", marks=LONG),
     ("tp2", "loss alone", math.inf, "rank 1: its loss"),  # gradients are finite, on this rank and the other
     ("tp2", "mlp.linear_fc1.weight", math.inf, "rank 1: the gradient of decoder.layers.0.mlp.linear_fc1.weight"),
     ("tp2", FINAL_NORM, math.nan, f"rank 1: the gradient of {FINAL_NORM}"),  # counts in the norm on rank 0 alone
-    ("pp2", "loss", math.inf, "rank 1: its loss"),
+    pytest.param("pp2", "loss", math.inf, "rank 1: its loss", marks=LONG),
     ("pp2", FINAL_NORM, -math.inf, f"rank 1: the gradient of {FINAL_NORM}"),
-    ("pp2", "word_embeddings.weight", math.nan, f"rank 0: the gradient of {TIED}; rank 1: the gradient of {TIED}"),
+    pytest.param("pp2", "word_embeddings.weight", math.nan, f"rank 0: the gradient of {TIED}; rank 1: the gradient of {TIED}",
+                 marks=LONG),
     ("cp2", FINAL_NORM, math.nan, f"rank 1: its gradient of {FINAL_NORM}"),
     ("pp2", "loss alone", math.nan, "rank 1: its loss"),
-    ("dp2", "loss", math.nan, "rank 1: its loss"),
+    pytest.param("dp2", "loss", math.nan, "rank 1: its loss", marks=LONG),
     ("dp2", "loss alone", math.nan, "rank 1: its loss"),
-    ("dp2", "gradient", math.inf, f"rank 1: its gradient of {TIED}"),
+    pytest.param("dp2", "gradient", math.inf, f"rank 1: its gradient of {TIED}", marks=LONG),
     ("dp2", FINAL_NORM, math.nan, f"rank 1: its gradient of {FINAL_NORM}"),
-    ("dp2-overlap", FINAL_NORM, math.nan, f"rank 1: its gradient of {FINAL_NORM}"),
+    pytest.param("dp2-overlap", FINAL_NORM, math.nan, f"rank 1: its gradient of {FINAL_NORM}", marks=LONG),
     ("zero1", "gradient", -math.inf, "rank 1: its gradient"),
-    ("zero1-overlap", "loss", math.nan, "rank 1: its loss"),
+    pytest.param("zero1-overlap", "loss", math.nan, "rank 1: its loss", marks=LONG),
     ("fsdp2", "loss alone", math.nan, "rank 1: its loss"),
-    ("fsdp2", "gradient", math.inf, f"the gradient of {TIED}"),
+    pytest.param("fsdp2", "gradient", math.inf, f"the gradient of {TIED}", marks=LONG),
 ]
 
 
@@ -123,7 +125,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(tmp_path: Path, 
     assert row.items() >= dict(iteration=3, reason="not finite", first_sample=8, num_samples=4, in_a_row=1).items()
 
 
-@pytest.mark.parametrize("shape", ["tp2", "pp2", "dp2", "fsdp2"])
+@pytest.mark.parametrize("shape", ["tp2", "dp2", *(pytest.param(shape, marks=LONG) for shape in ("pp2", "fsdp2"))])
 def test_losses_after_a_skipped_update_are_those_of_one_process(tmp_path: Path, shape: str) -> None:
     """float32 sums in another order: 1e-4, as without a fault."""
     for name in (shape, "alone"):
@@ -205,7 +207,8 @@ def spike_config(shape: str, ratio: float | None, **settings: Any) -> RunConfig:
     return replace(config, training=replace(config.training, train_iters=SETTLED + 6, skip_update_on_spike=ratio))
 
 
-@pytest.mark.parametrize("shape", ["alone", "tp2", "pp2", "dp2", "zero1-overlap", "fsdp2"])
+@pytest.mark.parametrize("shape", ["tp2", "pp2", "dp2", *(pytest.param(shape, marks=LONG) for shape in (
+    "alone", "zero1-overlap", "fsdp2"))])
 def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(tmp_path: Path, shape: str) -> None:
     """The last rank's loss of the first micro-batch is 100 times itself. Under TP the other's is not: they skip all the same."""
     config = spike_config(shape, 2.0, checkpoint=dict(save=str(tmp_path)))

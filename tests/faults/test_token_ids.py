@@ -74,7 +74,8 @@ def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None)
     return trainer.progress.iteration, error
 
 
-@pytest.mark.parametrize("shape", ["alone", "tp2", "pp2", "cp2", "dp2", "zero1-overlap", "fsdp2"])
+@pytest.mark.parametrize("shape", ["tp2", "pp2", "dp2", *(pytest.param(shape, marks=pytest.mark.long) for shape in (
+    "alone", "cp2", "zero1-overlap", "fsdp2"))])
 def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_are_whole(tmp_path: Path, shape: str) -> None:
     prefix, whole, parts = tmp_path / "data", tmp_path / "whole", tmp_path / "parts"
     write_corpus(prefix)
@@ -114,6 +115,7 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> N
         raise _run(0, 1, shares)[1]
 
 
+@pytest.mark.long
 def test_the_program_says_it_once_and_no_rank_hangs(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     write_corpus(prefix)
