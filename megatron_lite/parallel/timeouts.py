@@ -6,9 +6,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+SAVER = "saver"  # the description of the group whose ranks wait for the slowest disk
+
 
 def set_timeout(seconds: float) -> None:
-    """Of all later collectives of every group that this process is in. Sends nothing; every rank should call it."""
+    """Of all later collectives of every group that this process is in, but that of background saves. Sends nothing; every rank
+    should call it."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if group.group_desc != SAVER:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -13,6 +13,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.parallel.state import choose_device, parallel_state
+from megatron_lite.parallel.timeouts import set_timeout
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -157,3 +158,13 @@ def test_the_data_mesh_has_the_ranks_of_the_data_group(sizes, expected):
             return ranks
 
     assert run_ranks(work, 4)[0] == expected
+
+
+def test_a_shorter_timeout_spares_the_group_that_waits_for_disks():
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            set_timeout(7.0)
+            return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                    for group in (parallel.world_group, parallel.tp_group, parallel.saver_group)]
+
+    assert run_ranks(work, 2, detail=False) == [[7.0, 7.0, 600.0]] * 2
