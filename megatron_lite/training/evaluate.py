@@ -21,11 +21,12 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int, num_microbatches: int,
-             micro_batch_size: int, stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
+             micro_batch_size: int, where: str = "evaluation",
+             stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
     """The mean loss over the first `num_iterations` global batches: every evaluation of a run sees the same samples.
 
     Dropout is off and no random number is drawn, so training goes on as if it had not happened. stops: asked before each batch,
-    on all ranks alike; where it says yes, the result is None.
+    on all ranks alike; where it says yes, the result is None. where: for errors in the data.
     """
     parallel = runner.parallel
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
@@ -34,7 +35,8 @@ def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int
         if stops():
             return None
         total += runner.evaluate(MicroBatches(dataset=dataset, consumed_samples=iteration * batch_size, parallel=parallel,
-                                              micro_batch_size=micro_batch_size, num_microbatches=num_microbatches))
+                                              micro_batch_size=micro_batch_size, num_microbatches=num_microbatches,
+                                              where=where))
     total = all_reduce_(all_reduce_(total, parallel.data_group), parallel.pp_group)
     loss = total.item() / (num_iterations * num_microbatches * parallel.data_size)
     return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

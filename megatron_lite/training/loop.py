@@ -263,18 +263,18 @@ class Trainer:
         if dataset is None:
             log.line(f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it")
             return None
-        reason = None
+        reason, where = None, f"iteration {self.progress.iteration} ({name} loss)"
 
         def stops() -> bool:
             nonlocal reason
-            self.pulse.at(f"iteration {self.progress.iteration} ({name} loss)")
+            self.pulse.at(where)
             reason = exits.now()
             return reason is not None
 
         log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
         result = evaluate(self._runner, dataset, num_iterations=num_iterations,
                           num_microbatches=self.batches.num_microbatches(self.batches.full),
-                          micro_batch_size=self.config.training.micro_batch_size, stops=stops)
+                          micro_batch_size=self.config.training.micro_batch_size, where=where, stops=stops)
         if result is None:
             log.line(f"the {name} loss is left unfinished: {reason}")
             return reason
