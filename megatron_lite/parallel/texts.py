@@ -1,22 +1,14 @@
-"""Short texts that ranks tell each other: where a fault is, what a host is called. Not for the step: they wait for the device."""
+"""Short texts that ranks tell each other: where a fault is, what a host is called. Not for the step: they wait for each other."""
 
 from __future__ import annotations
 
-import torch
-
-from megatron_lite.parallel.collectives import all_gather_first_dim
+from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
-
-LENGTH = 192  # bytes; what is longer is cut
 
 
 def gather_texts(text: str, parallel: ParallelState) -> list[str]:
-    """Every rank's text, by rank. One all-gather of LENGTH bytes over all ranks."""
-    own = torch.zeros(1, LENGTH, dtype=torch.uint8)
-    data = text.encode()[:LENGTH]
-    own[0, : len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    gathered = all_gather_first_dim(own.to(parallel.device), parallel.world_group).cpu()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in gathered]
+    """Every rank's text, by rank. Two all-gathers over all ranks."""
+    return [data.decode() for data in all_gather_bytes(text.encode(), parallel.world_group)]
 
 
 def by_rank(texts: list[str], *, at_most: int = 8) -> str:

@@ -111,7 +111,7 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> N
         raise _run(0, 1, blend)[1]
     shares = replace(blend, data=replace(blend.data, split="50,50,0", data_path=(str(tmp_path / "second"),)),
                      training=replace(blend.training, train_iters=1, eval_iters=8))
-    with pytest.raises(InputError, match=r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document \d+ holds token id 60000"):
+    with pytest.raises(InputError, match=r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document"):
         raise _run(0, 1, shares)[1]
 
 
