@@ -234,13 +234,13 @@ class Watch:
             name = signal.Signals(trouble.number).name
             return Verdict(self._rank, 128 + trouble.number, f"{name}; no checkpoint is written")
         if trouble.what == "late":
-            who = (f"{_named(silent)} gives no sign of life" if silent else f"{_named(gone)} has ended" if gone
+            who = (_of(silent, "gives", "give") + " no sign of life" if silent else _of(gone, "has", "have") + " ended" if gone
                    else _slowest({self._rank: f"{self._beats} {self.pulse.moves} {self.pulse.where}", **beats}))
             return Verdict(self._rank, 1, f"no progress for more than {self._timeout:g} s: {who}", with_stacks=True)
         if silent:
-            return Verdict(self._rank, 1, f"{_named(silent)} is gone")
+            return Verdict(self._rank, 1, _of(silent, "is", "are") + " gone")
         if gone:
-            return Verdict(self._rank, 1, f"{_named(gone)} has ended, and says why")
+            return Verdict(self._rank, 1, _of(gone, "has", "have") + " ended, with a message")
         return Verdict(self._rank, 1, "a connection to another rank broke, though all are alive")
 
     def _told(self, own: Verdict) -> Verdict:
@@ -267,10 +267,10 @@ class Watch:
         os.write(sys.stderr.fileno(), text.encode())
 
 
-def _named(ranks: Sequence[int]) -> str:
-    """"rank 1", "ranks 1, 5", at most eight of them."""
+def _of(ranks: Sequence[int], one: str, several: str) -> str:
+    """"rank 1 is", "ranks 1, 5 are"; at most eight are named."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"ranks {shown} {several}" if len(ranks) > 1 else f"rank {shown} {one}"
 
 
 def _slowest(beats: dict[int, str]) -> str:
@@ -279,4 +279,4 @@ def _slowest(beats: dict[int, str]) -> str:
     behind = [rank for rank in moves if moves[rank] == min(moves.values())]
     if len(behind) == len(beats):
         return "every rank is alive, and none is behind"
-    return f"{_named(behind)} is behind, at {beats[behind[0]].split(' ', 2)[2]}"
+    return f"{_of(behind, 'is', 'are')} behind, at {beats[behind[0]].split(' ', 2)[2]}"

@@ -116,7 +116,7 @@ def _start(rank: int, arguments: list[str], variables: dict[str, str], prepare: 
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        watch.BEAT_S, watch.SILENT_S, watch.STORE_S, watch.GRACE_S = 0.1, 1.0, 1.0, 2.0
+        watch.BEAT_S, watch.SILENT_S, watch.STORE_S, watch.GRACE_S = 0.1, 2.0, 1.0, 2.0
         prepare(rank)
         status = pretrain_gpt.main(arguments)
     except SystemExit as stop:
