@@ -57,7 +57,7 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         root.mkdir(parents=True, exist_ok=True)
         lock = DirectoryLock(root, Holder.this_process())
         try:
-            if options.save != options.load and (saved_steps(root) or (root / LATEST).exists()):
+            if not options.continues and (saved_steps(root) or (root / LATEST).exists()):
                 there = ", ".join(step_directory(root, step).name for step in saved_steps(root)[-1:]) or LATEST
                 raise InputError(f"--save {root} holds a checkpoint already ({there}): continue from it with --load {root}, or "
                                  "choose an empty directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -286,6 +287,11 @@ class CheckpointConfig:
         for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng", "no_load_fallback", "allow_changed_data"):
             if getattr(self, field) and self.load is None:
                 raise ValueError(f"{flag(field)} needs --load DIR")
+
+    @property
+    def continues(self) -> bool:
+        """Whether `--save` is the directory of `--load`, however the two are written."""
+        return self.save is not None and self.load is not None and os.path.realpath(self.save) == os.path.realpath(self.load)
 
 
 @dataclass(frozen=True, kw_only=True)

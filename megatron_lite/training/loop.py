@@ -289,7 +289,7 @@ class Trainer:
             return []
         loaded = load_checkpoint(self.start, self.config, self.parallel, self.model, self.optimizer, data=self.datasets.identity)
         self.progress = loaded.progress
-        if self.config.checkpoint.load == self.config.checkpoint.save:
+        if self.config.checkpoint.continues:
             self._saved_at = loaded.progress.iteration
         return list(loaded.notices)
 

@@ -121,6 +121,14 @@ def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> N
     assert step_bytes(tmp_path, 1) == before
 
 
+def test_a_directory_in_other_words_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "steps")
+    for iterations, save, load in ((1, "steps", None), (2, "steps/", "./steps"), (3, "link", "steps")):
+        where = dict(save=f"{tmp_path}/{save}", load=None if load is None else f"{tmp_path}/{load}")
+        assert run_to_end(tiny_run(training=dict(train_iters=iterations), checkpoint=where)).progress.iteration == iterations
+    assert (tmp_path / "steps" / files.LATEST).read_text() == "3"
+
+
 def _save_the_same_step_again(folder: Path, seed: int) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1, seed=seed),
                         checkpoint=dict(save=str(folder), load=str(folder), finetune=True)))
