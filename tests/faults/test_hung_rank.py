@@ -42,6 +42,17 @@ def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path, layout: list[
         assert "watch.py" in run.errors(1 - rank) and "loop.py" in run.errors(1 - rank)
 
 
+@pytest.mark.long
+def test_a_rank_that_stops_while_it_saves_is_named_after_the_minutes_that_a_disk_may_take(tmp_path: Path) -> None:
+    """The shorter timeout does not hold there: ranks may wait for the slowest disk."""
+    run_for = [*RUN[:-2], *TENSOR, "--distributed-timeout-minutes", "1", "--save-interval", "2", "--save", str(tmp_path)]
+    with program(run_for, ranks=2, prepare=_at(1, "saving", 2, _stopped)) as run:
+        assert run.wait(0, timeout=100.0) == [1], run.everything()
+        (message,) = run.messages()
+        assert message == ("pretrain_gpt.py: [rank 0] stops at iteration 2 (saving): no progress for more than 60 s: "
+                           "rank 1 gives no sign of life")
+
+
 def test_the_last_checkpoint_loads_and_the_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [*RUN, *TENSOR, "--save-interval", "2", "--save"]
