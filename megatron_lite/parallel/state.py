@@ -192,7 +192,7 @@ def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_
         rng=RngStreams(device, seed=seed, tp_rank=ranks["tp"], dp_rank=data_rank, pp_rank=ranks["pp"]),
         mesh=mesh, data_group=_data_group(mesh, groups),
         pp_lanes=_lanes(mesh, config), embedding_group=_embedding_group(mesh, groups["pp"]),
-        saver_group=dist.new_group(backend="gloo", group_desc=SAVER,
+        saver_group=dist.new_group(backend="gloo" if device.type == "cuda" else None, group_desc=SAVER,
                                    timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes)),
         **{f"{axis}_{what}": values[axis] for what, values in (("group", groups), ("rank", ranks), ("size", sizes))
            for axis in sizes},  # type: ignore[arg-type]

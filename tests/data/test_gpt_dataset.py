@@ -186,7 +186,6 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
     program = """if True:
         import sys, time
         from megatron_lite.data import gpt
-from megatron_lite.data.blend import BlendedDataset
         from megatron_lite.data.indexed import IndexedDataset
         build = gpt.build_sample_index
         def slow(*args, **kwargs):
