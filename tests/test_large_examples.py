@@ -211,7 +211,8 @@ def test_explain_prints_the_report_of_gpus_without_any() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "recompute"), [("gpt_175b", "none"), ("llama3_70b", "pointwise")])
+@pytest.mark.parametrize(("name", "recompute"), [
+    pytest.param("gpt_175b", "none", marks=pytest.mark.long), ("llama3_70b", "pointwise")])
 def test_the_tiny_version_trains(name: str, recompute: str, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     done = run_script(LARGE / f"{name}.sh", "--train-iters", "2", "--metrics-jsonl", str(metrics), SIZE="tiny",

@@ -32,6 +32,7 @@ def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """SIGKILL to both ranks and their launcher, somewhere after the first checkpoint. Dropout is on."""
     common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "60", "--save-interval", "5"]

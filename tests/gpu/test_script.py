@@ -23,7 +23,7 @@ def run_script(output: Path, **variables: str) -> subprocess.CompletedProcess[st
                           env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **variables), check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
     """Packages are hidden by modules that cannot be imported. What needs one is skipped and says so; the rest passes."""
     for package in OPTIONAL:

@@ -92,7 +92,8 @@ def test_with_dropout_auto_attention_is_unfused_on_a_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "backend", "tp_size", "sequence_parallel"), [
-    ("gpt2", "unfused", 2, False), pytest.param("llama", "flash", 2, True, marks=pytest.mark.long),
+    pytest.param("gpt2", "unfused", 2, False, marks=pytest.mark.long),
+    pytest.param("llama", "flash", 2, True, marks=pytest.mark.long),
     pytest.param("qwen", "unfused", 4, False, marks=pytest.mark.long)])
 def test_the_ranks_together_compute_the_figure(variant: str, backend: str, tp_size: int, sequence_parallel: bool) -> None:
     config = variant_config(variant, num_layers=3, attention_backend=backend)

@@ -28,14 +28,16 @@ FULL = "--recompute-granularity full --recompute-method"
 CASES = [
     (2, "--pipeline-model-parallel-size 2", GPT2),
     (2, f"--pipeline-model-parallel-size 2 {FULL} uniform --recompute-num-layers 3", GPT2),
-    (2, f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {FULL} block", LLAMA),
+    pytest.param(2, f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {FULL} block", LLAMA,
+                 marks=pytest.mark.long),
     (4, "--pipeline-model-parallel-size 4 --recompute-granularity selective --recompute-modules layernorm mlp", LLAMA),
     (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--sequence-parallel --recompute-granularity selective --recompute-modules layernorm activation", GPT2),
     (4, f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 {FULL} uniform --distribute-saved-activations", GPT2),
     (4, f"--pipeline-model-parallel-size 4 {FULL} uniform --num-microbatches-with-partial-activation-checkpoints 2", GPT2),
-    (4, f"--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2 {FULL} "
-        "uniform --num-microbatches-with-partial-activation-checkpoints 5", LLAMA),
+    pytest.param(4, "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
+                 f"--num-virtual-stages-per-pipeline-rank 2 {FULL} uniform "
+                 "--num-microbatches-with-partial-activation-checkpoints 5", LLAMA, marks=pytest.mark.long),
     (2, "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --loss-chunk-size 4", LLAMA),
 ]
 

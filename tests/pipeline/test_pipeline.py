@@ -87,7 +87,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, tp=2, chunks=2), Layout(pp=4)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(Layout(pp=2, tp=2, chunks=2), marks=pytest.mark.long), Layout(pp=4)], ids=str)
 def test_no_recompute_policy_changes_a_bit(layout):
     """With dropout, so that every replay has to draw what its forward drew, with others in between."""
     policies = {name: flags for name, flags in POLICIES.items() if layout.tp > 1 or "split" not in name}

@@ -32,7 +32,7 @@ def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[t
     return kept, [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
     _, expected = kept_and_grads(None, compiled=False)
     kept = []

@@ -42,7 +42,7 @@ def _train_each(rank: int, world_size: int, folder: Path) -> None:
         run_to_end(replace(config, recompute=RecomputeConfig(**flags)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fifty_iterations_with_dropout_log_the_same_text_under_every_policy(tmp_path: Path) -> None:
     run_ranks(_train_each, 2, tmp_path, detail=False, timeout=280)
     texts, kept = {}, {}

@@ -12,7 +12,7 @@ from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 # world size, TP size, sequence parallel, bf16
 LAYOUTS = [pytest.param(1, 1, False, False, id="tp1"), pytest.param(1, 1, False, True, id="tp1-bf16"),
            pytest.param(2, 2, False, False, id="tp2"), pytest.param(2, 2, True, True, id="tp2-sp-bf16"),
-           pytest.param(4, 2, True, False, id="tp2-sp-dp2")]
+           pytest.param(4, 2, True, False, id="tp2-sp-dp2", marks=pytest.mark.long)]
 
 
 def _run(rank: int, world_size: int, tp_size: int, sequence_parallel: bool, bf16: bool, folder: Path, metrics: Path,
