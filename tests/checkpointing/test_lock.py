@@ -70,7 +70,9 @@ def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_e
 
 def test_torchrun_counts_anew_when_a_user_starts_it_again(tmp_path: Path) -> None:
     DirectoryLock(tmp_path, holder(starts=(0, 3))).release()
-    DirectoryLock(tmp_path, holder(starts=(0, 0), token="b")).release()
+    lock = DirectoryLock(tmp_path, holder(starts=(0, 0), token="b"))
+    assert Holder.read(tmp_path / LOCK) == holder(starts=(0, 0), token="b")
+    lock.release()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"job": 1}', "9" * 100_000])
