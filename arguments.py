@@ -1,8 +1,10 @@
-"""The command line -> one frozen RunConfig. Flags have Megatron-LM's names, types and defaults.
+"""Parses the command line into one frozen RunConfig.
 
-One group of flags per config class below, one flag per field; defaults are read from the class and rules live there. A flag that
-was not given leaves no trace in argparse's result, so that `--config-json FILE` can supply it. What happens to Megatron's other
-flags is in `megatron_lite/config/flags.py`. Imports no torch: `--dump-config` is instant.
+Flags have Megatron-LM's names, types and defaults. Each config class has one group of flags, and
+each field has one flag. The config classes hold the defaults and the rules. A flag that is not
+given leaves no entry in argparse's result, so that `--config-json FILE` can supply its value.
+`megatron_lite/config/flags.py` holds the answers to all other flags of Megatron. The module does
+not import torch, so `--dump-config` prints at once.
 """
 
 from __future__ import annotations
@@ -12,15 +14,35 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.config import checks, flags
+from megatron_lite.config import alternatives, checks, flags
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.loss_scale import LossScaleConfig
-from megatron_lite.config.model import ATTENTION_BACKENDS, NORMALIZATIONS, POSITION_EMBEDDING_TYPES, ModelConfig
+from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
+from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.model import (
+    ACTIVATIONS,
+    ATTENTION_BACKENDS,
+    NORM_IMPLS,
+    NORMALIZATIONS,
+    POSITION_EMBEDDING_TYPES,
+    SWITCHED_ACTIVATIONS,
+    ModelConfig,
+)
+from megatron_lite.config.notices import setting_notices
+from megatron_lite.config.optimizer_settings import (
+    MUON_COEFFICIENT_TYPES,
+    MUON_MATMUL_PRECISIONS,
+    MUON_SCALE_MODES,
+    MUON_TP_MODES,
+    OPTIMIZER_IMPLS,
+    OPTIMIZERS,
+    OptimizerConfig,
+)
 from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
-from megatron_lite.config.recompute import GRANULARITIES, METHODS, MODULES, RecomputeConfig
+from megatron_lite.config.pattern_text import parse_pattern, parse_window
+from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
+from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
     EXIT_SIGNALS,
@@ -31,31 +53,40 @@ from megatron_lite.config.training import (
     DataConfig,
     LoggingConfig,
     LrScheduleConfig,
-    OptimizerConfig,
     TokenizerConfig,
     TrainingConfig,
 )
 
 MEGATRON_ATTENTION_BACKENDS = {"fused": "auto", "local": "unfused"}
-# A file of --dump-config holds these derived values. A flag may change what they are derived from.
+# A file of --dump-config holds these derived values. A flag may change the values from which they
+# are derived, and they must be derived again.
 DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
 
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """config: the run. dump_config: print it and stop. explain_recompute: print what its recomputation does and stop.
+    """The result of parsing a command line.
 
-    notices: lines for the user, about flags that do less than they say.
+    config: the configuration of the run.
+    dump_config: whether to print the configuration and stop.
+    explain_recompute: whether to print the effect of recomputation and stop.
+    notices: lines for the user about flags with no effect, or less effect than their names promise.
+    local_rank: the number of this process on its node, if a launcher passes it as a flag. It is no
+        part of the configuration, since each process has its own.
     """
 
     config: RunConfig
     dump_config: bool
     explain_recompute: bool
     notices: tuple[str, ...]
+    local_rank: int | None = None
 
 
 def parse_args(argv: Sequence[str]) -> ParsedArguments:
-    """Reads a command line (without the program's name). Any fault of the user: one line on stderr and exit status 2."""
+    """Parses a command line, given without the name of the program.
+
+    Any fault in the command line prints one line on stderr and exits with status 2.
+    """
     parser = build_parser()
     argv, notices = _rename_old_spellings(argv)
     namespace, unread = parser.parse_known_args(argv)
@@ -63,64 +94,48 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
         parser.error(_unread_message(unread, supported_flags(parser)))
     given = vars(namespace)
     dump_config, explain_recompute = given.pop("dump_config", False), given.pop("explain_recompute", False)
-    config_json = given.pop("config_json", None)
+    config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
     if dump_config and explain_recompute:
         parser.error("--dump-config and --explain-recompute each print something else and stop: leave one of them out")
     try:
         notices += _without_effect(given)
         notices += _translate_values(given)
-        config = _build_config(given, config_json)
+        config = _build_config(given, config_json, notices)
     except ValueError as error:
         parser.error(str(error))
-    if given.get("sequence_parallel") and not config.parallel.sequence_parallel:
-        notices.append("--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1")
-    if config.model.attention_softmax_in_fp32 and config.model.attention_backend != "unfused":
-        notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
-                       "--attention-backend unfused never takes it")
-    if config.parallel.context_parallel_size > 1 and config.model.attention_backend == "unfused" \
-            and config.parallel.cp_comm_type == "p2p":
-        notices.append("--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values")
-    tokens = config.data.seq_length // config.parallel.context_parallel_size * config.training.micro_batch_size
-    chunk_size = config.training.loss_chunk_size
-    if chunk_size is not None and chunk_size >= tokens:
-        notices.append(f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at once: their logits are not "
-                       "kept, but exist")
-    if not config.parallel.overlap_p2p_comm and config.parallel.pipeline_model_parallel_size == 1:
-        notices.append("--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1")
-    for name in ("straggler_minmax_count", "straggler_ratio"):
-        if name in given and not config.logging.log_straggler:
-            notices.append(f"{checks.flag(name)} has no effect without --log-straggler")
-    notices += [*config.data_parallel.notices(), *config.recompute_warnings()]
-    return ParsedArguments(config, dump_config, explain_recompute, tuple(notices))
-
-
-def arguments_table(config: RunConfig) -> str:
-    """Megatron's dotted table of all arguments, sorted by name."""
-    rows = {field: value for topic in dataclasses.asdict(config).values() for field, value in topic.items()}
-    lines = [f"  {field} {'.' * (48 - len(field))} {rows[field]}" for field in sorted(rows)]
-    return "\n".join(["------------------------ arguments ------------------------", *lines,
-                      "-------------------- end of arguments ---------------------"])
+    # A flag that turns its field off stores False. The notices ask only for fields that are set.
+    notices += setting_notices(config, [name for name, value in given.items() if value is not False])
+    return ParsedArguments(config, dump_config, explain_recompute, tuple(notices), local_rank)
 
 
 def topics() -> dict[str, type]:
-    """The config class of each topic: "model" -> ModelConfig, in the order of RunConfig."""
+    """Returns the config class of each topic, such as ModelConfig for "model".
+
+    The topics have the order of RunConfig's fields.
+    """
     hints = typing.get_type_hints(RunConfig)
     return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
 
 
 def supported_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Every flag that sets a field or asks for help, aliases too."""
+    """Returns all flags that set a field or ask for help, with their aliases."""
     return [name for action in parser._actions if not action.dest.startswith("--") for name in action.option_strings]
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line: Megatron has so many flags that the usage would hide the message."""
+        """Prints the message as one line and exits with status 2.
+
+        argparse would print the usage first. With Megatron's many flags it would hide the message.
+        """
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class _Group:
-    """The flags of one config class. Each stores nothing unless given; its help shows the default of the class's field."""
+    """The flags of one config class.
+
+    A flag stores nothing unless it is given. Its help shows the default of the class's field.
+    """
 
     def __init__(self, parser: argparse.ArgumentParser, title: str, config_class: type) -> None:
         self._group = parser.add_argument_group(title)
@@ -128,7 +143,10 @@ class _Group:
 
     def value(self, flag: str, kind: type, text: str, *, alias: str | None = None, values: Sequence[str] = (),
               nargs: str | int | None = None) -> None:
-        """A flag with a value, or several (nargs). The config class checks `values`: here they are for the help."""
+        """Adds a flag with a value, or with several (nargs).
+
+        values: the choices for the help. The config class checks them.
+        """
         field = _field_name(flag)
         metavar = "{" + ",".join(values) + "}" if values else {int: "N", float: "X", str: "TEXT"}[kind]
         names = [flag] if alias is None else [flag, alias]
@@ -136,11 +154,14 @@ class _Group:
                                  help=text + self._default(field))
 
     def switch(self, flag: str, text: str) -> None:
-        """A flag without a value that turns its field on (or what `_translate_values` makes of it)."""
+        """Adds a flag without a value that turns its field on.
+
+        `_translate_values` replaces the few switches that have no field.
+        """
         self._group.add_argument(flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text)
 
     def off_switch(self, flag: str, field: str, text: str) -> None:
-        """A flag without a value that turns `field` off."""
+        """Adds a flag without a value that turns `field` off."""
         assert self._fields[field].default is True, field
         self._group.add_argument(flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text)
 
@@ -152,13 +173,20 @@ class _Group:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line. Abbreviations are off, as a new flag must not change what an old command means."""
+    """Returns the parser of the whole command line.
+
+    Abbreviated flags are refused: a new flag must not change the meaning of an old command.
+    """
     parser = _Parser(prog="pretrain_gpt.py", description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
                      allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.register("type", int, _whole_number)
     parser.add_argument("--dump-config", action="store_true", help="print the run as JSON and stop")
     parser.add_argument("--explain-recompute", action="store_true", help="print, layer by layer, what is kept for "
                         "backward, rebuilt and sent, and what other recompute flags would do, and stop")
-    parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it")
+    parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it, "
+                        "and alternatives of a flag that is given")
+    parser.add_argument("--local-rank", "--local_rank", type=int, metavar="N", help="number of this process on its node, as "
+                        "DeepSpeed's launcher and old ones of torch pass it; LOCAL_RANK of the environment must be the same")
     _add_model_arguments(parser)
     _add_parallel_arguments(parser)
     _add_data_parallel_arguments(parser)
@@ -190,11 +218,15 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--no-position-embedding", "--position-embedding-type none, unless rope is chosen: then nothing")
     group.value("--rotary-base", int, "base of the rotary frequencies")
     group.value("--rotary-percent", float, "share of a head's channels that is rotated")
+    group.value("--no-rope-freq", str, "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
+                "does not, such as ([0]*3+[1])*2")
     group.value("--normalization", str, "norm of every layer", values=NORMALIZATIONS)
+    group.value("--norm-impl", str, "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/apex.md)",
+                values=NORM_IMPLS)
     group.value("--norm-epsilon", float, "added to the variance in a norm")
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
-    group.switch("--swiglu", "gated linear unit with SiLU in the MLP, instead of GELU")
-    group.switch("--squared-relu", "squared ReLU in the MLP, instead of GELU")
+    for activation in SWITCHED_ACTIVATIONS:
+        group.switch(f"--{activation.replace('_', '-')}", ACTIVATIONS[activation].help)
     group.off_switch("--no-bias-gelu-fusion", "bias_gelu_fusion", "exact (erf) GELU instead of its tanh form")
     group.off_switch("--disable-bias-linear", "add_bias_linear", "no bias in the linear layers")
     group.switch("--add-qkv-bias", "bias in the QKV projection, also with --disable-bias-linear")
@@ -202,6 +234,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--attention-backend", str, "core attention: flash is torch's SDPA, unfused builds the scores",
                 values=(*ATTENTION_BACKENDS, *MEGATRON_ATTENTION_BACKENDS))
     group.switch("--attention-softmax-in-fp32", "softmax of unfused attention in float32")
+    group.value("--window-size", str, "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before")
+    group.value("--window-attn-skip-freq", str, "every N-th layer has no window; or a list with 1 for each layer that has it, "
+                "such as ([1]*3+[0])*2")
     group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
     group.value("--attention-dropout", float, "dropout of attention probabilities")
     group.value("--init-method-std", float, "standard deviation of the initial weights")
@@ -249,8 +284,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
                 values=METHODS)
     group.value("--recompute-num-layers", int, "uniform: layers of a unit; block: layers of each stage (1 if omitted)")
     group.switch("--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank")
-    group.value("--recompute-modules", str, "regions of selective (core_attn if omitted); pointwise: layernorm activation "
-                "dropout", values=(*MODULES, "pointwise"), nargs="+")
+    group.value("--recompute-modules", str, f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
+                values=(*MODULES, ALIAS), nargs="+")
     group.value("--recompute-policy", str, "what each layer rebuilds and where it keeps the rest, such as "
                 "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above")
     group.switch("--contiguous-saved-activations", "keep the inputs of recomputed layers in one allocation, made once")
@@ -275,9 +310,10 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
     group.switch("--fp16", "weights and activations in float16, master weights in float32, and the loss scaled")
     group.off_switch("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "do not use NVIDIA apex's kernel for "
-                     "weight gradients of 16-bit weights on CUDA, even where it is installed")
+                     "weight gradients on CUDA, even where it is installed (docs/apex.md)")
     group.value("--loss-chunk-size", int, "tokens of a micro-batch that have logits at a time, which backward computes again; "
-                "all of them, and kept, if not given")
+                "all of them, and kept, if not given. In bf16 the gradient of the output weight then differs by less than 2^-8 "
+                "of its norm; losses and other gradients are the same bits")
     group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")
     group.value("--eval-iters", int, "global batches of one validation; 0 for none at all")
     group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
@@ -297,12 +333,27 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "optimizer", OptimizerConfig)
-    group.value("--optimizer", str, "adam is AdamW", values=("adam",))
+    group.value("--optimizer", str, "adam is AdamW; muon orthogonalizes the updates of layers' matrices, with AdamW for all "
+                "other weights (docs/optimizers.md)", values=tuple(OPTIMIZERS))
+    group.value("--optimizer-impl", str, "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA "
+                "(docs/apex.md)", values=OPTIMIZER_IMPLS)
     group.value("--adam-beta1", float, "decay of the gradient's mean")
     group.value("--adam-beta2", float, "decay of the squared gradient's mean")
     group.value("--adam-eps", float, "added to the denominator")
     group.value("--weight-decay", float, "decoupled weight decay of matrices")
     group.value("--clip-grad", float, "largest global gradient norm; 0 for no clipping")
+    group.value("--muon-momentum", float, "decay of the gradient's mean, which Muon orthogonalizes")
+    group.switch("--muon-nesterov", "orthogonalize the mean as it would be after the same gradient once more")
+    group.value("--muon-num-ns-steps", int, "Newton-Schulz iterations")
+    group.value("--muon-scale-mode", str, "by what the orthogonal matrix of m rows and n columns is multiplied: "
+                "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))", values=MUON_SCALE_MODES)
+    group.value("--muon-extra-scale-factor", float, "a further factor; with spectral, 0.2 gives updates the size of AdamW's")
+    group.value("--muon-coefficient-type", str, "polynomials of the Newton-Schulz iterations", values=MUON_COEFFICIENT_TYPES)
+    group.off_switch("--muon-no-split-qkv", "muon_split_qkv", "orthogonalize linear_qkv as one matrix, not as three")
+    group.value("--muon-tp-mode", str, "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
+                "each of them, or each orthogonalizes its own block", values=MUON_TP_MODES)
+    group.value("--muon-fp32-matmul-prec", str, "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
+                values=MUON_MATMUL_PRECISIONS)
 
 
 def _add_loss_scaling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -389,7 +440,11 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
-    """Each stores under its own spelling, which no field has, for `_without_effect`."""
+    """Adds the flags that are accepted and ignored, and the flags that allow only one value.
+
+    Each is stored under its own spelling with the dashes, which no field has. `_without_effect`
+    finds it by this name.
+    """
     for entry in flags.WITHOUT_EFFECT:
         flag, _, metavar = entry.partition(" ")
         if metavar:
@@ -400,17 +455,27 @@ def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
 
 
+def _whole_number(text: str) -> int:
+    """Returns the int of at most 64 bits that the text spells, as an argparse type."""
+    try:
+        return parse_whole_number(text)
+    except ValueError as error:
+        beyond = "beyond 64 bits" in str(error)
+        raise argparse.ArgumentTypeError(str(error) if beyond else f"invalid int value: {shown(repr(text))}") from None
+
+
 def _field_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
 def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`argv` in today's spelling, and a notice for each flag renamed."""
+    """Returns `argv` with old spellings replaced, and a notice for each flag replaced."""
     renamed, notices = [], []
     for word in argv:
         name, equals, value = word.partition("=")
         if name in flags.RENAMED:
             notices.append(f"{name} is an old spelling, read as {flags.RENAMED[name]}")
+            # The last word takes the value of the old flag. The words before it are complete.
             *added, name = flags.RENAMED[name].split()
             renamed += added
         renamed.append(name + equals + value)
@@ -428,7 +493,10 @@ def _unread_message(unread: Sequence[str], supported: Sequence[str]) -> str:
 
 
 def _without_effect(given: dict[str, Any]) -> list[str]:
-    """Takes the flags without effect out of `given`. Returns a notice for each. ValueError: a value other than the only one."""
+    """Removes the flags without effect from `given` and returns a notice for each.
+
+    Raises ValueError if a flag that allows only one value has another value.
+    """
     notices = []
     if "--accumulate-allreduce-grads-in-fp32" in given and given.get("grad_reduce_in_bf16"):
         raise ValueError("--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one of them out")
@@ -445,7 +513,11 @@ def _without_effect(given: dict[str, Any]) -> list[str]:
 
 
 def _translate_values(given: dict[str, Any]) -> list[str]:
-    """Turns Megatron's other ways to say a field's value into that value, in `given`. Returns notices."""
+    """Replaces Megatron's other spellings of a field's value by that value in `given`.
+
+    Returns notices about them. Raises ValueError if two flags contradict each other, or if a text
+    cannot be parsed.
+    """
     notices = []
     backend = given.get("attention_backend")
     if backend in MEGATRON_ATTENTION_BACKENDS:
@@ -455,6 +527,11 @@ def _translate_values(given: dict[str, Any]) -> list[str]:
         if len(set(types)) > 1:
             raise ValueError(f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one way here, give one")
         given["cp_comm_type"] = types[0]
+    if (window := given.get("window_size")) is not None:
+        given["window_size"] = parse_window(window)
+    for field in ("window_attn_skip_freq", "no_rope_freq"):
+        if (pattern := given.get(field)) is not None:
+            given[field] = parse_pattern(checks.flag(field), pattern)
     if given.pop("use_rotary_position_embeddings", False) and given.setdefault("position_embedding_type", "rope") != "rope":
         raise ValueError(f"--use-rotary-position-embeddings contradicts --position-embedding-type "
                          f"{given['position_embedding_type']}: leave one out")
@@ -466,10 +543,17 @@ def _translate_values(given: dict[str, Any]) -> list[str]:
     return notices
 
 
-def _build_config(given: dict[str, Any], config_json: str | None) -> RunConfig:
-    """The RunConfig of the file, if any, with the given fields over it. ValueError on every fault."""
+def _build_config(given: dict[str, Any], config_json: str | None, notices: list[str]) -> RunConfig:
+    """Returns the RunConfig of the given fields, and of the file for all other fields.
+
+    config_json: the path of the file, or None.
+
+    Adds notices to `notices`. Raises ValueError for every fault.
+    """
     values = _values_of_file(config_json) if config_json is not None else {}
     classes = topics()
+    if config_json is not None:
+        notices += _take_out_replaced(values, given, config_json)
     for topic, config_class in classes.items():
         names = {field.name for field in dataclasses.fields(config_class)}
         values[topic] = values.get(topic, {}) | {name: value for name, value in given.items() if name in names}
@@ -481,10 +565,27 @@ def _build_config(given: dict[str, Any], config_json: str | None) -> RunConfig:
     return RunConfig(**{topic: config_class(**values[topic]) for topic, config_class in classes.items()})
 
 
+def _take_out_replaced(values: dict[str, dict[str, Any]], given: dict[str, Any], path: str) -> list[str]:
+    """Removes from the file's values those that the given fields replace.
+
+    Returns notices about the removed values that were not the default.
+    """
+    replaced = alternatives.replaced_fields({name: value for topic in values.values() for name, value in topic.items()}, given)
+    defaults = {field.name: field.default for config_class in topics().values() for field in dataclasses.fields(config_class)}
+    taken = {name: values[topic].pop(name) for topic in values for name in replaced if name in values[topic]}
+    return alternatives.notices({name: replaced[name] for name in replaced if taken.get(name, defaults[name]) != defaults[name]},
+                                file=path)
+
+
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:
-    """A file of --dump-config, by topic and field, without the values that follow from others."""
+    """Returns the values of a --dump-config file by topic and field.
+
+    A derived value becomes None if it equals the value that would be derived anyway.
+    """
     try:
-        config = RunConfig.from_json(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LARGEST_TEXT + 1)
+        config = RunConfig.from_json(text)
     except OSError as error:
         raise ValueError(f"--config-json {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

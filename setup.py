@@ -1,4 +1,7 @@
-"""What an installation needs. Exact versions are in constraints.txt: `pip install -c constraints.txt -e .[test]`."""
+"""The installation of the package and its dependencies.
+
+constraints.txt has the exact versions: `pip install -c constraints.txt -e .[test]`.
+"""
 
 from setuptools import find_packages, setup
 
@@ -11,11 +14,13 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
     py_modules=["arguments", "pretrain_gpt"],
-    install_requires=["torch>=2.6", "numpy", "safetensors", "tokenizers", "rich", "tensorboard"],
+    install_requires=["torch>=2.6", "numpy", "safetensors", "tokenizers", "rich", "tensorboard",
+                      "PyYAML", "tomli; python_version < '3.11'"],
     extras_require={
         "plot": ["matplotlib"],
         "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "ruff", "mypy", "matplotlib"],
-        # Only an oracle of the tests (they skip what needs it where it is absent). CI installs it without its dependencies:
+        # Tests compare with megatron-core, and skip these comparisons if it is not installed. CI
+        # installs it without its dependencies:
         # `pip install -c constraints.txt --no-deps megatron-core einops packaging`.
         "parity": ["megatron-core==0.16.1", "einops", "packaging"],
     },

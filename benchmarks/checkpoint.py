@@ -1,4 +1,4 @@
-"""Times saving and loading a checkpoint beside the disk itself and other formats, and what a background save costs training.
+"""Times saving and loading a checkpoint, beside the disk itself and other formats.
 
     disk               the same number of bytes as one file: written and synced; read
     megatron_lite      shards, checksums, manifest and pointer, each synced; checksums compared, tensors read and copied
@@ -6,8 +6,10 @@
     torch              torch.save and a sync; torch.load(weights_only=True)
     torch DCP          torch.distributed.checkpoint with sync_files; load into the same tensors
 
-In every round each is done once, in turn, and each gives one ratio. One process; the system forgets the files before a read.
-Then training steps: without saving, with one save in their middle, and with that save in the background.
+In every round each is done once, in turn, and gives one ratio. Everything runs in one process. The
+page cache is dropped before a read.
+A second part times training steps: without saving, with one save after a quarter of them, and with
+that save in the background.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ from megatron_lite.config.training import (  # noqa: E402
     TokenizerConfig,
     TrainingConfig,
 )
-from megatron_lite.data.files import sync_file, sync_folder  # noqa: E402
+from megatron_lite.data.durable_files import sync_file, sync_folder  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
 from megatron_lite.training.batches import MicroBatches  # noqa: E402
-from megatron_lite.training.build import build_trainer  # noqa: E402
+from megatron_lite.training.build_trainer import build_trainer  # noqa: E402
 from megatron_lite.training.loop import Trainer  # noqa: E402
-from megatron_lite.training.runner import StageRunner  # noqa: E402
+from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
 from megatron_lite.training.step import train_step  # noqa: E402
 
 DISK, OURS = "disk", "megatron_lite"
@@ -69,7 +71,12 @@ CHUNK_BYTES = 2**22
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """seconds: median. ratio: to the disk's own time (of "stall": to a step), median, least and most of the rounds."""
+    """One row of the table.
+
+    seconds: the median of the rounds.
+    ratio: (median, least, most) over the rounds. The base is the disk's own time for "save" and
+        "load", a save of ours for "checksum / save", and one training step for "stall".
+    """
 
     what: str
     engine: str
@@ -88,20 +95,20 @@ class Bench:
 
     @property
     def directory(self) -> Path:
-        """Of --save."""
+        """The directory of --save."""
         return self.folder / "ours"
 
     def options(self, *, async_save: bool = False) -> CheckpointConfig:
-        """Only the last checkpoint is kept: the disk stays as full as it is."""
+        """Returns options that keep the last checkpoint only, so the disk does not fill up."""
         return CheckpointConfig(save=str(self.directory), load=str(self.directory), save_keep_last=1, async_save=async_save)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds of model and optimizer."""
+        """Returns all tensors of model and optimizer that a checkpoint holds."""
         states = {f"{name}/{key}": value for name, of in self.trainer.optimizer.states.items() for key, value in of.items()}
         return {**{name: value.detach() for name, value in self.trainer.model.named_parameters()}, **states}
 
     def step(self) -> None:
-        """One training step."""
+        """Runs one training step."""
         trainer = self.trainer
         batches = MicroBatches(dataset=trainer.datasets.train, consumed_samples=0, num_microbatches=1, parallel=self.parallel,
                                micro_batch_size=trainer.config.training.micro_batch_size)
@@ -109,7 +116,7 @@ class Bench:
 
     @contextmanager
     def saver(self, *, async_save: bool = False) -> Iterator[Callable[[int], Saver]]:
-        """A function that saves, as a given iteration."""
+        """Yields a function that saves a checkpoint as a given iteration."""
         options, trainer = self.options(async_save=async_save), self.trainer
         with Saver(options, self.parallel, claim_directory(options, self.parallel), started_at=0) as saver:
             def save(iteration: int) -> Saver:
@@ -124,7 +131,7 @@ class Bench:
 
 @contextmanager
 def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
-    """Builds it."""
+    """Yields a bench with a model of the shape."""
     config = RunConfig(
         model=ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden_size, max_position_embeddings=shape.seq_length,
                           num_attention_heads=shape.num_attention_heads, hidden_dropout=0.0, attention_dropout=0.0),
@@ -139,7 +146,7 @@ def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds."""
+    """Returns the seconds that the action takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
@@ -153,7 +160,7 @@ def synced(path: Path) -> None:
 
 
 def write_plainly(path: Path, data: memoryview) -> None:
-    """What the disk does with these bytes."""
+    """Writes the bytes to one file and syncs it: the disk's own speed."""
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), CHUNK_BYTES):
             file.write(data[start : start + CHUNK_BYTES])
@@ -162,7 +169,7 @@ def write_plainly(path: Path, data: memoryview) -> None:
 
 
 def read_plainly(path: Path) -> None:
-    """The same, the other way."""
+    """Reads one file in chunks: the disk's own speed."""
     buffer = bytearray(CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
@@ -170,7 +177,7 @@ def read_plainly(path: Path) -> None:
 
 
 def forget_pages(folder: Path) -> None:
-    """The system holds none of these files in memory any more."""
+    """Drops the files below the folder from the page cache, so that a read goes to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -180,7 +187,7 @@ def forget_pages(folder: Path) -> None:
 
 def saves(one: Bench, save: Callable[[int], Saver], iterations: Iterator[int],
           data: memoryview) -> dict[str, Callable[[], object]]:
-    """Every way of saving, by name; DISK first."""
+    """Returns every way of saving by name, DISK first."""
     tensors, folder = one.tensors(), one.folder
 
     def by_torch() -> None:
@@ -201,7 +208,7 @@ def saves(one: Bench, save: Callable[[int], Saver], iterations: Iterator[int],
 
 
 def loads(one: Bench) -> dict[str, Callable[[], object]]:
-    """The same for loading."""
+    """Returns every way of loading by name, DISK first."""
     folder, targets = one.folder, {name: value.clone() for name, value in one.tensors().items()}
 
     def by_ours() -> None:
@@ -224,14 +231,14 @@ def loads(one: Bench) -> dict[str, Callable[[], object]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """DCP warns that there is no process group."""
+    """Silences DCP, which warns that there is no process group."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
 def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) -> list[Row]:
-    """A row for each engine."""
+    """Returns a row for each engine. to: the base of the ratio in each round, in seconds."""
     rows = []
     for name, times in samples.items():
         ratios = [time_ / base for time_, base in zip(times, to, strict=True)]
@@ -241,7 +248,7 @@ def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) 
 
 
 def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
-    """Saves, loads and checksums, in turn; the first round is not counted."""
+    """Times saving, loading and checksums, in turn. The first round does not count."""
     for name in (DISK, "safetensors", "torch", "dcp"):
         (one.folder / name).mkdir(parents=True)
     samples: dict[str, dict[str, list[float]]] = {"save": {}, "load": {}, "checksum": {}}
@@ -266,7 +273,10 @@ def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
 
 
 def measure_stall(one: Bench, repeats: int, steps: int) -> list[Row]:
-    """Time that one save adds to `steps` steps, to its end, in steps. "waits": what `save` itself takes, as the log says it."""
+    """Returns the time that one save adds to `steps` steps until it is durable, in steps.
+
+    The row "waits" is the time of the call to `save` alone, which the log reports.
+    """
     shutil.rmtree(one.directory, ignore_errors=True)
     extra: dict[str, list[float]] = {"in the foreground": [], "in the background": [], "in the background, waits": []}
     one_step: list[float] = []
@@ -295,7 +305,7 @@ def measure_stall(one: Bench, repeats: int, steps: int) -> list[Row]:
 
 
 def line(row: Row, size: int) -> str:
-    """One row of the table."""
+    """Returns one line of the table."""
     middle, low, high = row.ratio
     rate = f"{size / row.seconds / 2**30:9.2f}" if row.what in ("save", "load") else " " * 9
     return f"{row.what:16}{row.engine:26}{row.seconds * 1000.0:10.1f}{rate}  {middle:.2f} ({low:.2f}-{high:.2f})"
@@ -320,7 +330,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0."""
+    """Runs the benchmark. Returns 0."""
     args = parse(argv)
     shape = PRESETS[args.preset]
     report: dict[str, Any] = {

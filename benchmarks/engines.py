@@ -1,12 +1,14 @@
 """Training steps of megatron_lite and of other GPTs of the same shape, ready to be timed.
 
-    megatron_lite        its own training step; in bf16 its weights are bf16, and masters, moments and gradients float32
+    megatron_lite        its own training step. In bf16 its weights are bf16; masters, moments and
+                         gradients are float32.
     transformers         GPT2LMHeadModel with SDPA attention
-    plain                GPT-2 in the shortest plain PyTorch: the peer of a machine that has nothing but torch
-    in bf16 peers run    "autocast": float32 weights under torch.autocast, which trains as ours does, and
-                         "pure": bf16 weights, moments and gradients: less work than ours, and worse training
+    plain                GPT-2 in the shortest plain PyTorch, for a machine that has only torch
 
-A step is: gradients cleared, forward, loss over the whole vocabulary in float32, backward, clipping at 1.0, fused AdamW.
+In bf16 a peer runs twice. "autocast" has float32 weights under torch.autocast and trains as ours
+does. "pure" has bf16 weights, moments and gradients: less work than ours, and worse training.
+A step clears the gradients, runs forward, the loss over the whole vocabulary in float32 and
+backward, clips at 1.0, and updates with fused AdamW.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.stages import ModelStages
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.plan import RecomputePlan
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.runner import StageRunner
+from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -62,7 +64,7 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one block of rows has in common."""
+    """The settings that the rows of one block have in common."""
 
     shape: Shape
     device: torch.device
@@ -71,14 +73,14 @@ class Setting:
     attention_backend: str = "auto"
 
     def model_config(self) -> ModelConfig:
-        """The shape in the engine's own words."""
+        """Returns the shape as a config of megatron_lite."""
         shape = self.shape
         return ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden_size, max_position_embeddings=shape.seq_length,
                            num_attention_heads=shape.num_attention_heads, hidden_dropout=self.dropout,
                            attention_dropout=self.dropout, attention_backend=self.attention_backend)
 
     def batch(self) -> MicroBatch:
-        """The same random tokens for every engine."""
+        """Returns random tokens, the same for every engine."""
         text = torch.randint(0, self.shape.vocab_size, (self.shape.batch_size, self.shape.seq_length + 1),
                              generator=torch.Generator().manual_seed(SEED)).to(self.device)
         return MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
@@ -89,8 +91,8 @@ Step = Callable[[], Tensor]  # runs one training step and returns its loss, 0-d,
 
 def our_model(setting: Setting, parallel: ParallelState, *, sequence_parallel: bool = False,
               plan: RecomputePlan | None = None, stage: Stage | None = None) -> GPTModel:
-    """This rank's shard of the shape (or of one pipeline stage of it), with its first weights."""
-    context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype])
+    """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it."""
+    context = RankContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype])
     vocab_size = setting.shape.vocab_size
     model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size, plan=plan,
                      stage=stage)
@@ -99,12 +101,12 @@ def our_model(setting: Setting, parallel: ParallelState, *, sequence_parallel: b
 
 
 def one_rank(setting: Setting) -> ParallelState:
-    """The state of a run of this process alone."""
+    """Returns the state of a run with this process as its only rank."""
     return ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
 
 
 def our_step(setting: Setting, batch: MicroBatch) -> Step:
-    """The engine's own train_step on one rank."""
+    """Returns megatron_lite's own train_step on one rank."""
     parallel = one_rank(setting)
     model = our_model(setting, parallel)
     runner, optimizer = StageRunner(ModelStages([model]), parallel), Optimizer(model, OptimizerConfig(), parallel)
@@ -116,7 +118,10 @@ def our_step(setting: Setting, batch: MicroBatch) -> Step:
 
 
 def peer_step(build: Callable[[Setting], nn.Module], setting: Setting, batch: MicroBatch, *, autocast: bool) -> Step:
-    """A training step as PyTorch's documentation writes it, for a model that maps token ids to logits [b, s, V]."""
+    """Returns a training step as PyTorch's documentation writes it.
+
+    build: builds a model that maps token ids [b, s] to logits [b, s, V].
+    """
     torch.manual_seed(SEED)
     model = build(setting).to(setting.device, torch.float32 if autocast else DTYPES[setting.dtype]).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
@@ -136,7 +141,7 @@ def peer_step(build: Callable[[Setting], nn.Module], setting: Setting, batch: Mi
 
 
 class Logits(nn.Module):
-    """Hides the outputs of a transformers model other than its logits."""
+    """A transformers model that returns its logits only."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -147,7 +152,10 @@ class Logits(nn.Module):
 
 
 def transformers_gpt2(setting: Setting) -> nn.Module:
-    """transformers' GPT-2. Its default gelu is a chain of seven pointwise kernels: the single-kernel spelling is faster."""
+    """Returns transformers' GPT-2 with the gelu that is one kernel.
+
+    Its default gelu is a chain of seven pointwise kernels, which is slower.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = setting.shape
@@ -158,7 +166,7 @@ def transformers_gpt2(setting: Setting) -> nn.Module:
 
 
 class PlainLayer(nn.Module):
-    """nn.Linear and scaled_dot_product_attention, batch first."""
+    """A GPT-2 layer of nn.Linear and scaled_dot_product_attention, batch first."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -200,7 +208,7 @@ PEERS: dict[str, Callable[[Setting], nn.Module]] = {"transformers": transformers
 
 
 def build_engines(setting: Setting, peers: Sequence[str]) -> dict[str, Step]:
-    """The contestants by name, ours first."""
+    """Returns the training step of each engine by name, ours first."""
     batch = setting.batch()
     engines = {OURS: our_step(setting, batch)}
     for peer in peers:

@@ -1,8 +1,9 @@
-"""The peak memory of FSDP2 with and without units of their own for token embedding and output projection.
+"""Measures the peak of FSDP2 with and without FSDP units for token embedding and output projection.
 
-Nothing is computed: tensors have sizes but no contents (torch's FakeTensorMode), and one process stands for rank 0 of a group
-that sends nothing. So Llama 3 8B over 8 ranks is measured in a minute on any CPU, to the byte. Norms are LayerNorm: on a CPU an
-RMSNorm is many operators.
+Nothing is computed: tensors have sizes but no contents (torch's FakeTensorMode). One process is
+rank 0 of a group that sends nothing. Llama 3 8B over 8 ranks therefore takes a minute on any CPU,
+and the figures are exact to the byte. Norms are LayerNorm, because an RMSNorm on a CPU is many
+operators.
 """
 
 from __future__ import annotations
@@ -27,25 +28,29 @@ if str(ROOT) not in sys.path:
 
 from megatron_lite.config.data_parallel import DataParallelConfig  # noqa: E402
 from megatron_lite.config.model import ModelConfig  # noqa: E402
+from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
 from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
 from megatron_lite.config.recompute import RecomputeConfig  # noqa: E402
-from megatron_lite.config.training import OptimizerConfig  # noqa: E402
-from megatron_lite.memory.live_storages import LiveStorages  # noqa: E402
+from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
 from megatron_lite.model.gpt import GPTModel  # noqa: E402
 from megatron_lite.model.sharding import shard_model_  # noqa: E402
-from megatron_lite.optim.adamw import Optimizer  # noqa: E402
+from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot, RngStreams  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
 from megatron_lite.recompute.schedule import plan_stage  # noqa: E402
-from megatron_lite.tensor_parallel.context import TensorParallelContext  # noqa: E402
+from megatron_lite.tensor_parallel.rank_context import RankContext  # noqa: E402
 
 GIB = 2.0**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """states: float32 weights and moments that a rank keeps. beside: the most alive at once besides these, in two steps: gathered
-    weights, gradients and activations."""
+    """The bytes of one rank.
+
+    states_bytes: the float32 weights and moments that the rank keeps.
+    beside_bytes: the most bytes alive at once besides these in two micro-batches: gathered weights,
+        gradients and activations.
+    """
 
     tied: bool
     memory_efficient: bool
@@ -54,26 +59,29 @@ class Row:
 
     @property
     def total_bytes(self) -> int:
-        """The peak of a rank."""
+        """The peak of the rank."""
         return self.states_bytes + self.beside_bytes
 
 
 class NoRandomness:
-    """The streams of a model that draws no random numbers: their states would be tensors with contents."""
+    """Random streams without states, for a model that draws no random numbers.
+
+    Real states would be tensors with contents, which FakeTensorMode does not allow.
+    """
 
     device = torch.device("cpu")
 
     def snapshot(self) -> RngSnapshot:
-        """Nothing."""
+        """Returns an empty snapshot."""
         return RngSnapshot(DEFAULT, {})
 
     def restore(self, snapshot: RngSnapshot) -> None:
-        """Nothing to restore."""
+        """Does nothing: the snapshot is empty."""
 
 
 @contextmanager
 def rank_0_of(ranks: int) -> Iterator[ParallelState]:
-    """Of a data-parallel group whose collectives do nothing."""
+    """Yields the state of rank 0 of a data-parallel group whose collectives do nothing."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
@@ -83,7 +91,7 @@ def rank_0_of(ranks: int) -> Iterator[ParallelState]:
 
 
 def model_config(args: argparse.Namespace, *, tied: bool) -> ModelConfig:
-    """Llama's, in the given sizes."""
+    """Returns a Llama config of the given sizes."""
     return ModelConfig(num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
                        num_attention_heads=args.num_attention_heads, group_query_attention=True,
                        num_query_groups=args.num_query_groups, max_position_embeddings=args.seq_length, swiglu=True,
@@ -92,10 +100,10 @@ def model_config(args: argparse.Namespace, *, tied: bool) -> ModelConfig:
 
 
 def measure(config: ModelConfig, args: argparse.Namespace, parallel: ParallelState, *, memory_efficient: bool) -> Row:
-    """One model, sharded in one way: forward and backward of a micro-batch, twice."""
+    """Measures one model, sharded in one way, over forward and backward of two micro-batches."""
     layout = DataParallelConfig(use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=memory_efficient)
     with torch.autograd.set_multithreading_enabled(False):
-        context = TensorParallelContext.of(parallel, sequence_parallel=False, params_dtype=torch.bfloat16)
+        context = RankContext.of(parallel, sequence_parallel=False, params_dtype=torch.bfloat16)
         plan = plan_stage(RecomputeConfig(recompute_policy=args.recompute_policy), config.num_layers)
         model = GPTModel(config, context, vocab_size=args.vocab_size, padded_vocab_size=args.vocab_size, plan=plan)
         shard_model_(model, parallel, layout)
@@ -123,7 +131,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table; returns 0."""
+    """Prints the table. Returns 0."""
     args = parse(argv)
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     print(", ".join(f"{name} {value}" for name, value in settings.items()), "bf16, rank 0, GiB", sep="\n", flush=True)

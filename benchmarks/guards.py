@@ -1,7 +1,8 @@
-"""Times what each guard of a run costs, in every step: two data-parallel ranks with it, beside the same two without any.
+"""Times each guard of a run: a step of two data-parallel ranks with it, beside one without guards.
 
-A guard that works at an interval is given an interval of 1 here. The ranks are processes of this machine's CPU, which the program
-starts itself, and talk gloo. How to read the table: benchmarks/README.md.
+A guard that works at an interval has an interval of 1 here, so it runs in every step. The ranks are
+processes on this machine's CPU, which the program starts itself. They communicate through gloo.
+benchmarks/README.md explains how to read the table.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from benchmarks.parallel import Engine, Layout, build_engine, spread, time_in_ro
 from megatron_lite.config.training import LoggingConfig  # noqa: E402
 from megatron_lite.optim.spike import SpikeGuard  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.training.drift import ReplicaCheck  # noqa: E402
-from megatron_lite.training.slow_rank import SlowRanks  # noqa: E402
+from megatron_lite.supervision.drift import ReplicaCheck  # noqa: E402
+from megatron_lite.supervision.slow_rank import SlowRanks  # noqa: E402
 
 NONE = "no guard"
 RANKS = 2
@@ -46,7 +47,11 @@ RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One guard. time_ratio: of a step with it to one without, over the rounds: median, least, most."""
+    """The result of one guard.
+
+    time_ratio: the time of a step with it over that of a step without guards, as (median, least,
+        most) of the rounds.
+    """
 
     dtype: str
     dropout: float
@@ -57,7 +62,7 @@ class Row:
 
 
 def engines(setting: Setting, args: argparse.Namespace, parallel: ParallelState) -> dict[str, Engine]:
-    """Each with a model of its own."""
+    """Returns an engine for each guard, by name. Each has its own model."""
     layout, batch = Layout(), setting.batch()
 
     def plain(name: str) -> Engine:
@@ -66,7 +71,7 @@ def engines(setting: Setting, args: argparse.Namespace, parallel: ParallelState)
     found = {name: plain(name) for name in (NONE, "NaN of a rank", "spike", "slow rank", "weight hash")}
     found["NaN of a rank"].optimizer.layout.gradients.watch()
     found["spike"].optimizer.spikes = SpikeGuard(3.0, parallel.device)
-    slow_ranks = SlowRanks(LoggingConfig(log_straggler=True, straggler_ratio=100.0), parallel, None)
+    slow_ranks = SlowRanks(LoggingConfig(log_straggler=True, straggler_ratio=100.0), parallel)
     hashed = found["weight hash"]
     check = ReplicaCheck(hashed.model, hashed.optimizer, parallel)
 
@@ -87,7 +92,7 @@ def engines(setting: Setting, args: argparse.Namespace, parallel: ParallelState)
 
 
 def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All guards of one setting. Both ranks run this side by side."""
+    """Measures all guards of one setting. Both ranks run this at the same time."""
     with parallel_state(Layout().parallel, seed=SEED) as parallel:
         by_name = engines(setting, args, parallel)
         for engine in by_name.values():
@@ -98,7 +103,7 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
 
 
 def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[Row]]:
-    """The settings, one after the other, on this rank of two."""
+    """Yields the rows of each setting in turn, as one of the two ranks."""
     torch.set_num_threads(args.threads or 1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS,
                             timeout=datetime.timedelta(minutes=10))
@@ -112,7 +117,7 @@ def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[
 
 
 def other_rank(args: argparse.Namespace, folder: str) -> None:
-    """The life of the process that `main` starts."""
+    """Runs rank 1, in the process that `main` starts."""
     for _ in run_rank(args, 1, folder):
         pass
 
@@ -130,7 +135,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0."""
+    """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report: dict[str, Any] = {**new_report(args), "micro_batches": args.micro_batches}
     print(heading(report), f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above in a step",

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the clock, the options that say what is measured and how, and the report."""
+"""The parts that the benchmarks share: the clock, the options, and the report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from benchmarks.engines import DTYPES, PRESETS, Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """wall: what a user waits for. cpu: this process's processor time, which others on the machine hardly disturb."""
+    """Measures the time of an action.
+
+    kind: "wall" is the time that a user waits. "cpu" is this process's processor time, which other
+        programs on the machine hardly disturb.
+    steps: how many calls are timed together.
+    """
 
     device: torch.device
     kind: str = "wall"
     steps: int = 1
 
     def ms(self, action: Callable[[], object]) -> float:
-        """Milliseconds per call over `steps` calls, the device's work included."""
+        """Returns the milliseconds per call over `steps` calls, including the device's work."""
         now = time.process_time if self.kind == "cpu" else time.perf_counter
         self._wait()
         start = now()
@@ -43,7 +48,7 @@ class Clock:
 
 
 class Progress:
-    """Lines on stderr, at most one in ten seconds."""
+    """Prints lines on stderr, at most one in ten seconds."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet, self._last = quiet, time.monotonic()
@@ -56,7 +61,7 @@ class Progress:
 
 def profile(title: str, actions: Mapping[str, Callable[[], object]], device: torch.device, *, steps: int = 3,
             top: int = 20) -> str:
-    """Self time of the most expensive operators of each action, in ms per call."""
+    """Returns, as text, the self time of each action's most expensive operators, in ms per call."""
     from torch.profiler import ProfilerActivity
 
     cuda = device.type == "cuda"
@@ -76,7 +81,7 @@ def profile(title: str, actions: Mapping[str, Callable[[], object]], device: tor
 
 
 def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark."""
+    """Returns a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one")
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both")
@@ -97,7 +102,7 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
 
 
 def parse_benchmark(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed options, `device` resolved, with `shape` added and the threads set."""
+    """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
     args = parser.parse_args(argv)
     args.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
@@ -110,12 +115,12 @@ def parse_benchmark(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
 
 def clock_of(args: argparse.Namespace) -> Clock:
-    """The clock that the options ask for."""
+    """Returns the clock that the options ask for."""
     return Clock(device=args.device, kind=args.clock, steps=args.steps_per_round or (5 if args.device.type == "cuda" else 1))
 
 
 def new_report(args: argparse.Namespace) -> dict[str, Any]:
-    """Machine and settings; `rows` is still empty."""
+    """Returns a report with machine and settings, and without rows."""
     return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "device": device_name(args.device), "torch": torch.__version__, "cuda": torch.version.cuda,
             "threads": torch.get_num_threads(), "clock": args.clock, "rounds": args.repeats,
@@ -123,20 +128,20 @@ def new_report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def heading(report: dict[str, Any]) -> str:
-    """Two lines that say what was measured, and on what."""
+    """Returns two lines: the machine, and the shape that is measured."""
     return (f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, {report['clock']} time, medians of "
             f"{report['rounds']} rounds\n" + ", ".join(f"{name} {value}" for name, value in report["shape"].items()))
 
 
 def write_report(report: dict[str, Any], file: str | None) -> None:
-    """After every block: a run that is cut short leaves what it measured."""
+    """Writes the report. It is called after every block, so a run cut short leaves its results."""
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def device_name(device: torch.device) -> str:
-    """What a reader needs to know of the machine."""
+    """Returns the name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):

@@ -1,12 +1,15 @@
-"""Times the output projection with its cross-entropy, forward and backward, and counts their bytes: all logits, chunks, torch.
+"""Times output projection and cross-entropy, forward and backward, and counts their bytes.
 
     kept            ours without --loss-chunk-size: all logits, which backward reads again
-    chunks of N     ours with --loss-chunk-size N: logits of N tokens at a time, computed a second time in backward
+    chunks of N     ours with --loss-chunk-size N: logits of N tokens at a time, which backward
+                    computes a second time
     torch, plain    F.cross_entropy(F.linear(..))
-    torch, fused    F.linear_cross_entropy with its own choice of chunks, where torch has it. Its gradients come from forward:
-                    for one incoming gradient that all tokens share, and for one rank
+    torch, fused    F.linear_cross_entropy with its own choice of chunks, if torch has it. Its
+                    forward computes the gradients, so all tokens must share one incoming gradient,
+                    and it works for one rank only.
 
-They take turns, A B C A B C .., and each round gives one ratio. One process, one device, random operands.
+They take turns, A B C A B C .., and each round gives one ratio. The benchmark runs in one process
+on one device, with random operands.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.engines import DTYPES, SEED  # noqa: E402
 from benchmarks.harness import Clock, device_name, write_report  # noqa: E402
-from megatron_lite.memory.live_storages import LiveStorages  # noqa: E402
+from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy  # noqa: E402
@@ -42,36 +45,42 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states [s, 1, h], we
 
 
 def kept(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """Ours, with all logits."""
+    """Returns our loss, which keeps all logits."""
     logits = column_parallel_linear(hidden_states, weight, None, tp_group=None, sequence_parallel=False)
     return vocab_parallel_cross_entropy(logits, labels, tp_group=None, first_id=0, num_ids=len(weight)).mean()
 
 
 def in_chunks(hidden_states: Tensor, weight: Tensor, labels: Tensor, *, chunk_size: int) -> Tensor:
-    """Ours, with some."""
+    """Returns our loss, computed from the logits of `chunk_size` tokens at a time."""
     return vocab_parallel_linear_cross_entropy(hidden_states, weight, labels, chunk_size=chunk_size, tp_group=None,
                                                sequence_parallel=False, first_id=0, num_ids=len(weight)).mean()
 
 
 def plain(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """torch's, with all logits."""
+    """Returns torch's loss, which keeps all logits."""
     return F.cross_entropy(F.linear(hidden_states, weight).flatten(0, 1), labels.flatten())
 
 
 def fused(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """torch's, with some."""
+    """Returns torch's fused loss, computed in chunks of its own choice."""
     return F.linear_cross_entropy(hidden_states.flatten(0, 1), weight, labels.flatten(), options=nn.LinearCrossEntropyOptions())
 
 
 def engines(chunk_sizes: Sequence[int]) -> dict[str, Loss]:
-    """Every row by name; KEPT first."""
+    """Returns the loss of every row by name, KEPT first."""
     ours = {f"chunks of {size}": partial(in_chunks, chunk_size=size) for size in chunk_sizes}
     return {KEPT: kept, **ours, "torch, plain": plain, **({"torch, fused": fused} if hasattr(F, "linear_cross_entropy") else {})}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """time_ratio: over `kept`, median, least and most of the rounds. Bytes: alive beside operands, after forward, and at most."""
+    """One row of the table.
+
+    time_ratio: the time over that of `kept`, as (median, least, most) of the rounds.
+    kept_bytes: the bytes alive after forward, without the operands.
+    peak_bytes: the most bytes alive in forward and backward, without the operands.
+    logits_bytes: the bytes of all logits.
+    """
 
     engine: str
     dtype: str
@@ -87,7 +96,7 @@ class Row:
 
 
 def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: int) -> list[Row]:
-    """The rows of one block."""
+    """Returns the rows of one block."""
     generator = torch.Generator().manual_seed(SEED)
     place = dict(device=args.device, dtype=DTYPES[dtype])
     hidden_states = torch.randn(args.tokens, 1, hidden_size, generator=generator).to(**place).requires_grad_()
@@ -127,7 +136,7 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
 
 
 def line(row: Row) -> str:
-    """One row of the table."""
+    """Returns one line of the table."""
     middle, low, high = row.time_ratio
     ratio = "" if row.engine == KEPT else f"{middle:.2f} ({low:.2f}-{high:.2f})"
     kept_mib, peak_mib = row.kept_bytes / 2**20, row.peak_bytes / 2**20
@@ -163,7 +172,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0."""
+    """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "device": device_name(args.device),

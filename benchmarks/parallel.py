@@ -1,8 +1,10 @@
-"""Times a training step in every layout over ranks, beside that of one process at the same global batch.
+"""Times a training step in every layout over ranks, beside one process at the same global batch.
 
-For each layout: the step's time, in rounds in which every layout has its turn; the bytes that a rank receives in a step, counted
-and foretold; and the bytes of weights, gradients and optimizer states that it keeps between steps. The ranks are processes of
-this machine's CPU, which the program starts itself, and talk gloo. How to read the table: benchmarks/README.md.
+The table has three figures for each layout. The step's time comes from rounds in which every layout
+has its turn. The bytes that a rank receives in a step are counted and also predicted. The third
+figure is the bytes of weights, gradients and optimizer states that a rank keeps between steps.
+The ranks are processes on this machine's CPU, which the program starts itself. They communicate
+through gloo. benchmarks/README.md explains how to read the table.
 """
 
 from __future__ import annotations
@@ -41,18 +43,18 @@ from benchmarks.harness import (  # noqa: E402
 )
 from benchmarks.traffic import Traffic, foretold  # noqa: E402
 from megatron_lite.config.data_parallel import DataParallelConfig  # noqa: E402
+from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
 from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
 from megatron_lite.config.stages import stages_of_rank  # noqa: E402
-from megatron_lite.config.training import OptimizerConfig  # noqa: E402
 from megatron_lite.model.sharding import shard_model_  # noqa: E402
-from megatron_lite.model.stages import ModelStages  # noqa: E402
-from megatron_lite.optim.adamw import Optimizer  # noqa: E402
+from megatron_lite.model.stage_models import ModelStages  # noqa: E402
+from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
 from megatron_lite.parallel.chunks import select  # noqa: E402
 from megatron_lite.parallel.rng import RngStreams  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
 from megatron_lite.pipeline.links import Links  # noqa: E402
 from megatron_lite.training.batches import MicroBatch  # noqa: E402
-from megatron_lite.training.runner import StageRunner  # noqa: E402
+from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
 from megatron_lite.training.step import train_step  # noqa: E402
 
 ALONE = "one process"
@@ -61,7 +63,7 @@ MIB = 2.0**20
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A row: which flags, and how many ranks."""
+    """A row of the table: its number of ranks and its flags."""
 
     ranks: int = 2
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(distributed_backend="gloo"))
@@ -69,12 +71,16 @@ class Layout:
 
 
 def split(**sizes: Any) -> Layout:
-    """Two ranks that share one model."""
+    """Returns the layout of two ranks that share one model."""
     return Layout(parallel=ParallelConfig(distributed_backend="gloo", **sizes))
 
 
 def layouts(bucket_size: int, num_layers: int = 4) -> dict[str, Layout]:
-    """All rows. bucket_size: of those that overlap. Without virtual stages where the layers are too few."""
+    """Returns all layouts by name.
+
+    bucket_size: the bucket size of layouts with overlapped reductions.
+    The layout with virtual stages is left out unless `num_layers` is a multiple of 4.
+    """
     overlap = dict(overlap_grad_reduce=True, ddp_bucket_size=bucket_size)
     sharded = dict(use_torch_fsdp2=True)
     rows = {
@@ -97,7 +103,7 @@ def layouts(bucket_size: int, num_layers: int = 4) -> dict[str, Layout]:
 
 
 class Kept(NamedTuple):
-    """Bytes that a rank holds between two steps."""
+    """The bytes that a rank holds between two steps."""
 
     weights: int
     gradients: int
@@ -106,7 +112,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """A layout on this rank. shapes: of the whole parameters."""
+    """A layout on this rank. shapes: the shapes of the parameters before FSDP2 shards them."""
 
     name: str
     layout: Layout
@@ -116,7 +122,11 @@ class Engine:
     shapes: Mapping[str, Sequence[int]]
 
     def kept(self) -> Kept:
-        """After a step. Masters of bf16 weights are the optimizer's; where they are the weights themselves, they are not."""
+        """Returns the bytes kept after a step.
+
+        Masters of bf16 weights count for the optimizer. Masters that are the weights themselves
+        count for the weights only.
+        """
         weights = {_storage(local(parameter)): _num_bytes(local(parameter)) for parameter in self.model.parameters()}
         gradients = {_storage(piece.grad): _num_bytes(piece.grad) for piece in self.optimizer.layout.pieces}
         states = {_storage(value): _num_bytes(value) for state in self.optimizer.states.values() for value in state.values()}
@@ -125,7 +135,7 @@ class Engine:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Returns this rank's part of a parameter, which FSDP2 may have sharded."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
@@ -139,7 +149,10 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def build_engine(name: str, layout: Layout, setting: Setting, batch: MicroBatch, micro_batches: int,
                  parallel: ParallelState) -> Engine:
-    """The engine's own train_step over this rank's share of the micro-batches, which are all alike."""
+    """Returns the engine: its step is train_step over this rank's share of the micro-batches.
+
+    All micro-batches are the same batch. micro_batches: their number in a step, over all ranks.
+    """
     config, shape = layout.parallel, setting.shape
     model = ModelStages([our_model(setting, parallel, sequence_parallel=config.sequence_parallel, stage=stage)
                          for stage in stages_of_rank(config, shape.num_layers, parallel.pp_rank)])
@@ -162,7 +175,10 @@ def build_engine(name: str, layout: Layout, setting: Setting, batch: MicroBatch,
 
 
 def state_of(layout: Layout) -> Any:
-    """A context manager of this rank's state in the layout; of a process alone for one rank."""
+    """Returns a context manager that yields this rank's state in the layout.
+
+    The state of a layout of one rank has no groups.
+    """
     if layout.ranks > 1:
         return parallel_state(layout.parallel, seed=SEED)
     device = torch.device("cpu")
@@ -171,7 +187,13 @@ def state_of(layout: Layout) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layout's result; bytes on rank 0. time_ratio: its time / that of one process, over the rounds."""
+    """The result of one layout. Bytes are those of rank 0.
+
+    time_ratio: its time over that of one process, as (median, least, most) of the rounds.
+    received_bytes, foretold_bytes: the received bytes of a step by kind of collective, counted and
+        predicted. No prediction exists (None) for layouts that are not data-parallel.
+    messages: the number of collectives of a step.
+    """
 
     dtype: str
     dropout: float
@@ -188,14 +210,19 @@ class Row:
 
 
 def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All layouts of one setting. Every rank runs this side by side; a rank without a part in a layout waits."""
+    """Measures all layouts of one setting. Returns the rows on rank 0, and [] on other ranks.
+
+    All ranks run this at the same time. A rank that has no part in a layout waits.
+    """
     title, rank = f"{setting.dtype}, dropout {setting.dropout}", dist.get_rank()
     engines: list[Engine] = []
     for name, layout in layouts(args.ddp_bucket_size, setting.shape.num_layers).items():
         if layout.parallel.context_parallel_size > 1 and setting.dropout > 0.0:
             progress(f"{name} left out: its flash attention has no dropout")
             continue
-        with state_of(layout) as parallel:  # the groups outlive it
+        # Creating groups is collective, so every rank enters every layout, also without an engine
+        # in it. The groups stay alive after the block.
+        with state_of(layout) as parallel:
             if rank < layout.ranks and (not args.layouts or name in (ALONE, *args.layouts)):
                 engines.append(build_engine(name, layout, setting, setting.batch(), args.micro_batches, parallel))
     names = [engine.name for engine in engines] if rank == 0 else []
@@ -213,7 +240,10 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
 
 
 def _counted(engine: Engine | None) -> dict[str, Any]:
-    """Of the second step: in the first one units are gathered once more, to see what they are."""
+    """Returns the counted bytes, messages and the loss of the engine's second step.
+
+    The first step is not typical: it gathers FSDP2 units once more, to inspect them.
+    """
     if engine is None:
         return {}
     engine.step()
@@ -223,7 +253,7 @@ def _counted(engine: Engine | None) -> dict[str, Any]:
 
 
 def _foretold(engine: Engine, setting: Setting, micro_batches: int) -> dict[str, int] | None:
-    """None: of a layout whose bytes nobody has put into a formula."""
+    """Returns the predicted bytes by kind, or None for a layout that no formula covers."""
     ranks = engine.layout.ranks
     if ranks == 1:
         return {}
@@ -236,7 +266,10 @@ def _foretold(engine: Engine, setting: Setting, micro_batches: int) -> dict[str,
 
 def time_in_rounds(names: Sequence[str], engines: Mapping[str, Engine], args: argparse.Namespace, title: str,
                    progress: Progress) -> dict[str, list[float]]:
-    """Milliseconds of every layout in every round, of the slowest rank. Each round begins with another layout."""
+    """Returns the milliseconds of every layout in every round, on the slowest rank.
+
+    Each round begins with another layout.
+    """
     clock = clock_of(args)
     samples: dict[str, list[float]] = {name: [] for name in names}
     for number in range(args.repeats):
@@ -258,7 +291,7 @@ def spread(times: Sequence[float], others: Sequence[float]) -> tuple[float, floa
 
 
 def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[Row]]:
-    """The settings, one after the other, on this rank of all."""
+    """Yields the rows of each setting in turn, as one of the ranks."""
     torch.set_num_threads(args.threads or max(1, args.cpu_threads // args.ranks))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.ranks,
                             timeout=datetime.timedelta(minutes=10))
@@ -272,7 +305,7 @@ def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[
 
 
 def other_rank(args: argparse.Namespace, rank: int, folder: str) -> None:
-    """The life of a process that `main` starts."""
+    """Runs another rank, in a process that `main` starts."""
     for _ in run_rank(args, rank, folder):
         pass
 
@@ -282,7 +315,7 @@ HEADER = (f"{'':38}{'time / one':17}{'received':>10} {'in':>4}{'weights':>9}{'gr
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of one setting."""
+    """Yields the lines of one setting."""
     for row in rows:
         ratio = "{:.2f} ({:.2f}-{:.2f})".format(*row.time_ratio)
         kept = "".join(f"{size / MIB:{width}.1f}" for size, width in zip(row.kept, (9, 8, 8), strict=True))
@@ -311,7 +344,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0, or 1 where other bytes were received than were foretold."""
+    """Runs the benchmark. Returns 0, or 1 if the received bytes differ from the prediction."""
     args = parse(argv)
     report: dict[str, Any] = {**new_report(args), "micro_batches": args.micro_batches, "ddp_bucket_size": args.ddp_bucket_size}
     print(heading(report), f"{args.micro_batches} micro-batches of the batch above in a step", sep="\n", flush=True)

@@ -1,10 +1,13 @@
-"""Draws what benchmarks/recompute.py measured: the step's time over the most bytes alive, one point per engine.
+"""Draws the reports of benchmarks/recompute.py: step time over the peak, one point per engine.
 
-    python benchmarks/recompute.py --json recompute.json && python benchmarks/pareto.py recompute.json --output pareto.svg
+    python benchmarks/recompute.py --json recompute.json
+    python benchmarks/pareto.py recompute.json --output pareto.svg
 
-Several reports, such as one with more rounds of a few engines, are taken together: the rounds of an engine in a setting add up.
-One panel per setting. The line is our front: no point of ours is both smaller and faster than one on it. Says which points of
-others, if any, are both smaller and faster than every point of ours; the exit status is then 1.
+The picture has one panel per setting. The line is our front: no point of ours is both smaller and
+faster than one on it. Several reports may be given, such as one with more rounds of a few engines.
+The rounds of an engine in a setting are then put together.
+The program prints the points of others that no point of ours matches in both bytes and time, up to
+a margin of 2%. If it finds one, its exit status is 1.
 """
 
 from __future__ import annotations
@@ -18,14 +21,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PEERS = ("torch ", "transformers")
-# label, how the names begin, mark, colour
+# label, prefix of the names, mark, colour
 KINDS = (("megatron_lite", "", "o", "tab:blue"), ("torch.utils.checkpoint", "torch ", "s", "tab:red"),
          ("transformers", "transformers", "^", "tab:orange"))
 MIB = 2**20
 
 
 class Point(NamedTuple):
-    """time: of a step, over that of our `none` in the same rounds, the median."""
+    """One engine in one setting.
+
+    peak_mib: the most bytes alive in forward and backward.
+    time: the time of a step over that of our `none` in the same rounds, the median.
+    """
 
     name: str
     peak_mib: float
@@ -33,30 +40,33 @@ class Point(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a policy of this project."""
+        """Whether the engine is a policy of this project."""
         return not self.name.startswith(PEERS)
 
     def dominates(self, other: Point) -> bool:
-        """No larger, no slower, and not equal in both."""
+        """Returns whether this point is no larger and no slower than `other`, and not equal."""
         mine, others = (self.peak_mib, self.time), (other.peak_mib, other.time)
         return mine != others and mine[0] <= others[0] and mine[1] <= others[1]
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other dominates, by size."""
+    """Returns the points that no other point dominates, by size."""
     kept = (point for point in points if not any(other.dominates(point) for other in points))
     return sorted(kept, key=lambda point: point.peak_mib)
 
 
 def beyond_our_front(points: Sequence[Point], *, margin: float = 0.02) -> list[Point]:
-    """Peers that no point of ours matches: each of ours is larger or slower by more than the margin."""
+    """Returns the peers that no point of ours matches.
+
+    Each point of ours is larger or slower than such a peer by more than the margin.
+    """
     ours = [point for point in points if point.is_ours]
     return [peer for peer in points if not peer.is_ours and not any(
         mine.peak_mib <= peer.peak_mib * (1.0 + margin) and mine.time <= peer.time * (1.0 + margin) for mine in ours)]
 
 
 def settings_of(reports: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
-    """{title: points} of reports of recompute.py, whose rounds add up."""
+    """Returns {title: points} of reports of recompute.py, with their rounds put together."""
     peaks: dict[tuple[str, str], int] = {}
     ratios: dict[tuple[str, str], list[float]] = {}
     for report in reports:
@@ -105,7 +115,7 @@ def draw(panels: dict[str, list[Point]], output: Path, subtitle: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 1 where a peer lies beyond our front."""
+    """Draws the picture. Returns 0, or 1 if a peer is beyond our front."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path, nargs="+", help="reports of recompute.py")
     parser.add_argument("--output", type=Path, required=True, help="the picture: .svg or .png")

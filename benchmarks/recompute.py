@@ -1,8 +1,9 @@
-"""Measures what activation recomputation keeps and costs: every policy of megatron_lite, and torch's and transformers' own.
+"""Measures memory and time of recomputation: our policies, and torch's and transformers' engines.
 
-For each engine (benchmarks/recompute_engines.py): bytes kept after forward, the most bytes alive in forward and backward, FLOPs,
-and the step's time, in rounds in which every engine has its turn. At --tp 2 the program starts its other rank itself.
-How to read the table: benchmarks/README.md.
+The engines are those of benchmarks/recompute_engines.py. The table has for each the kept bytes
+after forward, the most bytes alive in forward and backward, the FLOPs, and the step's time. The
+time comes from rounds in which every engine has its turn. At --tp 2 the program starts its other
+rank itself. benchmarks/README.md explains how to read the table.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from benchmarks.harness import (  # noqa: E402
 from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names  # noqa: E402
 from megatron_lite.config.model import ATTENTION_BACKENDS  # noqa: E402
 from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.memory.live_storages import LiveStorages  # noqa: E402
+from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
 from megatron_lite.parallel.rng import RngSnapshot, RngStreams  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
 
-# torch counts the flash kernels of CUDA, and would count nothing for that of a CPU.
+# torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
 CPU_FLASH = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
@@ -59,7 +60,13 @@ CPU_FLASH = {
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """One forward and backward on this rank, from the same random state for every engine. grad_norm: over this rank's shards."""
+    """The figures of one forward and backward on this rank.
+
+    Every engine starts from the same random state.
+    kept_bytes: the bytes alive after forward.
+    peak_bytes: the most bytes alive in forward and backward.
+    grad_norm: the norm over this rank's shards.
+    """
 
     kept_bytes: int
     peak_bytes: int
@@ -69,7 +76,11 @@ class Footprint:
 
 
 def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> Footprint:
-    """Parameters and the gradients that backward adds to are not counted; each new gradient is, until it is added."""
+    """Measures an engine.
+
+    The bytes include neither parameters nor the gradients to which backward adds. They include each
+    new gradient until it is added.
+    """
     with torch.autograd.set_multithreading_enabled(False):  # a dispatch mode belongs to its thread
         streams.restore(start)
         with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as counter:
@@ -87,9 +98,12 @@ def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> Footpr
 
 def time_in_rounds(engines: Sequence[Engine], clock: Clock, place: Place, *, rounds: int, title: str,
                    progress: Progress) -> dict[str, list[float]]:
-    """Milliseconds of every engine in every round, of the slowest rank. Each round begins with another engine."""
+    """Returns the milliseconds of every engine in every round, on the slowest rank.
+
+    Each round begins with another engine.
+    """
     samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    for number in range(-1, rounds):  # the first warms up
+    for number in range(-1, rounds):  # the first round warms up
         for place_in_round in range(len(engines)):
             engine = engines[(place_in_round + number) % len(engines)]
             progress(f"{title}: round {number + 1} of {rounds}, {engine.name}")
@@ -108,9 +122,9 @@ def time_in_rounds(engines: Sequence[Engine], clock: Clock, place: Place, *, rou
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Python's garbage collector runs only when it is called."""
+    """Turns off automatic garbage collection inside the block. gc.collect() still works."""
     gc.collect()
-    gc.freeze()  # what exists now need not be looked at again
+    gc.freeze()  # later collections skip the objects that exist now
     gc.disable()
     try:
         yield
@@ -124,10 +138,13 @@ Spread = tuple[float, float, float]  # median, minimum, maximum
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One engine's result, on rank 0 in bytes and FLOPs. time_ratio: its time / that of our `none`, over the rounds.
+    """The result of one engine. Bytes and FLOPs are those of rank 0.
 
-    kept_ratio: to the same model without recomputation (for transformers its own).
-    rival_time_ratio: its time / that of `rival`, the policy of ours that keeps the same tensors; above 1, ours is faster.
+    kept_ratio, extra_flops: relative to the same model without recomputation. transformers' engines
+        are compared with transformers' model.
+    time_ratio: its time over that of our `none`, over the rounds.
+    rival: the policy of ours that keeps the same tensors, if the engine is not ours.
+    rival_time_ratio: its time over that of `rival`. Above 1 ours is faster.
     """
 
     tp_size: int
@@ -151,7 +168,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The rows that share a setting."""
+    """The rows of one setting. skipped: the engines that are left out, with the reasons."""
 
     title: str
     rows: list[Row]
@@ -178,7 +195,7 @@ def rows_of(setting: Setting, place: Place, engines: Sequence[Engine], footprint
 
 
 def measure(setting: Setting, place: Place, args: argparse.Namespace, progress: Progress) -> Block:
-    """All engines of one setting."""
+    """Measures all engines of one setting."""
     parallel = place.parallel
     title = (f"TP {parallel.tp_size}{', sequence parallel' if place.sequence_parallel else ''}, {setting.dtype}, dropout "
              f"{setting.dropout}")
@@ -197,7 +214,7 @@ def measure(setting: Setting, place: Place, args: argparse.Namespace, progress: 
 
 
 def blocks(args: argparse.Namespace, parallel: ParallelState, progress: Progress) -> Iterator[Block]:
-    """Every setting at one tensor-parallel size. All ranks run it side by side."""
+    """Yields every setting at one tensor-parallel size. All ranks run this at the same time."""
     torch.set_num_threads(args.threads or max(1, args.cpu_threads // parallel.tp_size))
     for sequence_parallel, dtype, dropout in itertools.product([False, True][: parallel.tp_size], args.dtype, args.dropout):
         setting = Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout,
@@ -207,7 +224,10 @@ def blocks(args: argparse.Namespace, parallel: ParallelState, progress: Progress
 
 @contextmanager
 def rank_of(tp_size: int, rank: int, folder: str) -> Iterator[ParallelState]:
-    """This process as one of `tp_size` ranks, which meet through a file and talk gloo."""
+    """Yields the state of this process as one of `tp_size` ranks.
+
+    The ranks meet through a file and communicate through gloo.
+    """
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp_size,
                             timeout=datetime.timedelta(minutes=5))
     try:
@@ -219,7 +239,7 @@ def rank_of(tp_size: int, rank: int, folder: str) -> Iterator[ParallelState]:
 
 
 def other_rank(args: argparse.Namespace, tp_size: int, rank: int, folder: str) -> None:
-    """The life of a process that `all_ranks` starts."""
+    """Runs another rank, in a process that `all_ranks` starts."""
     with rank_of(tp_size, rank, folder) as parallel:
         for _ in blocks(args, parallel, Progress(quiet=True)):
             pass
@@ -227,7 +247,10 @@ def other_rank(args: argparse.Namespace, tp_size: int, rank: int, folder: str) -
 
 @contextmanager
 def all_ranks(args: argparse.Namespace, tp_size: int) -> Iterator[ParallelState]:
-    """This process as rank 0, with the other ranks running `blocks` in processes of their own. None of them outlives it."""
+    """Yields the state of this process as rank 0.
+
+    The other ranks run `blocks` in their own processes, and none outlives the `with` block.
+    """
     if tp_size == 1:
         yield ParallelState(device=args.device, rng=RngStreams(args.device, seed=SEED))
         return
@@ -252,7 +275,7 @@ HEADER = (f"{'':31}{'kept':>8} {'of':>5}{'peak':>9}  {'time / none':17}{'FLOPs':
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of one block."""
+    """Yields the lines of one block."""
     for row in rows:
         yield (f"{row.engine:31}{row.kept_bytes / 2**20:8.2f} {row.kept_ratio:5.0%}{row.peak_bytes / 2**20:9.2f}  "
                f"{shown(row.time_ratio):17}{row.extra_flops:+7.1%}   {shown(row.rival_time_ratio):17}").rstrip()
@@ -287,7 +310,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0."""
+    """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report: dict[str, Any] = {**new_report(args), "attention_backend": args.attention_backend, "skipped": {}}
     print(heading(report), flush=True)

@@ -1,8 +1,10 @@
-"""One GPT under every recompute policy of megatron_lite, and under the activation checkpointing of others, ready to be measured.
+"""Builds one GPT under every recompute policy of ours, and under others' activation checkpointing.
 
-    ours            `policies` by name, as the flags that ask for them; all share one set of weights
-    torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core attention
-    transformers    GPT2LMHeadModel of the same shape, without and with gradient_checkpointing_enable (one rank only)
+    ours            `policies` by name, as flags; all share one set of weights
+    torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core
+                    attention
+    transformers    GPT2LMHeadModel of the same shape, without and with
+                    gradient_checkpointing_enable (one rank only)
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ Flags = dict[str, Any]  # fields of RecomputeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """forward: the loss, 0-d, with its graph. rival: the policy of ours that keeps the same tensors, for an engine of others."""
+    """A model under one kind of recomputation.
+
+    forward: returns the loss, 0-d, with its graph.
+    rival: the policy of ours that keeps the same tensors. None for an engine of ours.
+    """
 
     name: str
     forward: Callable[[], Tensor]
@@ -36,7 +42,10 @@ class Engine:
     rival: str | None = None
 
     def step(self) -> None:
-        """Gradients dropped, forward, loss, backward. No optimizer: it is the same for all."""
+        """Drops the gradients, then runs forward, loss and backward.
+
+        It leaves out the optimizer, which is the same for all engines.
+        """
         for parameter in self.parameters:
             parameter.grad = None
         self.forward().backward()
@@ -44,14 +53,14 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the engines of one block run."""
+    """The ranks on which the engines of one block run."""
 
     parallel: ParallelState
     sequence_parallel: bool
 
 
 def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[str, Flags]:
-    """Our policies by name."""
+    """Returns the flags of our policies by name."""
     unit: Flags = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     table: dict[str, Flags] = {
         NONE: {},
@@ -60,7 +69,7 @@ def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[
         "uniform 2": {**unit, "recompute_num_layers": 2},
         f"block {num_layers // 2}": {**unit, "recompute_method": "block", "recompute_num_layers": num_layers // 2},
     }
-    if tp_size > 1 and not sequence_parallel:  # with it, inputs are split already
+    if tp_size > 1 and not sequence_parallel:  # sequence parallelism splits inputs already
         table["uniform 1, distribute"] = {**unit, "distribute_saved_activations": True}
     for modules in ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation", "core_attn+layernorm+mlp"):
         table[modules] = dict(recompute_granularity="selective", recompute_modules=tuple(modules.split("+")))
@@ -71,8 +80,8 @@ def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[
     return table
 
 
-# By what torch.utils.checkpoint is put around in each layer: the policy of ours that rebuilds the same.
-# The last number: around every n-th layer, as torchtune does it.
+# Peers with torch.utils.checkpoint: the policy of ours that rebuilds the same, the module of a
+# layer that the checkpoint wraps, and n for every n-th layer, as torchtune does it.
 TORCH_PEERS: dict[str, tuple[str, Callable[[Any], nn.Module], int]] = {
     "torch layers": ("uniform 1", lambda layer: layer, 1),
     "torch every-2": ("every-2:full", lambda layer: layer, 2),
@@ -83,21 +92,21 @@ MODES = {"reentrant": True, "non-reentrant": False}
 
 
 def engine_names(num_layers: int) -> set[str]:
-    """The name of every row that some setting has."""
+    """Returns the names of all rows that some setting has."""
     peers = {f"{name}, {mode}" for name in (*TORCH_PEERS, "transformers") for mode in MODES}
     return {*policies(num_layers, tp_size=2, sequence_parallel=False), *peers, f"transformers, {NONE}"}
 
 
 @dataclass(frozen=True)
 class Contestants:
-    """The engines of a block, NONE first, and why others are not among them."""
+    """The engines of a block, NONE first. skipped: the others, with the reasons."""
 
     engines: tuple[Engine, ...]
     skipped: dict[str, str]
 
 
 def build_contestants(setting: Setting, place: Place) -> Contestants:
-    """Every policy that this version has, and every peer that can run here."""
+    """Returns every policy that this version has, and every peer that can run here."""
     engines, skipped = [], {}
     table = policies(setting.shape.num_layers, tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel)
     for name, flags in table.items():
@@ -125,7 +134,10 @@ def build_contestants(setting: Setting, place: Place) -> Contestants:
 
 def _ours(name: str, config: RecomputeConfig, setting: Setting, place: Place, *, like: Engine | None,
           rival: str | None = None, prepare: Callable[[nn.Module], None] | None = None) -> Engine:
-    """Our model; `like` lends its weights, whatever the plan."""
+    """Returns an engine of our model. It uses the same weight tensors as `like`, if given.
+
+    prepare: changes the model, for example to put a checkpoint around each layer.
+    """
     model = our_model(setting, place.parallel, sequence_parallel=place.sequence_parallel,
                       plan=plan_stage(config, setting.shape.num_layers))
     if like is not None:
@@ -141,8 +153,9 @@ def _ours(name: str, config: RecomputeConfig, setting: Setting, place: Place, *,
 def _checkpoint_layers(model: Any, *, part: Callable[[Any], nn.Module], step: int, use_reentrant: bool) -> None:
     """Puts torch.utils.checkpoint around one module of every `step`-th layer.
 
-    It restores the generator's state but knows no named streams: with dropout its replays of attention draw other masks than the
-    forward. That costs the same time, and is no way to train.
+    It restores the generator's state but not our named streams. With dropout its replays of
+    attention therefore draw other masks than the forward. The time is the same, but a training
+    would be wrong.
     """
     for layer in list(model.decoder.layers)[::step]:
         module = part(layer)

@@ -1,7 +1,8 @@
-"""Times one training step of megatron_lite beside other GPTs of the same shape, and beside the machine's matmul rate.
+"""Times a training step beside other GPTs of the same shape, and beside the machine's matmul rate.
 
-The engines (benchmarks/engines.py) take turns, A B C A B C .., so that a disturbed machine disturbs all of them alike, and
-each round gives one ratio. One process, one device, random tokens. How to read the table: benchmarks/README.md.
+The engines (benchmarks/engines.py) take turns, A B C A B C .., and each round gives one ratio. A
+disturbance of the machine therefore affects all engines alike. The benchmark runs in one process on
+one device, with random tokens. benchmarks/README.md explains how to read the table.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from benchmarks.harness import (  # noqa: E402
     profile,
     write_report,
 )
-from megatron_lite.memory.flops import step_flops  # noqa: E402
+from megatron_lite.memory.predict.flops import step_flops  # noqa: E402
 
 
 def model_gemms(setting: Setting) -> Callable[[], None]:
-    """Runs each forward matmul of the model's linear layers once, alone, on data of its own."""
+    """Returns a function that runs each linear layer's forward matmul once, on its own data."""
     shape, dtype = setting.shape, DTYPES[setting.dtype]
     h, tokens = shape.hidden_size, shape.batch_size * shape.seq_length
     sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [(h, shape.vocab_size)]
@@ -51,16 +52,19 @@ def model_gemms(setting: Setting) -> Callable[[], None]:
 
 
 def gemm_flops(shape: Shape) -> int:
-    """FLOPs of one `model_gemms` run."""
+    """Returns the FLOPs of one run of the function that `model_gemms` returns."""
     h = shape.hidden_size
     return 2 * shape.batch_size * shape.seq_length * (shape.num_layers * 12 * h * h + h * shape.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One engine's result. time_ratio: its time / ours, median and quartiles over the rounds; above 1, ours is faster.
+    """The result of one engine.
 
-    gemm_fraction: time of the model's matmul FLOPs at the rate measured between the steps / time of the step.
+    gemm_fraction: the time of the model's matmul FLOPs at the measured matmul rate, over the step's
+        time. The rate is measured between the steps.
+    time_ratio: its time over ours, as (median, lower quartile, upper quartile) of the rounds. Above
+        1 ours is faster.
     """
 
     engine: str
@@ -76,7 +80,7 @@ class Row:
 
 
 def measure(setting: Setting, engines: dict[str, Step], clock: Clock, *, rounds: int) -> list[Row]:
-    """Rounds of every engine in turn, after two rounds to warm up."""
+    """Times every engine in turn, in `rounds` rounds after two rounds that warm up."""
     gemms = model_gemms(setting)
     losses = {name: step() for _ in range(2) for name, step in engines.items()}
     gemms()
@@ -105,7 +109,7 @@ HEADER = f"{'dtype':8}{'dropout':>8}  {'engine':23}{'ms':>9}{'tokens/s':>11}{'GE
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of one block."""
+    """Yields the lines of one block."""
     for row in rows:
         middle, low, high = row.time_ratio
         ratio = "" if row.engine == OURS else f"{middle:.2f} ({low:.2f}-{high:.2f})"
@@ -114,7 +118,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def available_peers(wanted: str) -> list[str]:
-    """The peers to run: "auto" is transformers, or plain PyTorch where it is missing."""
+    """Returns the peers to run. "auto" means transformers, or plain PyTorch if it is missing."""
     if wanted != "auto":
         return [wanted] if wanted != "both" else list(PEERS)
     try:
@@ -132,7 +136,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns 0."""
+    """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report = new_report(args)
     print(heading(report), f"\n{HEADER}", sep="\n", flush=True)

@@ -1,7 +1,9 @@
-"""The bytes that one rank receives in a step: counted as torch dispatches collectives, and foretold from the parameters' shapes.
+"""Counts and predicts the bytes that one rank receives in a step.
 
-Of a whole tensor of B bytes over n ranks a gather or a reduce-scatter brings a rank (n-1)/n B, and an all-reduce twice that, in
-the ring that NCCL and gloo use for large tensors.
+The count observes the collectives that torch dispatches. The prediction uses the parameters'
+shapes. A gather or reduce-scatter of a whole tensor of B bytes over n ranks brings each rank
+(n-1)/n B, and an all-reduce brings twice that. This holds for the ring that NCCL and gloo use for
+large tensors.
 """
 
 from __future__ import annotations
@@ -21,20 +23,25 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import ALIGNMENT
 
 ALL_REDUCE, GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
-KINDS = {"allreduce_": ALL_REDUCE, "_allgather_base_": GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "send": SEND}
-UNCOUNTED = ("recv_", "barrier")  # what is sent is counted where it is sent
+KINDS = {"allreduce_": ALL_REDUCE, "_allgather_base_": GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "send": SEND,
+         "alltoall_base_": REDUCE_SCATTER}  # a part of a reduce-scatter (parallel/collectives.py)
+UNCOUNTED = ("recv_", "barrier")  # a message is counted where it is sent
 FLOAT32 = 4
 
 
 def received(kind: str, whole_bytes: int, group_size: int) -> int:
-    """By one rank."""
+    """Returns the bytes that one rank receives in one collective."""
     if kind == SEND:
         return whole_bytes
     return (2 if kind == ALL_REDUCE else 1) * whole_bytes * (group_size - 1) // group_size
 
 
 class Traffic(TorchDispatchMode):
-    """Within `with`, counts: `bytes[kind]`, and `messages[kind]` collectives. ValueError: one that it does not know."""
+    """Counts the collectives inside a `with` block.
+
+    bytes: the received bytes by kind. messages: the number of collectives by kind.
+    Raises ValueError for a collective that it does not know.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,16 +67,22 @@ class Traffic(TorchDispatchMode):
 
 def foretold(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], *, ranks: int, micro_batches: int,
              element_bytes: int) -> Counter[str]:
-    """What a step of one of our models receives over `ranks` > 1 data-parallel ranks, by kind, tensor-parallel size 1.
+    """Returns the bytes that a rank receives in a step, by kind of collective.
 
-    shapes: of all parameters by name, in the order of the model. element_bytes: of the weights that the model computes with.
-    Beside gradients and weights: the sum of the losses, and where ranks hold different pieces that of their squared norms.
+    It is for `ranks` > 1 data-parallel ranks at tensor-parallel size 1.
+    shapes: the shapes of all parameters by name, in the order of the model.
+    element_bytes: the bytes of one element of the weights that the model computes with.
+    Besides gradients and weights, the sum of the losses counts. If ranks hold different pieces, the
+    sum of their squared norms counts too.
     """
+    # The mean loss is one float32. The squared gradient norm is another, if no rank has all pieces.
     found: Counter[str] = Counter({ALL_REDUCE: received(ALL_REDUCE, FLOAT32, ranks)})
     if config.use_torch_fsdp2 or config.use_distributed_optimizer:
         found[ALL_REDUCE] += received(ALL_REDUCE, FLOAT32, ranks)
     if config.use_torch_fsdp2:
         for unit, members in _units(config, shapes).items():
+            # FSDP2 shards the first dimension and pads it to a multiple of the ranks. It reduces
+            # the gradients of every micro-batch, in contrast to the buckets below.
             elements = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in members)
             found[REDUCE_SCATTER] += micro_batches * received(REDUCE_SCATTER, elements * FLOAT32, ranks)
             gathers = _gathers(config, unit, tied="output_layer.weight" not in shapes)
@@ -85,7 +98,7 @@ def foretold(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], *,
 
 
 def _buckets(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ranks: int) -> list[int]:
-    """Elements of each, padding included."""
+    """Returns the number of elements of each gradient bucket, with padding."""
     size, sizes = config.bucket_size(ranks), [math.prod(shape) for shape in shapes.values()]
     buckets: list[list[int]] = [[]]
     for elements in reversed(sizes):
@@ -97,7 +110,10 @@ def _buckets(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ra
 
 
 def _units(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Sequence[int]]]:
-    """The parameters that FSDP2 gathers together: "3" for a layer, "embedding", "output", and "" for the rest."""
+    """Returns the shapes of the parameters that FSDP2 gathers together, by unit.
+
+    The units are "3" for a layer, "embedding", "output", and "" for the rest.
+    """
     units: dict[str, list[Sequence[int]]] = {}
     for name, shape in shapes.items():
         layer = name.removeprefix("decoder.layers.").partition(".")[0] if name.startswith("decoder.layers.") else ""
@@ -107,7 +123,10 @@ def _units(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]]) -> d
 
 
 def _gathers(config: DataParallelConfig, unit: str, *, tied: bool) -> int:
-    """In one micro-batch. An embedding's backward needs no weight; a tied one is the output's weight too."""
+    """Returns how often FSDP2 gathers a unit in one micro-batch.
+
+    The backward of an embedding needs no weight. A tied embedding is also the output's weight.
+    """
     if unit == "embedding":
         return 2 if tied else 1
     return 2 if unit.isdigit() and config.torch_fsdp2_reshard_after_forward else 1

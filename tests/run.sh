@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The whole test-suite in .venv (or $VENV): ruff, mypy, pytest. Further arguments go to pytest: bash tests/run.sh -k resume
-# Fails if any of the three fails. Tests marked `gpu` are skipped here: benchmarks/gpu.sh runs them. Those marked `long` are left
-# out: `bash tests/run.sh -m ''` runs all.
+# The test-suite for work in progress, in .venv (or $VENV): ruff, mypy, pytest. CONTRIBUTING.md says how long it takes.
+# Further arguments go to pytest: bash tests/run.sh -k resume. Fails if any of the three fails.
+# Left out are tests marked `gpu` (benchmarks/gpu.sh runs them) and `long`: `bash tests/run.sh -m ''` runs all, and with
+# FULL_GRIDS=1, as in .ci/run, tests that try many cases in one go try all of them.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,8 +11,19 @@ PIP_QUIET=1 use_environment "$root" test
 export OMP_NUM_THREADS=1  # the tests start several processes
 cd "$root"
 
+types=$(mktemp)
+checker=
+trap 'if [[ $checker ]]; then kill "$checker" 2>/dev/null || true; fi; rm -f "$types"' EXIT
+
 status=0
 ruff check . || status=1
-mypy || status=1
-python -m pytest --numprocesses "${PYTEST_WORKERS:-2}" -m 'not long' "$@" || status=1
+mypy >"$types" 2>&1 &  # one process, which beside the tests leaves no core idle
+checker=$!
+# One process more than there are cores, since tests wait for their ranks. worksteal: a process gets tests that lie together,
+# which share what a file prepares.
+cores=$(getconf _NPROCESSORS_ONLN)
+python -m pytest --numprocesses "${PYTEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}" --dist worksteal -m 'not long' "$@" || status=1
+wait "$checker" || status=1
+checker=
+cat "$types"
 exit $status

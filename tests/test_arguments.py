@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from arguments import ParsedArguments, arguments_table, parse_args
+from arguments import ParsedArguments, parse_args
+from megatron_lite.cli.preparation import arguments_table
 from megatron_lite.config import flags
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
+from megatron_lite.config.notices import placement_notices, setting_notices
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 --seq-length 8 --micro-batch-size 2 "
@@ -34,7 +36,11 @@ FAULTS = [
     ("--data-path a --mock-data", "--data-path and --mock-data are two sources of data: set one"),
     ("--position-embedding-type yarn", "--position-embedding-type must be one of learned_absolute, rope, none (got 'yarn')"),
     ("--tokenizer-type TikTokenizer", "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer"),
-    ("--optimizer sgd", "--optimizer must be one of adam (got 'sgd')"),
+    ("--optimizer sgd", "--optimizer must be one of adam, muon (got 'sgd')"),
+    ("--muon-nesterov", "--muon-nesterov needs --optimizer muon (got adam)"),
+    ("--optimizer muon --muon-scalar-optimizer lion", "Megatron's --muon-scalar-optimizer lion is not supported here, only "
+     "adam: the optimizer is AdamW, or Muon with AdamW for what is no matrix"),
+    ("--optimizer muon --muon-use-syrk", "Megatron's --muon-use-syrk is not supported here: the optimizer is AdamW, or Muon"),
     ("--attention-backend cudnn", "--attention-backend must be one of auto, flash, unfused (got 'cudnn')"),
     ("--use-torch-fsdp2 --use-distributed-optimizer", "--use-torch-fsdp2 shares out the optimizer states too: leave"),
     ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather needs --use-distributed-optimizer"),
@@ -204,6 +210,7 @@ def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
     ("--no-position-embedding", "--no-position-embedding is an old flag, read as --position-embedding-type none"),
     ("--sequence-parallel", "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"),
     ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1"),
+    ("--optimizer muon --muon-tp-mode blockwise", "--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1"),
     ("--context-parallel-size 2 --attention-backend unfused",
      "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"),
     ("--context-parallel-size 2 --attention-dropout 0 --loss-chunk-size 8",
@@ -299,6 +306,16 @@ def test_an_ill_typed_field_of_the_file_is_named(tmp_path: Path, capsys: pytest.
     assert "run.model.num_layers: expected" in fault_of(["--config-json", str(path)], capsys)
 
 
+@pytest.mark.parametrize("words", ["--local_rank=3", "--local_rank 3", "--local-rank=3", "--local-rank 3"])
+def test_a_launchers_local_rank_is_read_beside_the_run(words: str) -> None:
+    parsed = parse(words)
+    assert (parsed.local_rank, parsed.config, parsed.notices) == (3, parse("").config, ()) and parse("").local_rank is None
+
+
+def test_a_local_rank_that_is_no_number_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--local_rank: invalid int value: 'two'" in fault_of([*RUN.split(), "--local_rank=two"], capsys)
+
+
 def test_dump_config_is_told_apart_from_a_run() -> None:
     assert parse("--dump-config").dump_config and not parse("").dump_config
     assert parse("--dump-config").config == parse("").config
@@ -320,13 +337,32 @@ def test_parsing_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
+def test_core_attention_is_priced_by_the_device_that_runs_it() -> None:
+    for words, on_cpu, on_cuda in (("--attention-backend flash", 0, 1), ("", 0, 1), ("--attention-backend unfused", 0, 0),
+                                   ("--attention-dropout 0", 0, 0)):  # the last is a notice of the command line already
+        config = parse(f"--recompute-activations {words}").config
+        found = [len(placement_notices(config, device=device, world_size=1)) for device in ("cpu", "cuda")]
+        assert found == [on_cpu, on_cuda], words
+        assert bool(setting_notices(config)) == (words == "--attention-dropout 0")
+
+
 @pytest.mark.parametrize(("words", "warning"), [
     ("--recompute-activations --attention-dropout 0", "--recompute-modules core_attn saves next to nothing"),
-    ("--recompute-activations --attention-backend flash", "--recompute-modules core_attn saves next to nothing"),
+    ("--recompute-activations --attention-backend flash --attention-dropout 0", "core_attn saves next to nothing"),
+    ("--recompute-activations --attention-backend flash", None),  # a CPU has no flash kernel with dropout
     ("--recompute-activations --attention-backend unfused", None),
     ("--recompute-activations --attention-backend auto --attention-dropout 0.1", None),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "is more than the 2 layers"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+     "--recompute-num-layers 3 is more than the 2 layers of a stage: each stage is one unit"),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", None),
+    ("--recompute-policy 0-9:full", "--recompute-policy '0-9:full': 0-9 reaches only to layer 1"),
+    ("--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 2 "
+     "--num-microbatches-with-partial-activation-checkpoints 1", None),
+    ("--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 1 "
+     "--num-microbatches-with-partial-activation-checkpoints 1",
+     "checkpoints 1: a step has at most 1 micro-batch (--global-batch-size over --micro-batch-size), so all of them keep"),
     ("--checkpoint-activations --checkpoint-num-layers 2", "is an old spelling, read as --recompute-num-layers"),
 ])
 def test_recompute_settings_that_do_little_are_one_notice(words: str, warning: str | None) -> None:
@@ -334,3 +370,30 @@ def test_recompute_settings_that_do_little_are_one_notice(words: str, warning: s
             "--micro-batch-size 1 --vocab-size 9 ")
     notices = parse_args((base + words).split()).notices
     assert sum("recompute" in notice and (warning or "") in notice for notice in notices) == (warning is not None)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("1" + "0" * 4000, "is beyond 64 bits"), ("1" + "0" * 5000, "is beyond 64 bits"), (str(2**63), "is beyond 64 bits"),
+    ("x" * 5000, "invalid int value: 'xxx")])
+def test_a_number_of_any_length_is_one_short_line(capsys, text, message):
+    with pytest.raises(SystemExit, match="2"):
+        parse_args(["--num-layers", text])
+    error = capsys.readouterr().err
+    assert error.startswith("pretrain_gpt.py: error: argument --num-layers: ") and message in error
+    assert error.count("\n") == 1 and len(error) < 250
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"a":' * 200_000, '{"model": {"num_layers": 1%s}}' % ("0" * 5000)])
+def test_a_config_file_beyond_all_bounds_is_one_short_line(capsys, tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        parse_args(["--config-json", str(tmp_path / "run.json")])
+    error = capsys.readouterr().err
+    assert error.startswith(f"pretrain_gpt.py: error: --config-json {tmp_path}/run.json: ")
+    assert error.count("\n") == 1 and len(error) < 400
+
+
+def test_a_config_file_without_an_end_is_not_read_to_its_end(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_args(["--config-json", "/dev/zero"])
+    assert "error: --config-json /dev/zero: longer than 1048576 characters, which no run is\n" in capsys.readouterr().err

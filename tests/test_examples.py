@@ -17,6 +17,7 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.recompute import RecomputeConfig
+from tests.support.limits import HANG_S
 from tests.support.runs import rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +42,7 @@ POLICIES = {
 ARRAYS = ("GPT_MODEL_ARGS", "TRAINING_ARGS", "MODEL_PARALLEL_ARGS", "DATA_ARGS", "EVAL_AND_LOGGING_ARGS")
 
 
-def run_script(path: Path, *arguments: str, timeout_s: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(path: Path, *arguments: str, timeout_s: float = HANG_S, **environment: str) -> subprocess.CompletedProcess[str]:
     # From another directory, and with nothing that the caller may have set for the scripts.
     known = {"PATH", "HOME", "TMPDIR"}
     return subprocess.run(["bash", str(path), *arguments], cwd="/", capture_output=True, text=True, timeout=timeout_s,
@@ -124,7 +125,7 @@ def test_variables_set_the_sizes_of_a_recompute_example(name: str) -> None:
     assert (config.data.seq_length, config.model.max_position_embeddings, config.recompute.recompute_num_layers) == (80, 80, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     completed = run_script(policy_script("selective_pointwise"), "--train-iters", "2", "--metrics-jsonl", str(metrics),

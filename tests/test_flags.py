@@ -26,6 +26,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--position-embedding-type", str, "learned_absolute", "rope"),
     ("--rotary-base", int, 10000, "500000"),
     ("--rotary-percent", float, 1.0, "0.5"),
+    ("--no-rope-freq", str, None, "2"),  # Megatron's types of these three turn a text into numbers; here the parser stores text
+    ("--window-size", str, None, "3,0"),
+    ("--window-attn-skip-freq", str, None, "2"),
     ("--normalization", str, "LayerNorm", "RMSNorm"),
     ("--norm-epsilon", float, 1e-05, "1e-6"),
     ("--qk-layernorm", ON, False),
@@ -84,7 +87,16 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--no-check-for-nan-in-loss-and-grad", OFF, True),
     ("--check-weight-hash-across-dp-replicas-interval", int, None, "10"),
     ("--deterministic-mode", ON, False),
-    ("--optimizer", str, "adam", "adam"),
+    ("--optimizer", str, "adam", "muon"),
+    ("--muon-momentum", float, 0.9, "0.95"),
+    ("--muon-nesterov", ON, False),
+    ("--muon-num-ns-steps", int, 5, "8"),
+    ("--muon-scale-mode", str, "spectral", "unit_rms_norm"),
+    ("--muon-extra-scale-factor", float, 1.0, "0.2"),
+    ("--muon-coefficient-type", str, "quintic", "polar_express"),
+    ("--muon-no-split-qkv", OFF, True),
+    ("--muon-tp-mode", str, "duplicated", "blockwise"),
+    ("--muon-fp32-matmul-prec", str, "medium", "high"),
     ("--adam-beta1", float, 0.9, "0.8"),
     ("--adam-beta2", float, 0.999, "0.95"),
     ("--adam-eps", float, 1e-08, "1e-6"),
@@ -153,6 +165,8 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--no-recompute-tail-skip", OFF, True),
     ("--recompute-verify", ON, False),
     ("--loss-chunk-size", int, None, "256"),
+    ("--norm-impl", str, "torch", "apex"),
+    ("--optimizer-impl", str, "torch", "apex"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
     ("--fsdp-memory-efficient-wrapping", ON, False),
     ("--max-skipped-updates", int, None, "3"),
@@ -160,7 +174,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--straggler-ratio", float, 1.2, "1.5"),
 )
 OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
-WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json"}
+WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json", "--local-rank", "--local_rank"}
 
 # Where our default is not Megatron's, and why.
 OTHER_DEFAULTS = {
@@ -179,6 +193,8 @@ SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
     "--num-query-groups": "--group-query-attention",
+    "--window-attn-skip-freq": "--window-size 3,0",
+    "--no-rope-freq": "--position-embedding-type rope",
     "--sequence-parallel": "--tensor-model-parallel-size 2",
     "--num-layers-per-virtual-pipeline-stage": "--pipeline-model-parallel-size 2",
     "--num-virtual-stages-per-pipeline-rank": "--pipeline-model-parallel-size 2 --num-layers 4",
@@ -207,6 +223,10 @@ CONTEXT = {
 }
 # Flags that are illegal without each other come together, and so do the changes.
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys(("--muon-momentum", "--muon-nesterov", "--muon-num-ns-steps", "--muon-scale-mode",
+                     "--muon-extra-scale-factor", "--muon-coefficient-type", "--muon-no-split-qkv", "--muon-tp-mode",
+                     "--muon-fp32-matmul-prec"),
+                    ("--optimizer muon", {"optimizer": "muon"})),
     "--lr-wsd-decay-iters": ("--lr-decay-style WSD", {"lr_decay_style": "WSD"}),
     "--lr-wsd-decay-samples": (f"--lr-decay-style WSD {SAMPLES}",
                                {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8}),
@@ -288,13 +308,13 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
 def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None:
     flag, kind = row[:2]
     field = actions()[flag].dest
-    several = {"--data-path": ("a", "b"), "--recompute-modules": ("mlp",), "--rampup-batch-size": (2, 2, 16)}
+    several = {"--data-path": ("a", "b"), "--recompute-modules": ("mlp",), "--rampup-batch-size": (2, 2, 16),
+               "--window-size": (3, 0), "--window-attn-skip-freq": 2, "--no-rope-freq": 2}
     value: Any = several[flag] if flag in several else {ON: True, OFF: False}[kind] if kind in (ON, OFF) else kind(row[3])
     together, changes = TOGETHER.get(flag, ("", {}))
     before = parsed_fields(CONTEXT.get(flag, ""))
     after = parsed_fields(CONTEXT.get(flag, ""), together, flag, *row[3:])
-    expected = changes if flag == "--optimizer" else {**changes, field: value}  # there is one optimizer
-    assert {name: after[name] for name in after if after[name] != before[name]} == expected
+    assert {name: after[name] for name in after if after[name] != before[name]} == {**changes, field: value}
 
 
 def test_a_flag_belongs_to_one_class_only() -> None:
@@ -308,8 +328,9 @@ def test_a_flag_belongs_to_one_class_only() -> None:
 
 def test_every_flag_of_megatron_is_known() -> None:
     not_of_megatron = {
-        "-h", "--help", "--dump-config", "--config-json", "--allow-fresh-start", "--metrics-jsonl", "--save-keep-last",
-        "--no-load-fallback", "--allow-changed-data", "--loss-chunk-size",
+        "-h", "--help", "--dump-config", "--config-json", "--local_rank", "--allow-fresh-start", "--metrics-jsonl",
+        "--save-keep-last",
+        "--no-load-fallback", "--allow-changed-data", "--loss-chunk-size", "--norm-impl", "--optimizer-impl",
         "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip",
         "--recompute-verify", "--explain-recompute", "--recompute-policy",
         "--num-microbatches-with-partial-activation-checkpoints",

@@ -16,15 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_lite"
 FLOORS = {
     "config": 0,
-    "parallel": 1, "data": 1,
+    "description": 1, "parallel": 1, "data": 1,
     "tensor_parallel": 2, "context_parallel": 2, "recompute": 2, "pipeline": 2, "optim": 2,
     "model": 3, "memory": 3,
-    "checkpointing": 4,
+    "checkpointing": 4, "supervision": 4,
     "training": 5,
-    "tools": 6,
+    "tools": 6, "cli": 6,
 }
 ROOF = ("arguments", "pretrain_gpt")
-NOT_FOR_DATA = ("torch",)
+STANDARD_LIBRARY_ONLY = ("config", "description")
+WITHOUT_TORCH = ("data", "memory.predict", "memory.explain")
+NOT_BY_PREDICTIONS = ("megatron_lite.memory.measure", "megatron_lite.memory.explain")
 BANNED = {
     "pickle.load": r"\bpickle\.loads?\b|from pickle import",
     "eval(": r"(?<![\w.])eval\(",
@@ -58,10 +60,12 @@ def faults_of(source: str, module: str) -> list[str]:
         if first in ROOF:
             faults.append(f"{name}: the roof")
         elif first != PACKAGE:
-            if folder == "config" and first not in sys.stdlib_module_names:
-                faults.append(f"{name}: config/ is standard library only")
-            if folder == "data" and first in NOT_FOR_DATA:
-                faults.append(f"{name}: data/ does not import torch")
+            if folder in STANDARD_LIBRARY_ONLY and first not in sys.stdlib_module_names:
+                faults.append(f"{name}: {folder}/ is standard library only")
+            if first == "torch" and any(f"{module}.".startswith(f"{PACKAGE}.{part}.") for part in WITHOUT_TORCH):
+                faults.append(f"{name}: {module} does not import torch")
+        elif module.startswith(f"{PACKAGE}.memory.predict") and name.startswith(NOT_BY_PREDICTIONS):
+            faults.append(f"{name}: predictions know neither of measuring nor of explaining")
         elif target != folder and FLOORS.get(target, 99) >= FLOORS[folder]:
             faults.append(f"{name}: floor {FLOORS.get(target, 'unknown')} from floor {FLOORS[folder]}")
     return faults
@@ -72,7 +76,7 @@ def module_name(path: Path) -> str:
 
 
 def test_every_folder_has_a_floor() -> None:
-    folders = {path.parent.name for path in LIBRARY if path.parent.name != PACKAGE}
+    folders = {path.relative_to(ROOT / PACKAGE).parts[0] for path in LIBRARY if path.parent.name != PACKAGE}
     assert folders and folders <= set(FLOORS)
     assert [path.name for path in LIBRARY if path.parent.name == PACKAGE] == ["__init__.py"]
 
@@ -96,17 +100,25 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
 
 
 @pytest.mark.parametrize(("module", "source"), [
-    ("megatron_lite.model.layer", "from megatron_lite.memory.flops import step_flops"),  # a sibling
+    ("megatron_lite.model.layer", "from megatron_lite.memory.predict.flops import step_flops"),  # a sibling
     ("megatron_lite.model.layer", "import megatron_lite.training.loop"),
     ("megatron_lite.model.layer", "from megatron_lite import training"),
     ("megatron_lite.model.layer", "from ..tools import generate"),
     ("megatron_lite.model.layer", "from megatron_lite.unheard_of import thing"),
-    ("megatron_lite.optim.adamw", "if TYPE_CHECKING:\n    from megatron_lite.model.gpt import GPT"),
-    ("megatron_lite.optim.adamw", "def late():\n    from megatron_lite.model.gpt import GPT"),
+    ("megatron_lite.optim.optimizer", "if TYPE_CHECKING:\n    from megatron_lite.model.gpt import GPT"),
+    ("megatron_lite.optim.optimizer", "def late():\n    from megatron_lite.model.gpt import GPT"),
     ("megatron_lite.training.loop", "from arguments import parse_args"),
     ("megatron_lite.tools.generate", "import pretrain_gpt"),
+    ("megatron_lite.cli.preparation", "from arguments import parse_args"),
+    ("megatron_lite.supervision.watch", "from megatron_lite.checkpointing.saver import Saver"),  # a sibling
+    ("megatron_lite.supervision.exits", "from megatron_lite.training.loop import Trainer"),
     ("megatron_lite.config.model", "import torch"),
     ("megatron_lite.config.model", "from numpy import ndarray"),
+    ("megatron_lite.description.operations", "import torch"),
+    ("megatron_lite.memory.predict.peak", "import torch"),
+    ("megatron_lite.memory.explain.report", "from torch import Tensor"),
+    ("megatron_lite.memory.predict.peak", "from megatron_lite.memory.explain import units"),
+    ("megatron_lite.description.operations", "from megatron_lite.recompute.plan import Segment"),
     ("megatron_lite.data.indexed", "from torch.utils.data import Dataset"),
 ])
 def test_each_kind_of_forbidden_import_is_seen(module: str, source: str) -> None:

@@ -16,8 +16,16 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 check_flags() {
     local config
     config=$(python "$root/pretrain_gpt.py" "$@" --dump-config) || exit 2
-    GOAL=$(sed -n 's/^ *"train_iters": \([0-9]*\),$/\1/p' <<<"$config")
-    SAVE=$(sed -n 's/^ *"save": "\(.*\)",$/\1/p' <<<"$config")
+    # A path is bytes without a zero byte: whatever else is in it arrives as it is.
+    {
+        IFS= read -r -d '' GOAL
+        IFS= read -r -d '' SAVE
+    } < <(python -c '
+import json, os, sys
+run = json.load(sys.stdin)
+for value in (run["training"]["train_iters"], run["checkpoint"]["save"]):
+    os.write(1, os.fsencode(str(value or "")) + bytes(1))
+' <<<"$config")
     if [[ ! $GOAL || ! $SAVE ]]; then
         echo "error: a job that continues by itself needs --train-iters and --save" >&2
         exit 2

@@ -1,4 +1,8 @@
-"""Filling a run from a verified step: bit for bit in the same layout, and in any other tensor-parallel or pipeline layout."""
+"""Fills a run from a verified step.
+
+In the layout that saved the step, the run's state is the same bit for bit. The step can also be
+loaded in any other tensor-parallel or pipeline-parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing.compare import changed_settings, check_same_data, check_same_model
-from megatron_lite.checkpointing.files import rng_file
+from megatron_lite.checkpointing.compare import (
+    changed_settings,
+    check_same_data,
+    check_same_model,
+    check_same_update_rule,
+)
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.shards import ShardReader
 from megatron_lite.checkpointing.start import Start
+from megatron_lite.checkpointing.step_files import open_regular, rng_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
 from megatron_lite.parallel.state import ParallelState
@@ -27,7 +36,7 @@ from megatron_lite.parallel.state import ParallelState
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Where the loaded run stands, and what its user should know."""
+    """How far the loaded run has come, and notices for its log."""
 
     progress: Progress
     notices: tuple[str, ...] = ()
@@ -35,10 +44,14 @@ class Loaded:
 
 def load_checkpoint(start: Start, config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None, *,
                     data: Mapping[str, Any] | None = None) -> Loaded:
-    """Fills model, optimizer and random-number streams from the step that was found. Issues no collective.
+    """Fills the model, the optimizer and the random-number streams from the step that was found.
 
-    `--finetune` takes the weights alone and starts at iteration 0. data: the identity of this run's; None: not compared.
-    InputError: another architecture, vocabulary or data set, files that do not fit together.
+    Issues no collective. With `--finetune` it reads the weights only, and the run starts at
+    iteration 0.
+
+    data: the identity of this run's data; None if it must not be compared.
+    Raises InputError if the step has another architecture, vocabulary, data set or update rule, or
+    if its files do not fit together.
     """
     options, step, metadata = config.checkpoint, start.step, start.metadata
     if step is None or metadata is None:
@@ -47,10 +60,13 @@ def load_checkpoint(start: Start, config: RunConfig, parallel: ParallelState, mo
     check_same_model(config, saved, where=str(step))
     if data is not None and not (options.finetune or options.allow_changed_data):
         check_same_data(data, metadata.data, where=str(step))
+    reads_states = optimizer is not None and not options.finetune and not options.no_load_optim
+    if reads_states:
+        check_same_update_rule(config, saved, where=str(step))
     load_weights(step, metadata, parallel, model, optimizer)
     notices = [*start.notices, f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
                *changed_settings(config, saved)]
-    if optimizer is not None and not options.finetune and not options.no_load_optim:
+    if optimizer is not None and reads_states:
         _load_optimizer(step, metadata, parallel, model, optimizer)
     if options.finetune:
         return Loaded(progress=start.progress, notices=(*notices, "--finetune: weights only, starting at iteration 0"))
@@ -64,8 +80,10 @@ def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model:
                  ) -> None:
     """Fills the model's parameters, and the optimizer's master weights without rounding.
 
-    InputError where their names or global shapes differ from the checkpoint's.
+    Raises InputError if the parameters' names or global shapes differ from the checkpoint's.
     """
+    # With several pipeline ranks each holds only the parameters of its own stages, so the other
+    # parameters of the checkpoint are not unexpected.
     held = {name for name, _ in model.named_parameters()}
     unexpected = sorted(set(metadata.parameters) - held) if parallel.pp_size == 1 else []
     if unexpected:
@@ -88,7 +106,7 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
     with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
         for name, parameter in model.named_parameters():
             saved, wanted = metadata.parameters[name], spec_of(parameter)
-            keys = ["exp_avg", "exp_avg_sq", *(["master"] if reader.has(f"{name}/master", saved) else [])]
+            keys = [*optimizer.state_names(name), *(["master"] if reader.has(f"{name}/master", saved) else [])]
             states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
                             for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
@@ -105,6 +123,7 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
         return [f"the checkpoint was saved on {before}, this run has {here}: random-number streams (dropout) start from --seed"]
     path = step / rng_file(parallel.rank)
     try:
+        open_regular(path).close()
         parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
     except Exception as error:
         raise InputError(f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed") from error

@@ -1,8 +1,14 @@
-"""lock.json in the directory of --save: which run writes there. Held by rank 0 for as long as the run lives.
+"""The lock on the directory of --save: lock.json, which rank 0 holds for as long as the run lives.
 
-The lock is a flock, which ends with the process, however it ends. The text says whose it is, and which start of its job. A later
-start takes the lock from an earlier one that cannot be reached any more (a node cut off from the others), by putting a new file
-in its place. The earlier one finds out before it publishes anything, and stops.
+The lock is a flock, which the system releases when the process ends in any way. The file's text
+names the holder and which start of its job it is. An earlier start may be out of reach (a node that
+is cut off from the others). A later start then takes the lock by putting a new file in its place.
+The earlier start calls `check` immediately before each change to the directory. That call finds the
+new holder, and the earlier start stops.
+
+A hanging file server can hold a process between its check and its change for any time. Two more
+rules protect against that. The later start removes the files that the earlier one could still
+rename (retention.py). And each start has a number, which readers compare (origin.py).
 """
 
 from __future__ import annotations
@@ -18,18 +24,34 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_lite.checkpointing.files import read_bounded
+from megatron_lite.checkpointing.origin import MOST_STARTS
+from megatron_lite.checkpointing.step_files import read_bounded
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import sync_folder
 
 LOCK = "lock.json"
-WITHOUT_NAME = "none"  # torchrun's id of a job that was given none
+WITHOUT_NAME = "none"  # torchrun's id of a job that the user gave no id
+# Errors by which a file system refuses hard links, and locks.
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+
+
+class LockLost(InputError):
+    """The error of a start whose lock another start has taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds the lock. job: Slurm's id, else torchrun's. run: torchrun's, "" without. requeues: how often Slurm started the
-    job again. restarts: the same of torchrun, since it was started itself. token: of this process."""
+    """The process that holds the lock.
+
+    job: Slurm's id of the job, or torchrun's id, or the token if there is neither.
+    run: torchrun's id; "" without one.
+    requeues: how often Slurm has started the job again.
+    restarts: how often torchrun has started the processes again since torchrun itself started.
+    host, pid: the machine and the number of the process.
+    token: a random text that identifies the process.
+    """
 
     job: str
     run: str
@@ -41,7 +63,10 @@ class Holder:
 
     @classmethod
     def this_process(cls, environ: Mapping[str, str] | None = None) -> Holder:
-        """Of a job that Slurm or torchrun knows by an id; else of one that is like no other."""
+        """Returns the holder for this process, from the environment of Slurm and torchrun.
+
+        Without an id from either, the job's id is the random token, which no other job has.
+        """
         env = os.environ if environ is None else environ
         token = secrets.token_hex(6)
         run = env.get("TORCHELASTIC_RUN_ID", "")
@@ -53,21 +78,24 @@ class Holder:
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
-        """None where there is no file, or no whole one."""
+        """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
-            values = json.loads(read_bounded(path, 2**16))
-            return cls(job=str(values["job"]), run=str(values["run"]), requeues=int(values["requeues"]),
-                       restarts=int(values["restarts"]), host=str(values["host"]), pid=int(values["pid"]),
-                       token=str(values["token"]))
-        except (KeyError, TypeError, ValueError, RecursionError):
+            values = plain.parse_object(read_bounded(path, 2**16))
+            texts = {name: str(plain.field(values, name)) for name in ("job", "run", "host", "token")}
+            counts = {name: plain.whole(values, name, 0, MOST_STARTS) for name in ("requeues", "restarts", "pid")}
+            return cls(**texts, **counts)  # type: ignore[arg-type]
+        except ValueError:
             return None
 
     def was_requeued_after(self, other: Holder) -> bool:
-        """Whether this is a later start, by Slurm, of the other's job."""
+        """Returns whether Slurm has started this one later than the other, for the same job."""
         return self.job == other.job and self.requeues > other.requeues
 
     def replaces(self, other: Holder) -> bool:
-        """Whether whoever started this one has given the other up for lost."""
+        """Returns whether this is a later start of the other's job, by Slurm or by torchrun.
+
+        Slurm or torchrun has then given the other up for lost.
+        """
         restarted = self.job == other.job and self.requeues == other.requeues and "" != self.run == other.run
         return self.was_requeued_after(other) or (restarted and self.restarts > other.restarts)
 
@@ -76,41 +104,65 @@ class Holder:
 
 
 class DirectoryLock:
-    """Taken when made, until `release`. InputError where another run holds it, or a later start of this job has held it."""
+    """The lock on the directory, from construction to `release`.
 
-    def __init__(self, root: Path, holder: Holder) -> None:
-        self.holder, self._path = holder, root / LOCK
+    start: this start's number in the directory, above the numbers of all earlier starts.
+    after_start: the highest start number of the steps in the directory.
+    Raises InputError if another run holds the lock, or if a later start of this job has held it.
+    """
+
+    def __init__(self, root: Path, holder: Holder, *, after_start: int = 0) -> None:
+        self.holder, self._path, self.start = holder, root / LOCK, after_start + 1
+        self._temporary = self._path.with_name(f"{LOCK}.{holder.token}.tmp")
         self.is_kept_by_system = True  # False: this file system knows no locks
+        # Each round creates a locked file of this process, signs it, and renames it to lock.json.
+        # The file is created before the holder is read: a process that takes the lock after this
+        # point removes the file, the rename then fails, and the next round reads the new holder.
         while True:
-            before = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = self._new_file()
+            before = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             try:
                 free = self._try_lock(before)
-                if free and not _is(before, self._path):
-                    continue  # another process has just replaced it
-                self._check_may_take(Holder.read(self._path), free=free)
-                self._file = self._replace()
-                return
+                # A lock on a file that is no longer lock.json is worth nothing: another process has
+                # just replaced it, and the next round tries again.
+                if not free or _is(before, self._path):
+                    self._check_may_take(Holder.read(self._path), free=free)
+                    self.start = max(after_start, _start_of(self._path)) + 1
+                    self._sign(self._file)
+                    os.replace(self._temporary, self._path)
+                    break
+            except FileNotFoundError:
+                pass  # another process took the lock at the same time and removed our file
+            except BaseException:
+                self._temporary.unlink(missing_ok=True)
+                os.close(self._file)
+                raise
             finally:
                 os.close(before)
+            os.close(self._file)
+        sync_folder(str(root))
+        for other in root.glob(f"{LOCK}.*.tmp"):
+            other.unlink(missing_ok=True)
 
     @property
     def token(self) -> str:
-        """Of this process: part of the names of its temporary files."""
+        """The token of this process. The names of its temporary files contain it."""
         return self.holder.token
 
     def check(self) -> None:
-        """InputError where a later start of this job, or whoever removed the file, has taken the lock."""
+        """Raises LockLost if another process has taken the lock.
+
+        That is a later start of this job, or another run after a person had removed the file.
+        """
         if not self._path.exists():
-            before, self._file = self._file, self._replace()
-            os.close(before)
-            return
+            self._come_back()
         holder = Holder.read(self._path)
         if holder is None or holder.token != self.token:
-            raise InputError(f"{self._path} is now held by {holder or 'another process'}: this one (process {self.holder.pid} on "
-                             f"{self.holder.host}) was given up for lost, and writes no more checkpoints")
+            raise LockLost(f"{self._path} is now held by {holder or 'another process'}: this one (process {self.holder.pid} on "
+                           f"{self.holder.host}) was given up for lost, and writes no more checkpoints")
 
     def release(self) -> None:
-        """Lets the next run in. The file stays, to say which start came last."""
+        """Releases the lock for the next run. The file stays, because it names the last start."""
         with contextlib.suppress(OSError):
             os.close(self._file)
 
@@ -134,24 +186,60 @@ class DirectoryLock:
             self.is_kept_by_system = False
         return True
 
-    def _replace(self) -> int:
-        """A locked file of ours in the place of whatever stands there."""
-        temporary = self._path.with_name(f"{LOCK}.{self.token}.tmp")
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        try:
-            self._try_lock(descriptor)
-            os.write(descriptor, (json.dumps(asdict(self.holder), indent=1) + "\n").encode())
-            os.fsync(descriptor)
-            os.replace(temporary, self._path)
-        except OSError:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
-            raise
+    def _new_file(self) -> int:
+        """Returns a new file of this process under a temporary name, empty and locked."""
+        descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._try_lock(descriptor)
         return descriptor
+
+    def _sign(self, descriptor: int) -> None:
+        text = json.dumps({**asdict(self.holder), "start": self.start}, indent=1) + "\n"
+        os.pwrite(descriptor, text.encode(), 0)
+        os.fsync(descriptor)
+
+    def _come_back(self) -> None:
+        """Puts a new lock.json in place of one that was removed.
+
+        If another process does that first, its file stays.
+        """
+        descriptor = self._new_file()
+        try:
+            self._sign(descriptor)
+            _name_if_free(self._temporary, self._path)
+        except OSError as error:
+            os.close(descriptor)
+            if not isinstance(error, (FileExistsError, FileNotFoundError)):  # another start has the name, or has removed ours
+                raise
+        else:
+            os.close(self._file)
+            self._file = descriptor
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+def _name_if_free(source: Path, target: Path) -> None:
+    """Renames a file without replacing another one. Raises FileExistsError if the name is taken.
+
+    A file system without hard links cannot do that: there it replaces the other file.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        os.replace(source, target)
+
+
+def _start_of(path: Path) -> int:
+    """Returns the number of the start that holds the lock; 0 if the file names none."""
+    try:
+        return plain.whole(plain.parse_object(read_bounded(path, 2**16)), "start", 0, MOST_STARTS)
+    except ValueError:
+        return 0
 
 
 def _is(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one of this name."""
+    """Returns whether the open file is the one that has this name."""
     try:
         there = path.stat()
     except FileNotFoundError:

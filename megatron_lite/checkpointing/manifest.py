@@ -1,6 +1,8 @@
-"""manifest.json: size and SHA-256 of every file of a step, written when all of them are on the disk.
+"""manifest.json: size and SHA-256 of every file of a step, and which start saved the step.
 
-What it lists is read back before a run relies on it, so that a step is either what was written, bit for bit, or refused.
+The manifest is written when all the other files are on the disk. A run reads back every file that
+the manifest lists before it uses a step. Thus a step either holds what was written, bit for bit, or
+the run refuses it.
 """
 
 from __future__ import annotations
@@ -10,21 +12,25 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megatron_lite.checkpointing.files import METADATA, read_bounded
+from megatron_lite.checkpointing.origin import Origin
+from megatron_lite.checkpointing.step_files import METADATA, MOST_ITERATIONS, open_regular, read_bounded, regular_size
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-MOST_BYTES = 2**26  # of a text that is parsed: a manifest has about 130 bytes a file
+MOST_BYTES = 2**26  # the longest text that is parsed. A manifest has about 130 bytes per file.
+MOST_FILE_BYTES = 2**50
 CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class FileRow:
-    """What a file holds."""
+    """The size and the checksum of one file."""
 
     bytes: int
     sha256: str
@@ -32,54 +38,63 @@ class FileRow:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A row for each file of a step, by its name."""
+    """The content of manifest.json.
+
+    iteration: the iteration of the step.
+    files: a row for each file of the step, by the file's name.
+    origin: which start saved the step.
+    """
 
     iteration: int
     files: Mapping[str, FileRow]
+    origin: Origin = field(default_factory=Origin)
 
     def to_json(self) -> str:
-        """The text of manifest.json."""
-        return json.dumps({"format": FORMAT, "iteration": self.iteration, "files": rows_to_plain(self.files)}, indent=1)
+        """Returns the text of manifest.json."""
+        return json.dumps({"format": FORMAT, "iteration": self.iteration, **self.origin.to_plain(),
+                           "files": rows_to_plain(self.files)}, indent=1)
 
     @classmethod
     def read(cls, step: Path) -> Manifest:
-        """InputError where it is missing, damaged or of another format."""
+        """Reads a step's manifest.
+
+        Raises InputError if it is missing, damaged or of another format.
+        """
         path = step / MANIFEST
+        # If the manifest is missing and the metadata names another format, that format is the
+        # reason to report: parse_formatted raises it.
         if not path.exists() and (step / METADATA).exists():
-            _refuse_other_format(step / METADATA)
+            parse_formatted(step / METADATA)
+        values = parse_formatted(path)
         try:
-            values = parse_json(path)
-            if values["format"] != FORMAT:
-                raise InputError(f"{path}: format {values['format']}, but this version reads format {FORMAT}")
-            return cls(iteration=int(values["iteration"]), files=rows_from_plain(values["files"]))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{path}: cannot be read ({error!r}): the checkpoint is damaged") from error
+            return cls(iteration=plain.whole(values, "iteration", 0, MOST_ITERATIONS), origin=Origin.from_plain(values),
+                       files=rows_from_plain(plain.field(values, "files")))
+        except ValueError as error:
+            raise damaged(path, error) from error
 
     def check_sizes(self, step: Path) -> None:
-        """InputError where a file is missing or has another size."""
+        """Raises InputError if a file is missing, is no regular file, or has another size."""
         for name, row in sorted(self.files.items()):
             try:
-                found = (step / name).stat().st_size
+                found = regular_size(step / name)
             except OSError as error:
                 raise InputError(f"{step / name}: cannot be read ({error.strerror}): the checkpoint is incomplete") from error
             if found != row.bytes:
                 raise InputError(f"{step / name}: {found} bytes, but {MANIFEST} says {row.bytes}: the checkpoint is damaged")
 
     def check_contents(self, step: Path, names: Iterable[str]) -> None:
-        """Reads these files. InputError where one does not hold what was written."""
+        """Reads the named files. Raises InputError if one does not hold what was written."""
         for name in names:
-            if row_of(step / name) != self.files[name]:
+            if row_of(step / name, limit=self.files[name].bytes) != self.files[name]:
                 raise InputError(f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint is damaged")
 
     def share(self, rank: int, size: int) -> list[str]:
-        """The files that one of `size` ranks checks: about as many bytes each."""
+        """Returns the files that one of `size` ranks checks; all ranks have about as many bytes."""
         return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))[rank::size]
 
 
 def is_complete(step: Path) -> bool:
-    """Whether every file of the step is there with its full size."""
+    """Returns whether every file of the step exists and has its full size."""
     try:
         Manifest.read(step).check_sizes(step)
     except InputError:
@@ -87,13 +102,17 @@ def is_complete(step: Path) -> bool:
     return True
 
 
-def row_of(path: Path) -> FileRow:
-    """Reads a file once. InputError where it cannot be read. Lets other threads run."""
+def row_of(path: Path, *, limit: int | None = None) -> FileRow:
+    """Returns the size and checksum of a file. Raises InputError if it cannot be read.
+
+    limit: stops shortly after this many bytes, so that a file that is too long costs no more time.
+    Other threads can run meanwhile: reading and hashing a chunk release Python's global lock.
+    """
     digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
     size = 0
     try:
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
+        with open_regular(path) as file:
+            while (limit is None or size <= limit) and (count := file.readinto(buffer)):  # type: ignore[attr-defined]
                 digest.update(buffer[:count])
                 size += count
     except OSError as error:
@@ -102,37 +121,55 @@ def row_of(path: Path) -> FileRow:
 
 
 def rows_to_plain(rows: Mapping[str, FileRow]) -> dict[str, dict[str, object]]:
-    """A JSON object."""
+    """Returns the rows as a JSON object."""
     return {name: asdict(row) for name, row in sorted(rows.items())}
 
 
-def rows_from_plain(values: Mapping[str, Mapping[str, object]]) -> dict[str, FileRow]:
-    """Reads what `rows_to_plain` wrote. ValueError on a name that is a path, a size or a checksum that is none."""
+def rows_from_plain(values: object) -> dict[str, FileRow]:
+    """Reads the rows that `rows_to_plain` wrote.
+
+    Raises ValueError if a name is a path, or if a size or a checksum is malformed.
+    """
     rows = {}
-    for name, row in values.items():
-        size, sha256 = row["bytes"], row["sha256"]
-        if not re.fullmatch(r"\w[\w.-]*", name) or type(size) is not int or size < 0 \
-                or not re.fullmatch(r"[0-9a-f]{64}", str(sha256)):
-            raise ValueError(f"no row of a file: {name[:80]!r}: {str(row)[:120]}")
-        rows[name] = FileRow(size, str(sha256))
+    for name, row in plain.as_object(values, "files").items():
+        row = plain.as_object(row, f"files[{plain.shown(name)}]")
+        size, sha256 = plain.whole(row, "bytes", 0, MOST_FILE_BYTES), plain.field(row, "sha256")
+        if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII):
+            raise ValueError(f"a file's name must consist of letters, digits, '_', '-' and '.' (got {plain.shown(name)})")
+        if not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
+            raise ValueError(f"sha256 of {name} must be 64 hexadecimal digits (got {plain.shown(sha256)})")
+        rows[name] = FileRow(size, sha256)
     return rows
 
 
-def parse_json(path: Path) -> dict:
-    """A JSON object. InputError where the file cannot be read or is too long; ValueError on anything else."""
+def parse_json(path: Path) -> dict[str, Any]:
+    """Returns the JSON object that a file holds.
+
+    Raises InputError if the file cannot be read or is too long, and ValueError on any other text.
+    """
+    return plain.parse_object(read_bounded(path, MOST_BYTES))
+
+
+def parse_formatted(path: Path) -> dict[str, Any]:
+    """Returns the JSON object that a file holds, after a check of its format number.
+
+    Raises InputError if the file cannot be read, is damaged, or is not of this version's format.
+    """
     try:
-        values = json.loads(read_bounded(path, MOST_BYTES))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"expected an object, got {type(values).__name__}")
+        values = parse_json(path)
+        found = plain.field(values, "format")
+    except ValueError as error:
+        raise damaged(path, error) from error
+    if type(found) is not int or found != FORMAT:
+        raise InputError(f"{path}: format {plain.shown(found)}, but this version reads format {FORMAT}")
     return values
 
 
-def _refuse_other_format(path: Path) -> None:
-    try:
-        found = parse_json(path).get("format")
-    except ValueError:
-        return
-    if found != FORMAT:
-        raise InputError(f"{path}: format {found}, but this version reads format {FORMAT}")
+def damaged(path: Path, error: ValueError) -> InputError:
+    """Returns the error for a file with a wrong value.
+
+    An InputError is returned unchanged, because it names a file already.
+    """
+    if isinstance(error, InputError):
+        return error
+    return InputError(f"{path}: cannot be read ({error}): the checkpoint is damaged")

@@ -1,28 +1,41 @@
-"""metadata.json and parameters_pp*.json: what is needed to read the tensors of a step."""
+"""metadata.json and parameters_pp*.json, which a reader needs to read the tensors of a step."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpointing.files import CONFIG, METADATA, parameters_file, read_bounded, rng_file, shard_file
-from megatron_lite.checkpointing.manifest import FORMAT, MOST_BYTES, parse_json
+from megatron_lite.checkpointing.layout import MOST_ELEMENTS, SavedLayout
+from megatron_lite.checkpointing.manifest import FORMAT, MOST_BYTES, damaged, parse_formatted, parse_json
 from megatron_lite.checkpointing.progress import Progress
-from megatron_lite.checkpointing.shards import SavedLayout
+from megatron_lite.checkpointing.step_files import CONFIG, METADATA, parameters_file, read_bounded, rng_file, shard_file
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.optim.loss_scale import LossScaleState
 from megatron_lite.optim.spike import MeanLossState
 
+AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_RANKS = 2**20
+MOST_UPDATES = 10**9 - 1
+MOST_LAYERS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """How far the run had come, how it was split, and what it read. data: see data/identity.py."""
+    """How far the run had come, how it was split over ranks, and which data it read.
+
+    tp_size, dp_size, pp_size, cp_size: the sizes of the parallel axes.
+    num_updates: how many updates the optimizer had made.
+    parameters: the layout of each parameter, by name.
+    loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
+    data: the identity of the data (data/identity.py).
+    """
 
     progress: Progress
     tp_size: int
@@ -36,7 +49,7 @@ class Metadata:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The text of metadata.json."""
+        """Returns the text of metadata.json."""
         return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
                            "pp_size": self.pp_size, "cp_size": self.cp_size, "num_updates": self.num_updates,
                            "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
@@ -44,49 +57,93 @@ class Metadata:
                           indent=1)
 
     def parameters_to_json(self) -> str:
-        """The text of this pipeline rank's parameters_pp*.json."""
+        """Returns the text of this pipeline rank's parameters_pp*.json."""
         return json.dumps({name: layout.to_plain() for name, layout in self.parameters.items()}, indent=1)
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that saved the step."""
+        return self.tp_size * self.dp_size * self.pp_size * self.cp_size
+
     def expected_files(self) -> set[str]:
-        """The names of all files of the step but the manifest."""
+        """Returns the names of all files of the step except the manifest."""
         shards = {shard_file(kind, pp_rank, tp_rank, self.tp_size) for kind in ("model", "optimizer")
                   for pp_rank in range(self.pp_size) for tp_rank in range(self.tp_size)}
-        world_size = self.tp_size * self.dp_size * self.pp_size * self.cp_size
-        return {CONFIG, METADATA, *shards, *map(parameters_file, range(self.pp_size)), *map(rng_file, range(world_size))}
+        return {CONFIG, METADATA, *shards, *map(parameters_file, range(self.pp_size)), *map(rng_file, range(self.world_size))}
 
     @classmethod
     def read(cls, step: Path) -> Metadata:
-        """Reads a step's metadata. InputError where it is damaged or of another format."""
+        """Reads a step's metadata. Raises InputError if it is damaged or of another format."""
         path = step / METADATA
+        values = parse_formatted(path)
         try:
-            values = parse_json(path)
-            if values["format"] != FORMAT:
-                raise InputError(f"{path}: format {values['format']}, but this version reads format {FORMAT}")
-            sizes = {axis: values[axis] for axis in ("tp_size", "dp_size", "pp_size", "cp_size")}
-            numbers = [*values["progress"].values(), *(size - 1 for size in sizes.values()), values["num_updates"]]
-            if not all(isinstance(number, int) and number >= 0 for number in numbers) or max(sizes.values()) > MOST_RANKS:
-                raise ValueError("sizes and counts must be whole numbers")
-            progress = Progress(**values["progress"])
+            plain.check_names(values, _FIELDS, METADATA)
+            sizes = {axis: plain.whole(values, axis, 1, MOST_RANKS) for axis in AXES}
+            ranks = math.prod(sizes.values())
+            if ranks > MOST_RANKS:
+                raise ValueError(f"{' x '.join(AXES)} must be at most {MOST_RANKS} (got {ranks})")
+            found = cls(progress=Progress.from_plain(plain.field(values, "progress")), parameters={}, **sizes,
+                        num_updates=plain.whole(values, "num_updates", 0, MOST_UPDATES),
+                        data=plain.as_object(plain.field(values, "data"), "data"),
+                        loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
+                        mean_loss=MeanLossState.from_plain(values.get("mean_loss")))
             parameters: dict[str, SavedLayout] = {}
-            for pp_rank in range(sizes["pp_size"]):
+            for pp_rank in range(found.pp_size):
                 path = step / parameters_file(pp_rank)
-                parameters |= {name: SavedLayout.from_plain(layout, pp_rank=pp_rank)
+                parameters |= {name: SavedLayout.from_plain(layout, name, pp_rank=pp_rank, tp_size=found.tp_size)
                                for name, layout in parse_json(path).items()}
-            return cls(progress=progress, num_updates=values["num_updates"], parameters=parameters, data=dict(values["data"]),
-                       loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
-                       mean_loss=MeanLossState.from_plain(values.get("mean_loss")), **sizes)
-        except InputError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InputError(f"{path}: cannot be read ({error!r}): the checkpoint is damaged") from error
+            return replace(found, parameters=parameters)
+        except ValueError as error:
+            raise damaged(path, error) from error
+
+
+_FIELDS = ("format", "progress", *AXES, "num_updates", "loss_scale", "mean_loss", "data")
 
 
 def read_config(step: Path) -> RunConfig:
-    """The configuration of the run that saved a step. InputError where it cannot be read."""
+    """Returns the configuration of the run that saved a step.
+
+    Weights do not depend on the recomputation. Therefore recompute settings that this version
+    refuses, such as a rule that could never apply, are left out. Raises InputError if the file
+    cannot be read or breaks any other rule.
+    """
     path = step / CONFIG
     try:
-        return RunConfig.from_json(read_bounded(path, MOST_BYTES).decode())
+        text = read_bounded(path, MOST_BYTES).decode()
+        values = plain.parse_object(text)
+        _check_sizes(values)
+        try:
+            return RunConfig.from_json(text)
+        except ValueError:
+            if values.pop("recompute", None) is None:
+                raise
+            return RunConfig.from_json(json.dumps(values))
     except InputError:
         raise
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error}): the checkpoint is damaged or of another version") from error
+
+
+def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None:
+    """Raises InputError unless config.json describes a model with as many weights as the step."""
+    counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
+    held = sum(math.prod(layout.global_shape) for layout in metadata.parameters.values())
+    if counted != held:
+        raise InputError(f"{step / CONFIG}: describes a model of {counted} weights, but the step holds {held}: the checkpoint is "
+                         "damaged")
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Raises ValueError if a size is larger than that of any model.
+
+    The rules of RunConfig loop over layers and stages, so a damaged size could keep them busy for
+    very long.
+    """
+    model, parallel = (plain.as_object(plain.field(values, topic), topic) for topic in ("model", "parallel"))
+    plain.whole(model, "num_layers", 1, MOST_LAYERS)
+    for name, value in (*model.items(), *parallel.items()):
+        if type(value) is int:
+            plain.as_whole(value, name, -MOST_ELEMENTS, MOST_ELEMENTS)
+    for name, value in parallel.items():
+        if type(value) is int:
+            plain.as_whole(value, name, -MOST_RANKS, MOST_RANKS)

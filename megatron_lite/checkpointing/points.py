@@ -1,6 +1,7 @@
-"""The named points of a save, in the order in which it reaches them. Tests stop a process at each of them.
+"""The named points of a save, in the order in which a save reaches them.
 
-A rank that is killed anywhere in between leaves what it would have left at the point before.
+Tests stop a process at each of them. A rank that is killed between two points leaves the same files
+as a rank that is killed at the first of the two.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from enum import Enum
 
 
 class Point(Enum):
-    """What has just been done. `value` of MODEL, OPTIMIZER and RNG: the kind of the tensor file."""
+    """A point of a save; the value describes what has just been done.
+
+    The value of MODEL, OPTIMIZER and RNG is the kind of the tensor file.
+    """
 
     SNAPSHOT = "every rank holds what it will write"
     FOLDER = "rank 0 has made the temporary folder"
@@ -31,4 +35,4 @@ class Point(Enum):
 
 
 def reached(point: Point) -> None:
-    """Does nothing. Tests put something else in its place."""
+    """Does nothing. Tests replace it."""

@@ -1,16 +1,29 @@
-"""How far a run has come: with the weights and the random-number streams, all that resuming needs."""
+"""How far a run has come.
+
+With the weights, the optimizer states and the random-number streams, this is all that resuming
+needs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
+from megatron_lite.config import plain
+
+MOST_SAMPLES = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Iterations done and samples consumed; of those iterations, how many changed no weight, and how many had a NaN loss.
+    """How far a run has come.
 
-    evaluation_is_due: the run stopped before or in the evaluation that follows this iteration. skipped_in_a_row: how many of the
-    last iterations changed no weight, without a float16 run's overflows.
+    iteration: how many iterations are done.
+    consumed_samples: how many samples they have read.
+    skipped_iterations: how many of them changed no weight.
+    nan_iterations: how many of them had a NaN loss.
+    evaluation_is_due: whether the run stopped before or in the evaluation after this iteration.
+    skipped_in_a_row: how many of the last iterations in a row changed no weight. The overflows of
+    a float16 run do not count.
     """
 
     iteration: int = 0
@@ -19,3 +32,18 @@ class Progress:
     nan_iterations: int = 0
     evaluation_is_due: bool = False
     skipped_in_a_row: int = 0
+
+    @classmethod
+    def from_plain(cls, values: object) -> Progress:
+        """Reads a JSON object. Only `iteration` and `consumed_samples` must be present.
+
+        Raises ValueError on numbers that no run has.
+        """
+        found = plain.as_object(values, "progress")
+        plain.check_names(found, [field.name for field in fields(cls)], "progress")
+        iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
+        skipped, nan, in_a_row = (plain.whole(found, name, 0, iteration) if name in found else 0
+                                  for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row"))
+        return cls(iteration=iteration, consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
+                   skipped_iterations=skipped, nan_iterations=nan, skipped_in_a_row=in_a_row,
+                   evaluation_is_due="evaluation_is_due" in found and plain.boolean(found, "evaluation_is_due"))

@@ -1,7 +1,9 @@
-"""Saves a run's steps under --save: holds the directory, keeps one save under way at most, and says when a step is durable.
+"""Saves a run's steps under --save.
 
-With --async-save training goes on once the tensors are copied, and one thread of each rank writes. Whether it has succeeded is
-agreed over ranks after every iteration as long as it writes: then all ranks go on, or all raise.
+A Saver holds the directory of --save, has at most one save under way, and logs each step once it
+is durable. With --async-save training goes on as soon as the tensors are copied, and one thread of
+each rank writes them. While that thread writes, the ranks agree after every iteration whether all
+of them have finished or any has failed. Therefore either all ranks go on, or all raise.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_lite.checkpointing.files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
+from megatron_lite.checkpointing.origin import OwnSteps
 from megatron_lite.checkpointing.retention import remove_leftovers
 from megatron_lite.checkpointing.snapshot import Snapshot
+from megatron_lite.checkpointing.start import origin_of
+from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.write import StepWriter
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import CheckpointConfig
@@ -31,21 +35,27 @@ Say = Callable[[str], None]
 
 
 class Claim(NamedTuple):
-    """The directory of --save in the hands of this run. lock: rank 0's; None where nothing is saved."""
+    """This run's hold on the directory of --save.
+
+    token: identifies this start in the names of its temporary files; the same on every rank.
+    lock: the lock on the directory; None on ranks other than 0, and if the run saves nothing.
+    """
 
     token: str = ""
     lock: DirectoryLock | None = None
 
     def release(self) -> None:
-        """Lets the next run in."""
+        """Releases the lock, so that another run can take the directory."""
         if self.lock is not None:
             self.lock.release()
 
 
 def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim:
-    """Takes the directory of --save, before any work is done and before a step in it is chosen.
+    """Takes the lock on the directory of --save. Every rank must call this.
 
-    InputError where it cannot be written, is in use, or holds another run's checkpoints, with which this run's would mix.
+    Call it before any other work and before a step in the directory is chosen. Raises InputError if
+    the directory cannot be written, if another run uses it, or if it holds checkpoints of another
+    run. In the last case the checkpoints of both runs would mix.
     """
     if options.save is None:
         return Claim()
@@ -55,13 +65,16 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         if parallel.rank != 0:
             return None
         root.mkdir(parents=True, exist_ok=True)
-        lock = DirectoryLock(root, Holder.this_process())
+        starts = [origin.start for step in saved_steps(root) if (origin := origin_of(step_directory(root, step))) is not None]
+        lock = DirectoryLock(root, Holder.this_process(), after_start=max(starts, default=0))
         try:
+            # A run that does not continue from this directory must find no checkpoint in it. The
+            # check needs the lock: without it, another run could still save a step.
             if not options.continues and (saved_steps(root) or (root / LATEST).exists()):
                 there = ", ".join(step_directory(root, step).name for step in saved_steps(root)[-1:]) or LATEST
                 raise InputError(f"--save {root} holds a checkpoint already ({there}): continue from it with --load {root}, or "
                                  "choose an empty directory")
-            remove_leftovers(root)
+            remove_leftovers(root, lock.token)
         except BaseException:
             lock.release()
             raise
@@ -78,31 +91,37 @@ class _UnderWay(NamedTuple):
 
 
 class Saver:
-    """Use as a context manager: waits for a save under way at the end, and lets go of the directory."""
+    """Saves the steps of one run. Use it as a context manager.
 
-    def __init__(self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int) -> None:
+    At the end of the block it waits for a save under way and releases the directory.
+    """
+
+    def __init__(self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int,
+                 course: tuple[OwnSteps, ...] = ()) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
         self._writer = None if options.save is None else StepWriter(options, parallel, token=claim.token, lock=claim.lock,
-                                                                    started_at=started_at)
+                                                                    started_at=started_at, course=course)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         self._under_way: _UnderWay | None = None
 
     @property
     def notices(self) -> list[str]:
-        """For the log."""
+        """Lines for the log: a warning if the file system keeps no locks."""
         if self._claim.lock is None or self._claim.lock.is_kept_by_system:
             return []
         return [f"warning: --save {self._options.save}: this file system keeps no locks, so a second job in it is not refused"]
 
     @property
     def copies(self) -> bool:
-        """Whether what is saved must be a copy, since training goes on."""
+        """Whether a snapshot must copy its tensors, because training goes on during the write."""
         return self._threads is not None
 
     def save(self, snapshot: Snapshot, say: Say) -> None:
-        """Writes it, or has it written once the save before it is done. Every rank must call this.
+        """Writes the snapshot, or starts the thread's write with --async-save.
 
-        InputError on every rank where any could not write this one or the one before.
+        Waits for the save before it first. Every rank must call this. Raises InputError on every
+        rank if any rank could not write this snapshot or the one before it. With --async-save,
+        `poll` or `wait` raises the error of this snapshot.
         """
         assert self._writer is not None
         self.wait(say)
@@ -112,17 +131,21 @@ class Saver:
             self._under_way = _UnderWay(snapshot.iteration, self._threads.submit(self._writer.write, snapshot))
 
     def poll(self, say: Say) -> None:
-        """Says so where the save under way is done on every rank, raises where it has failed. Every rank must call this after
-        every iteration. One all-reduce of one number between CPUs while a save is under way, else nothing."""
+        """Logs the save under way if every rank is done; raises InputError if it has failed.
+
+        Every rank must call this after every iteration. It issues one all-reduce of one number
+        between CPUs while a save is under way, and no collective otherwise.
+        """
         if self._under_way is None:
             return
         future = self._under_way.future
+        # The minimum over ranks is FAILED if any has failed, else WRITING if any still writes.
         state = WRITING if not future.done() else DONE if future.exception() is None else FAILED
         if all_reduce_(torch.tensor(state), self._parallel.world_group, dist.ReduceOp.MIN).item() != WRITING:
             self.wait(say)
 
     def wait(self, say: Say) -> None:
-        """Returns once no save is under way. InputError on every rank where it has failed."""
+        """Returns once no save is under way. Raises InputError on every rank if it has failed."""
         if self._under_way is not None:
             (iteration, future), self._under_way = self._under_way, None
             self._finished(iteration, future.result(), say)

@@ -1,10 +1,11 @@
-"""Parameters and optimizer states as the slices of global tensors that ranks hold, at one TP size and at another."""
+"""Parameters and optimizer states as the shards of global tensors that tensor-parallel ranks hold.
+
+A step that was saved at one TP size can be read at another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +13,26 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing.files import shard_file
+from megatron_lite.checkpointing.layout import SavedLayout
+from megatron_lite.checkpointing.step_files import open_regular, shard_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class SavedLayout:
-    """How a saved parameter was split. pp_rank: which pipeline rank's files hold it."""
-
-    global_shape: tuple[int, ...]
-    tp_dim: int | None
-    tp_blocks: int
-    padded_length: int | None
-    pp_rank: int = 0
-
-    @classmethod
-    def of(cls, spec: ParameterSpec) -> SavedLayout:
-        """The layout of a parameter in this run."""
-        return cls(global_shape=spec.global_shape, tp_dim=spec.tp_dim, tp_blocks=spec.tp_blocks,
-                   padded_length=spec.padded_length)
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any], *, pp_rank: int) -> SavedLayout:
-        """Reads what `to_plain` wrote, from the file of a pipeline rank."""
-        return cls(global_shape=tuple(values["global_shape"]), tp_dim=values["tp_dim"], tp_blocks=values["tp_blocks"],
-                   padded_length=values["padded_length"], pp_rank=pp_rank)
-
-    def to_plain(self) -> dict[str, Any]:
-        """A JSON object."""
-        return {name: value for name, value in asdict(self).items() if name != "pp_rank"}
-
-    def spec(self) -> ParameterSpec:
-        """The split as a ParameterSpec."""
-        return ParameterSpec(global_shape=self.global_shape, tp_dim=self.tp_dim, tp_blocks=self.tp_blocks,
-                             padded_length=self.padded_length)
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def layouts_of(model: nn.Module) -> dict[str, SavedLayout]:
-    """The layout of every parameter that this pipeline rank saves, by name."""
+    """Returns the layout of every parameter that this pipeline rank saves, by name."""
     return {name: SavedLayout.of(spec_of(parameter)) for name, parameter in model.named_parameters()
             if not spec_of(parameter).is_copy}
 
 
 def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor | None:
-    """What this rank saves of a local tensor: its rows without padding; None where another rank saves the tensor for all."""
+    """Returns the part of a local tensor that this rank saves: its rows without padding.
+
+    Returns None if another rank saves the tensor. A tensor that is not split is saved by TP rank 0
+    only, and the last stage's copy of a tied embedding is not saved.
+    """
     if spec.is_copy:
         return None
     if spec.tp_dim is None:
@@ -66,7 +42,13 @@ def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: in
 
 
 class ShardReader:
-    """Reads local tensors out of the files of all ranks of a saved run, whatever its TP size. Use as a context manager."""
+    """Reads this rank's tensors from the files of a run that was saved at any TP size.
+
+    Use it as a context manager.
+
+    kind: "model" or "optimizer".
+    saved_tp_size: the TP size of the run that saved the step.
+    """
 
     def __init__(self, step: Path, kind: str, *, saved_tp_size: int) -> None:
         self._step, self._kind, self._saved_tp_size = step, kind, saved_tp_size
@@ -80,45 +62,69 @@ class ShardReader:
         self._stack.close()
 
     def has(self, key: str, saved: SavedLayout) -> bool:
-        """Whether the file of TP rank 0 holds the key."""
+        """Returns whether the file of TP rank 0 holds the key."""
         return key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118  (safe_open is no mapping)
 
     def read(self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor:
-        """This rank's shard of the global tensor `key`, on the CPU, with zero padding. InputError where a file is damaged."""
-        try:
-            local = self._read(key, saved, wanted, tp_rank=tp_rank, tp_size=tp_size)
-        except RuntimeError as error:  # slices of other shapes than the metadata says
-            raise InputError(f"{self._step}: the files do not hold {key} as metadata.json describes it "
-                             f"({error})") from error
-        if local.shape != wanted.local_shape(tp_size):
-            raise InputError(f"{self._step}: {key} is {tuple(local.shape)} in the files, but "
-                             f"{wanted.local_shape(tp_size)} in this model")
-        return local
+        """Returns this rank's shard of the global tensor `key`, on the CPU, with zero padding.
 
-    def _read(self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor:
+        Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
+        metadata describes another split than this model's.
+        """
+        theirs, ours = (saved.global_shape, saved.tp_dim, saved.tp_blocks), (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks)
+        if theirs != ours:
+            raise InputError(f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this model has {ours}")
+        dtype = self._check_files(key, saved)
         if wanted.tp_dim is None:
             return self._slice(self._path(saved, 0), key, None)
-        assert saved.tp_dim == wanted.tp_dim, key
         dim = wanted.tp_dim
-        local: Tensor | None = None
+        local = torch.zeros(wanted.local_shape(tp_size), dtype=dtype)
+        # Every span has a place in the global tensor. The overlap of a saved span and a wanted span
+        # is copied, which works for any pair of TP sizes. Padding is in no span and stays zero.
         for source in range(self._saved_tp_size):
-            position = 0  # where a source span stands in the source file's tensor
-            for theirs in saved.spec().spans(source, self._saved_tp_size):
-                for ours in wanted.spans(tp_rank, tp_size):
-                    start = max(theirs.global_start, ours.global_start)
-                    stop = min(theirs.global_start + theirs.length, ours.global_start + ours.length)
+            position = 0  # where the span begins in the tensor of the source file
+            for span in saved.spec().spans(source, self._saved_tp_size):
+                for own in wanted.spans(tp_rank, tp_size):
+                    start = max(span.global_start, own.global_start)
+                    stop = min(span.global_start + span.length, own.global_start + own.length)
                     if start >= stop:
                         continue
-                    offset = position + start - theirs.global_start
+                    offset = position + start - span.global_start
                     rows = self._slice(self._path(saved, source), key, (dim, offset, offset + stop - start))
-                    if local is None:
-                        local = torch.zeros(wanted.local_shape(tp_size), dtype=rows.dtype)
-                    local.narrow(dim, ours.local_start + start - ours.global_start, stop - start).copy_(rows)
-                position += theirs.length
-        return torch.zeros(wanted.local_shape(tp_size)) if local is None else local
+                    local.narrow(dim, own.local_start + start - own.global_start, stop - start).copy_(rows)
+                position += span.length
+        return local
+
+    def _check_files(self, key: str, saved: SavedLayout) -> torch.dtype:
+        """Returns the dtype of a tensor.
+
+        Raises InputError unless every file holds its part in the right shape, in floating point,
+        and in the same dtype.
+        """
+        dtypes = set()
+        for tp_rank in range(1 if saved.tp_dim is None else self._saved_tp_size):
+            path, expected = self._path(saved, tp_rank), saved.file_shape(tp_rank, self._saved_tp_size)
+            part = self._entry(path, key)
+            if tuple(part.get_shape()) != expected:
+                raise InputError(f"{path}: {key} must have the shape {expected} that metadata describes (got "
+                                 f"{tuple(part.get_shape())}): the checkpoint is damaged")
+            if part.get_dtype() not in FLOATS:
+                raise InputError(f"{path}: {key} must hold one of {', '.join(FLOATS)} (got {part.get_dtype()}): the checkpoint "
+                                 "is damaged")
+            dtypes.add(part.get_dtype())
+        if len(dtypes) > 1:
+            raise InputError(f"{self._step}: {key} must have one dtype in all files (got {', '.join(sorted(dtypes))}): the "
+                             "checkpoint is damaged")
+        return FLOATS[dtypes.pop()]
 
     def _path(self, saved: SavedLayout, tp_rank: int) -> Path:
         return self._step / shard_file(self._kind, saved.pp_rank, tp_rank, self._saved_tp_size)
+
+    def _entry(self, path: Path, key: str) -> Any:
+        try:
+            return self._file(path).get_slice(key)
+        except SafetensorError as error:
+            raise InputError(f"{path}: cannot read {key} ({error}): the checkpoint is damaged") from error
 
     def _slice(self, path: Path, key: str, rows: tuple[int, int, int] | None) -> Tensor:
         try:
@@ -133,6 +139,7 @@ class ShardReader:
     def _file(self, path: Path) -> Any:
         if path not in self._files:
             try:
+                open_regular(path).close()
                 self._files[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{path}: cannot be read ({error}): the checkpoint is incomplete or damaged") from error

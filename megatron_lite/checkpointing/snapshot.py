@@ -1,4 +1,7 @@
-"""What a rank writes of a step, apart from the training that goes on: tensors on the CPU, and texts."""
+"""Collects the files that a rank writes for a step: tensors on the CPU, and texts.
+
+With copied tensors, training can go on while another thread writes them.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.files import CONFIG, METADATA, parameters_file, rng_file, shard_file
 from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.shards import layouts_of, owned_rows
+from megatron_lite.checkpointing.step_files import CONFIG, METADATA, parameters_file, rng_file, shard_file
 from megatron_lite.config.run import RunConfig
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 
 
 class TensorFile(NamedTuple):
-    """kind: "model", "optimizer" or "rng"."""
+    """A file of tensors. kind: "model", "optimizer" or "rng"."""
 
     kind: str
     name: str
@@ -30,7 +33,7 @@ class TensorFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The files of this rank. texts: by file name."""
+    """The files that this rank writes for a step. texts: the contents of text files, by name."""
 
     iteration: int
     files: tuple[TensorFile, ...]
@@ -39,9 +42,14 @@ class Snapshot:
 
 def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer, progress: Progress, *,
                   data: Mapping[str, Any], copy: bool) -> Snapshot:
-    """Every rank must call this: what data-parallel ranks share out is gathered, one parameter at a time.
+    """Returns the files that this rank writes for a step.
 
-    copy: later steps leave it as it is. Otherwise tensors on a CPU are the model's own, to be written before the next step.
+    Every rank must call this. Tensors that are sharded over data-parallel ranks are gathered, one
+    parameter at a time.
+
+    copy: whether to copy all tensors, so that later training steps do not change the snapshot.
+    Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
+    the next step.
     """
     metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size, pp_size=parallel.pp_size,
                         cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model), data=data,
@@ -50,7 +58,7 @@ def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, 
     files = [TensorFile("rng", rng_file(parallel.rank), parallel.rng.snapshot().states)]
     texts = {}
     weights, states = _owned_tensors(model, optimizer, parallel, copy=copy)
-    if parallel.data_rank == 0:
+    if parallel.dp_cp_rank == 0:
         names = {kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size) for kind in ("model", "optimizer")}
         files = [TensorFile("model", names["model"], weights), TensorFile("optimizer", names["optimizer"], states), *files]
         if parallel.tp_rank == 0:
@@ -62,25 +70,31 @@ def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, 
 
 
 class _Owned(NamedTuple):
-    """By the names of the files' tensors."""
+    """The weights and the optimizer states that a rank saves, by their names in the files."""
 
     weights: dict[str, Tensor]
     states: dict[str, Tensor]
 
 
 def _owned_tensors(model: nn.Module, optimizer: Optimizer, parallel: ParallelState, *, copy: bool) -> _Owned:
-    """Empty on all but the first of the data-parallel ranks."""
+    """Returns the tensors that this rank saves; none unless it is data-parallel rank 0.
+
+    Gathering a parameter is a collective, so every data-parallel rank must run the loop.
+    """
     found = _Owned({}, {})
     for name, parameter in model.named_parameters():
         weight, states = optimizer.weight(name), optimizer.whole_states(name)
-        if parallel.data_rank == 0:
+        if parallel.dp_cp_rank == 0:
             found.weights.update(_owned({name: weight}, parameter, parallel, copy=copy))
             found.states.update(_owned({f"{name}/{key}": value for key, value in states.items()}, parameter, parallel, copy=copy))
     return found
 
 
 def _owned(tensors: Mapping[str, Tensor], parameter: Tensor, parallel: ParallelState, *, copy: bool) -> dict[str, Tensor]:
-    """This rank's part of tensors that are split like the parameter, without what another TP rank saves."""
+    """Returns this rank's part of tensors that are split like the parameter, on the CPU.
+
+    Tensors that another TP rank saves are left out.
+    """
     spec = spec_of(parameter)
     owned = {key: owned_rows(tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size) for key, tensor in tensors.items()}
     return {key: tensor.to("cpu", copy=copy) for key, tensor in owned.items() if tensor is not None}

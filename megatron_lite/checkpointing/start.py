@@ -1,21 +1,25 @@
-"""Where a run begins: the newest step under --load that is what was written, decided once and alike on every rank.
+"""Chooses the checkpoint from which a run starts: the newest undamaged step under --load.
 
-The pointer names a step. Where it is broken, or the step is, that is reported, and the next older step is tried, and so on; never
-a later one, which belongs to a course that was left. Only a broken pointer makes all steps candidates.
+Rank 0 lists the candidates and all ranks check them together, so every rank chooses the same step.
+The pointer file names the first candidate. If that step is damaged, the run reports the damage
+and tries the next older step of the same course, and so on. It never tries a later step: a later
+step belongs to a course that was left. If the pointer is broken, or older than a step of a later
+start, the run begins with the newest step of the highest start instead (origin.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.files import LATEST, read_pointer, saved_steps, step_directory
-from megatron_lite.checkpointing.manifest import Manifest
-from megatron_lite.checkpointing.metadata import Metadata
+from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
+from megatron_lite.checkpointing.metadata import Metadata, check_config_fits, read_config
+from megatron_lite.checkpointing.origin import Origin, OwnSteps
 from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.step_files import LATEST, METADATA, read_pointer, saved_steps, step_directory
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.parallel.collectives import all_gather_bytes
@@ -27,33 +31,51 @@ FaultOf = Callable[[Path], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """step, metadata: None where the run starts from scratch. progress: how far it has come; 0 with --finetune."""
+    """The point from which a run starts.
+
+    step, metadata: the checkpoint and its metadata; None if the run starts from scratch.
+    progress: how far the run has come; it is zero with --finetune.
+    course: the steps in the directory of --save that led to `step`; empty if there are none.
+    notices: lines for the log.
+    """
 
     step: Path | None = None
     metadata: Metadata | None = None
     progress: Progress = field(default_factory=Progress)
+    course: tuple[OwnSteps, ...] = ()
     notices: tuple[str, ...] = ()
 
 
 class Candidates(NamedTuple):
-    """fault: of the pointer. steps: iterations to try, the first one first. later: those that the pointer leaves out."""
+    """The steps that a run may start from.
+
+    fault: what is wrong with the pointer; None if it names a step.
+    steps: the iterations to try, in this order.
+    later: iterations later than the first one to try. They are not tried.
+    left: earlier iterations of a course that was left. They are not tried.
+    stale: why the run ignores a pointer that names a step; None if it follows the pointer.
+    """
 
     fault: str | None
     steps: list[int]
     later: list[int]
+    left: list[int]
+    stale: str | None
 
 
 class Found(NamedTuple):
-    """notices: what was passed over, and why."""
+    """The step to start from. notices: which steps were passed over, and why."""
 
     step: Path
     notices: tuple[str, ...]
 
 
 def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
-    """What --load asks for. Every rank must call this: each reads a share of every step that is tried, to compare checksums.
+    """Returns the point that --load asks for. Every rank must call this.
 
-    InputError on every rank: nothing there (unless --allow-fresh-start), no good step, or the first one is damaged and
+    Each rank reads a share of the files of every step that is tried, and compares their checksums.
+    Raises InputError on every rank in three cases: the directory holds no step and
+    --allow-fresh-start is not given; no step is good; the first step is damaged and
     --no-load-fallback is given.
     """
     if options.load is None:
@@ -71,27 +93,90 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
 
     found = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     metadata = parallel.together("--load", lambda: Metadata.read(found.step))
-    return Start(step=found.step, metadata=metadata, progress=Progress() if options.finetune else metadata.progress,
-                 notices=found.notices)
+    if options.finetune or not options.continues:
+        return Start(step=found.step, metadata=metadata, progress=Progress() if options.finetune else metadata.progress,
+                     notices=found.notices)
+    origin = parallel.together("--load", lambda: Manifest.read(found.step).origin)
+    return Start(step=found.step, metadata=metadata, progress=metadata.progress, notices=found.notices,
+                 course=origin.course_from(metadata.progress.iteration))
 
 
 def candidates(root: Path) -> Candidates:
-    """The steps under `root` in the order in which they are tried."""
+    """Returns the steps under `root`, in the order in which a run tries them."""
     steps = saved_steps(root)
     if not steps and not (root / LATEST).exists():
-        return Candidates(None, [], [])
+        return Candidates(None, [], [], [], None)
+    origins = {step: origin for step in steps if (origin := origin_of(step_directory(root, step))) is not None}
     try:
         newest = read_pointer(root)
     except InputError as error:
-        return Candidates(str(error), steps[::-1], [])
-    return Candidates(None, [step for step in reversed(steps) if step <= newest], [step for step in steps if step > newest])
+        # Without a pointer the highest start is the best guess. The steps outside its course are a
+        # last resort, so they come after it.
+        course = _course_of(_last_of_highest_start(origins, steps), steps, origins)
+        return Candidates(str(error), [*course, *(step for step in reversed(steps) if step not in course)], [], [], None)
+    later_start = _step_after_pointer(root, newest, origins)
+    stale = None
+    if later_start is not None:
+        stale = (f"{root / LATEST} names iteration {newest}, but a later start has saved "
+                 f"{step_directory(root, later_start).name} since: the pointer is not followed")
+        newest = later_start
+    course = [step for step in _course_of(newest, steps, origins) if step <= newest]
+    return Candidates(None, course, [step for step in steps if step > newest],
+                      [step for step in steps if step <= newest and step not in course], stale)
+
+
+def origin_of(step: Path) -> Origin | None:
+    """Returns which start saved a step; None if its manifest cannot be read."""
+    try:
+        return Manifest.read(step).origin
+    except InputError:
+        return None
+
+
+def _last_of_highest_start(origins: Mapping[int, Origin], steps: Sequence[int]) -> int:
+    return max(origins, key=lambda step: (origins[step].start, step), default=max(steps, default=0))
+
+
+def _course_of(newest: int, steps: Sequence[int], origins: Mapping[int, Origin]) -> list[int]:
+    """Returns the step and the steps that led to it, in descending order.
+
+    A step whose origin cannot be read may belong to the course, so the list contains it too. The
+    list also contains steps of the same start that are later than `newest`.
+    """
+    origin = origins.get(newest, Origin())
+    return [step for step in reversed(steps) if step not in origins or origin.includes(origins[step], step)]
+
+
+def _step_after_pointer(root: Path, newest: int, origins: Mapping[int, Origin]) -> int | None:
+    """Returns the newest complete step of the highest start if the pointer is stale, else None.
+
+    The pointer is stale if that start is later than the one whose step the pointer names, and saved
+    its step after the pointer was written. The time matters because a user may have set the
+    pointer by hand since: such a pointer is followed.
+    """
+    complete = {step: origin for step, origin in origins.items() if is_complete(step_directory(root, step))}
+    last = _last_of_highest_start(complete, [])
+    if newest not in origins or last not in origins or origins[last].start <= origins[newest].start:
+        return None
+    try:
+        pointed_at, saved_at = (path.stat().st_mtime_ns for path in (root / LATEST, step_directory(root, last) / MANIFEST))
+    except OSError:
+        return None
+    return last if saved_at > pointed_at else None
 
 
 def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallback: bool) -> Found:
-    """The first candidate without a fault. InputError where there is none, or where an earlier one had to be passed over and
-    that is not wanted."""
-    notices = [f"{root}: later than the checkpoint that {LATEST} names, and not used: {_names(root, there.later)}"] \
-        if there.later else []
+    """Returns the first candidate without a fault.
+
+    fault_of: returns what is wrong with a step, or None.
+    fallback: whether to go on to the next candidate after a fault.
+    Raises InputError if no candidate is good, or if one has a fault and `fallback` is false.
+    """
+    notices = [] if there.stale is None else [f"warning: {there.stale}"]
+    if there.later:
+        notices.append(f"{root}: later than the checkpoint that {LATEST} names, and not used: {_names(root, there.later)}")
+    if there.left:
+        notices.append(f"{root}: of a course that was left, and not used: {_names(root, there.left)}")
     faults = [] if there.fault is None else [there.fault]
     for number in there.steps:
         if faults and not fallback:
@@ -110,16 +195,29 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
 
 
 def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
-    """Why a step cannot be relied on; None where it is what was written. Reads the share of one of `size` ranks."""
+    """Returns why a step cannot be relied on; None if it holds what was written.
+
+    rank, size: this call reads and checks the contents of one rank's share of the files.
+    """
     try:
         manifest = Manifest.read(step)
+        if f"iter_{manifest.iteration:07d}" != step.stem:
+            raise InputError(f"{step}: the manifest is that of iteration {manifest.iteration}")
         manifest.check_sizes(step)
         manifest.check_contents(step, manifest.share(rank, size))
         metadata = Metadata.read(step)
+        if metadata.progress.iteration != manifest.iteration:
+            raise InputError(f"{step / METADATA}: progress.iteration must be that of the step, {manifest.iteration} (got "
+                             f"{metadata.progress.iteration}): the checkpoint is damaged")
+        # Each rank has a random-number file of its own, so a step has at least as many files as
+        # ranks. The check comes before expected_files, which lists a name for every rank.
+        if metadata.world_size > len(manifest.files):
+            raise InputError(f"{step / METADATA}: describes {metadata.world_size} ranks, but the manifest lists "
+                             f"{len(manifest.files)} files: the checkpoint is damaged")
         missing = sorted(metadata.expected_files() - set(manifest.files))
-        if missing or f"iter_{manifest.iteration:07d}" != step.stem:
-            raise InputError(f"{step}: " + (f"{missing[0]} is not in the manifest" if missing else
-                                            f"the manifest is that of iteration {manifest.iteration}"))
+        if missing:
+            raise InputError(f"{step}: {missing[0]} is not in the manifest")
+        check_config_fits(step, read_config(step), metadata)
     except InputError as error:
         return str(error)
     return None

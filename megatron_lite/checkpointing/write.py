@@ -1,7 +1,11 @@
-"""From snapshots to a durable step: files, checksums, manifest, name, pointer, and what is not kept any more.
+"""Writes the snapshots of all ranks as one durable step.
 
-Runs in the training's own thread or in a background one, and is the same there: ranks talk over `parallel.saver_group` alone,
-which nothing else uses, so that their messages never mix with training's.
+A step is written in this order: the tensor and text files, their checksums, the manifest, the
+step's name, and the pointer. After that the steps that are not kept are deleted.
+
+The code is the same in the training thread and in a background thread. The ranks exchange data
+only over `parallel.saver_group`. No other code uses that group, so that these messages never mix
+with those of training.
 """
 
 from __future__ import annotations
@@ -15,42 +19,52 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.files import publish_step, write_synced
+from megatron_lite.checkpointing.directory import SaveDirectory, publish_step
 from megatron_lite.checkpointing.lock import DirectoryLock
 from megatron_lite.checkpointing.manifest import MANIFEST, FileRow, Manifest, row_of, rows_from_plain, rows_to_plain
+from megatron_lite.checkpointing.origin import Origin, OwnSteps
 from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.retention import delete_old_steps, supersede_later_steps
+from megatron_lite.checkpointing.retention import delete_old_steps, supersede_other_courses
 from megatron_lite.checkpointing.snapshot import Snapshot, TensorFile
+from megatron_lite.checkpointing.step_files import write_synced
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.training import CheckpointConfig
-from megatron_lite.data.files import sync_file, sync_folder
+from megatron_lite.data.durable_files import sync_file, sync_folder
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
 Rows = dict[str, FileRow]
-DONE, FAILED, REFUSED = b"0", b"1", b"2"  # the first byte of an answer
+# The first byte of an answer. REFUSED: the action raised InputError. FAILED: another exception.
+DONE, FAILED, REFUSED = b"0", b"1", b"2"
 LONGEST_REASON = 4000
 
 
 class StepWriter:
-    """Writes the steps of one run. token: of its temporary folders. lock: rank 0's. started_at: the iteration it went on from."""
+    """Writes the steps of one run.
+
+    token: identifies this start in the names of its temporary folders.
+    lock: the lock on the directory of --save, on rank 0; None on the other ranks.
+    started_at: the iteration that the run went on from.
+    course: the steps that led to that iteration.
+    """
 
     def __init__(self, options: CheckpointConfig, parallel: ParallelState, *, token: str, lock: DirectoryLock | None,
-                 started_at: int) -> None:
+                 started_at: int, course: tuple[OwnSteps, ...] = ()) -> None:
         assert options.save is not None
         self._options, self._parallel, self._root = options, parallel, Path(options.save)
-        self._token, self._lock, self._started_at = token, lock, started_at
+        self._token, self._lock, self._started_at, self._course = token, lock, started_at, course
         self._own: set[int] = set()
 
     def write(self, snapshot: Snapshot) -> list[str]:
-        """Returns once the step is durable and named by the pointer, with notices for the log. Every rank must call this.
+        """Returns notices for the log, once the step is durable and the pointer names it.
 
-        InputError on every rank where any could not write, or where the lock was lost; what was there before stays as it is.
-        Three exchanges of a few bytes; one of them of the checksums.
+        Every rank must call this. If any rank could not write, or the lock was lost, every rank
+        raises InputError, and the earlier steps stay as they are. Issues three exchanges of a few
+        bytes over `parallel.saver_group`; the second one carries the checksums of all files.
         """
         temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._token}"
         try:
-            self._on_rank_0(snapshot, lambda: self._start(temporary))
+            self._on_rank_0(snapshot, lambda: self._make_folder(temporary))
             answers = self._everywhere(snapshot, lambda: self._written(temporary, snapshot))
             points.reached(Point.LISTED)
             rows: Rows = {}
@@ -64,7 +78,7 @@ class StepWriter:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def _start(self, temporary: Path) -> bytes:
+    def _make_folder(self, temporary: Path) -> bytes:
         assert self._lock is not None
         self._lock.check()
         shutil.rmtree(temporary, ignore_errors=True)
@@ -77,35 +91,56 @@ class StepWriter:
             return _rows_to_bytes(_write_files(temporary, snapshot))
         finally:
             if self._lock is not None:
-                self._lock.check()  # whoever has taken it has removed the folder: that is what to say
+                # A start that has taken the lock has also removed the folder. Its LockLost replaces
+                # the less clear "no such file" of the write.
+                self._lock.check()
 
     def _publish(self, temporary: Path, iteration: int, rows: Rows) -> bytes:
         assert self._lock is not None
-        write_synced(temporary / MANIFEST, Manifest(iteration, rows).to_json().encode())
+        directory, origin = SaveDirectory(self._root, self._lock), Origin(self._lock.start, self._course)
+        write_synced(temporary / MANIFEST, Manifest(iteration, rows, origin).to_json().encode())
         points.reached(Point.MANIFEST)
         sync_folder(str(temporary))
         points.reached(Point.SYNCED)
-        self._lock.check()
-        publish_step(temporary, iteration)
+        publish_step(directory, temporary, iteration)
         self._own.add(iteration)
-        return json.dumps(self._tidy(iteration)).encode()
+        return json.dumps(self._tidy(directory, origin, iteration)).encode()
 
-    def _tidy(self, iteration: int) -> list[str]:
-        """Later steps of another course, and those that are not kept. The new step is durable whatever becomes of this."""
-        assert self._lock is not None
+    def _tidy(self, directory: SaveDirectory, origin: Origin, iteration: int) -> list[str]:
+        """Sets the steps of other courses aside and deletes the steps that are not kept.
+
+        Returns notices for the log. An OSError becomes a notice, because the new step is already
+        durable.
+        """
         try:
-            renamed = supersede_later_steps(self._root, started_at=self._started_at, own=self._own)
-            self._lock.check()
-            delete_old_steps(self._root, self._options, newest=iteration)
-            return [f"{self._root}: a later step that this run does not go on from is now {name}" for name in renamed]
+            renamed = supersede_other_courses(directory, self._root, started_at=self._started_at, own=self._own, origin=origin)
+            delete_old_steps(directory, self._root, self._options, newest=iteration)
+            return [f"{self._root}: a step that does not lead to this run's is now {name}" for name in renamed]
         except OSError as error:
             return [f"warning: --save {self._root}: old checkpoints could not be tidied away ({error})"]
 
     def _on_rank_0(self, snapshot: Snapshot, action: Callable[[], bytes]) -> bytes:
-        return self._everywhere(snapshot, action if self._parallel.rank == 0 else lambda: b"")[0]
+        return self._everywhere(snapshot, lambda: self._locked(action) if self._parallel.rank == 0 else b"")[0]
+
+    def _locked(self, action: Callable[[], bytes]) -> bytes:
+        """Returns what the action returns.
+
+        After an OSError it checks the lock: if a later start has removed the files that the action
+        needs, LockLost names that cause.
+        """
+        assert self._lock is not None
+        try:
+            return action()
+        except OSError:
+            self._lock.check()
+            raise
 
     def _everywhere(self, snapshot: Snapshot, action: Callable[[], bytes]) -> list[bytes]:
-        """What the action returned on each rank, once all have done it. Where it failed on any, for any reason, all raise."""
+        """Returns what the action returned on each rank, once all ranks have finished it.
+
+        If the action failed on any rank, for any reason, every rank raises. A rank that raised
+        before the exchange would leave the others waiting in the all-gather.
+        """
         failure: Exception | None = None
         try:
             answer = DONE + action()
@@ -118,17 +153,19 @@ class StepWriter:
             return [one[len(DONE):] for one in answers]
         if failure is not None and not isinstance(failure, (OSError, InputError, SafetensorError)):
             raise failure
+        # An InputError such as LockLost names the cause, so it comes first. If a later start has
+        # removed the folder, the other ranks see only a missing file.
         first = min(failed, key=lambda rank: (not answers[rank].startswith(REFUSED), rank))
         reason = answers[first][1:].decode(errors="replace")
         if answers[first].startswith(FAILED):
             reason = (f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not be written by rank "
                       f"{first}: {reason}. Earlier checkpoints are as they were")
-        # Said once, by rank 0, whoever has failed.
+        # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure
 
 
 def _write_files(temporary: Path, snapshot: Snapshot) -> Rows:
-    """This rank's, synced."""
+    """Writes and syncs the files of this rank. Returns the size and checksum of each."""
     rows = {}
     for file in snapshot.files:
         path = temporary / file.name
@@ -144,7 +181,8 @@ def _write_files(temporary: Path, snapshot: Snapshot) -> Rows:
 
 def _write_tensors(path: Path, file: TensorFile) -> None:
     path.touch()
-    mode = path.stat().st_mode  # what the umask allows; save_file would make it readable by its owner alone
+    # save_file makes the file readable by its owner only. This is the mode that the umask allows.
+    mode = path.stat().st_mode
     save_file({key: tensor.detach().cpu().contiguous() for key, tensor in file.tensors.items()}, str(path))
     path.chmod(mode)
     with path.open("rb") as written:

@@ -1,30 +1,39 @@
-"""Small helpers for the rules of the config classes: every message names the value, the rule and the fix."""
+"""Helpers for the rules of the config classes.
+
+Every error message names the value, the rule and the fix.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 
 class InputError(ValueError):
-    """A fault in what the user gave (a file, a directory, a launch), found after the flags were parsed.
+    """A fault in the user's input that is found after the flags were parsed.
 
-    `pretrain_gpt.py` and the tools print its message as one line and exit with status 2, without a traceback.
+    The input is a file, a directory or a launch. `pretrain_gpt.py` and the tools print the message
+    as one line and exit with status 2, without a traceback.
     """
 
 
 class PeerError(InputError):
-    """The same, found by another rank, whose message says what it is."""
+    """A fault that another rank met and reports. This rank only knows that it exists."""
 
 
 def flag(field: str) -> str:
-    """The command-line spelling of a config field: `num_layers` -> `--num-layers`."""
+    """Returns the flag of a config field: `num_layers` -> `--num-layers`."""
     return "--" + field.replace("_", "-")
 
 
 def require_at_least(config: Any, minimum: float, *fields: str) -> None:
-    """Raises ValueError unless every named field of `config` that is set (not None) is >= `minimum`, and finite."""
+    """Raises ValueError if a named field of `config` is below `minimum`, infinite or NaN.
+
+    Fields that are None are not checked.
+    """
     for field in fields:
         value = getattr(config, field)
         if value is not None and not minimum <= value < math.inf:
@@ -33,7 +42,7 @@ def require_at_least(config: Any, minimum: float, *fields: str) -> None:
 
 
 def require_within(config: Any, low: float, high: float, *fields: str) -> None:
-    """Raises ValueError unless every named field that is set lies in [low, high)."""
+    """Raises ValueError if a named field lies outside [low, high). Fields that are None pass."""
     for field in fields:
         value = getattr(config, field)
         if value is not None and not low <= value < high:
@@ -41,7 +50,7 @@ def require_within(config: Any, low: float, high: float, *fields: str) -> None:
 
 
 def require_not_empty(config: Any, *fields: str) -> None:
-    """Raises ValueError where a named path is the empty string, as an unset shell variable makes it."""
+    """Raises ValueError if a named path is empty, as an unset shell variable makes it."""
     for field in fields:
         if getattr(config, field) == "":
             raise ValueError(f"{flag(field)} is empty: give a path, or leave the flag out")
@@ -54,7 +63,23 @@ def require_one_of(config: Any, field: str, allowed: Sequence[str]) -> None:
         raise ValueError(f"{flag(field)} must be one of {', '.join(allowed)} (got {value!r})")
 
 
+def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
+    """Returns table[name].
+
+    Raises ValueError for a name without an entry: no code may treat a new choice as an old one.
+
+    what: the flag or property that was set, for the error message.
+    """
+    if name not in table:
+        raise ValueError(f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of them, or add an entry "
+                         f"for {name}")
+    return table[name]
+
+
 def resolve(config: Any, field: str, value: Any) -> None:
-    """Fills a None field of a frozen config with its derived value. Only for use inside `__post_init__`."""
+    """Gives a field of a frozen config its derived value if it is None.
+
+    Only `__post_init__` may call this.
+    """
     if getattr(config, field) is None:
         object.__setattr__(config, field, value)

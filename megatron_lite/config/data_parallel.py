@@ -1,4 +1,7 @@
-"""How data-parallel ranks share out gradients, optimizer states and weights, and when they talk about them."""
+"""How gradients, optimizer states and weights are sharded over data-parallel ranks.
+
+It also holds the settings that decide when the ranks exchange them.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,27 @@ from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag, require_at_least
 
-OVERLAP_FLAGS = ("overlap_grad_reduce", "overlap_param_gather")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """What each data-parallel rank holds of a model, and how gradients are summed.
+    """The share of a model that each of n data-parallel ranks holds, and how gradients are summed.
 
-        neither flag                  weights, gradients and optimizer states, all whole
-        use_distributed_optimizer     1/d of the optimizer states and float32 master weights (ZeRO-1)
-        use_torch_fsdp2               1/d of everything; a layer is whole while it is computed (FSDP2)
+        neither flag                 whole weights, gradients and optimizer states
+        use_distributed_optimizer    whole weights and gradients, 1/n of the optimizer states and
+                                     float32 master weights (ZeRO-1)
+        use_torch_fsdp2              1/n of everything; a layer's weights are whole while the layer
+                                     computes (FSDP2)
 
-    ddp_bucket_size: how many parameters are reduced at a time under overlap_grad_reduce; None: 40 million, or 1 million for each
-    rank if that is more. grad_reduce_in_bf16: ranks exchange bf16 gradients; each still sums its micro-batches in float32.
+    overlap_grad_reduce: whether gradients are reduced bucket by bucket, beside backward.
+    ddp_bucket_size: the number of parameters of a bucket under overlap_grad_reduce. None: 40
+        million, or 1 million for each rank if that is more.
+    grad_reduce_in_bf16: whether ranks exchange gradients in bfloat16. Each rank still sums the
+        gradients of its micro-batches in float32.
+    overlap_param_gather: whether updated weights are gathered beside the next forward.
+    torch_fsdp2_reshard_after_forward: whether a layer's gathered weights are freed after its
+        forward. If not, they stay until its backward.
+    fsdp_memory_efficient_wrapping: whether the token embedding and the output projection are
+        gathered by themselves, when they are needed.
     """
 
     overlap_grad_reduce: bool = False
@@ -45,24 +56,11 @@ class DataParallelConfig:
                 spelling = "--torch-fsdp2-no-reshard-after-forward" if default else flag(field)
                 raise ValueError(f"{spelling} needs --use-torch-fsdp2")
 
-    def bucket_size(self, data_size: int) -> int | None:
-        """Parameters reduced at a time over `data_size` ranks; None: all at once, after the last backward."""
+    def bucket_size(self, dp_cp_size: int) -> int | None:
+        """Returns the number of parameters of a bucket that is reduced over `dp_cp_size` ranks.
+
+        Returns None without overlap: all gradients are reduced at once, after the last backward.
+        """
         if not self.overlap_grad_reduce:
             return None
-        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * data_size)
-
-    def notices(self, data_size: int | None = None) -> list[str]:
-        """A line for each setting that does nothing. data_size: ranks that share the work, once the launch has told."""
-        notices = []
-        if data_size is None:
-            if self.use_torch_fsdp2 and self.overlap_grad_reduce:
-                notices.append("--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps always")
-            if self.ddp_bucket_size is not None and (self.use_torch_fsdp2 or not self.overlap_grad_reduce):
-                reason = "under --use-torch-fsdp2, which reduces layer by layer" if self.use_torch_fsdp2 else \
-                         "without --overlap-grad-reduce: everything is reduced at once"
-                notices.append(f"--ddp-bucket-size {self.ddp_bucket_size} has no effect {reason}")
-        elif data_size == 1:
-            given = [name for name in (*OVERLAP_FLAGS, "grad_reduce_in_bf16", "use_distributed_optimizer", "use_torch_fsdp2")
-                     if getattr(self, name)]
-            notices += [f"{flag(name)} has no effect at data-parallel size 1: nothing is shared out or summed" for name in given]
-        return notices
+        return self.ddp_bucket_size or max(40_000_000, 1_000_000 * dp_cp_size)

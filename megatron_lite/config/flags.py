@@ -1,7 +1,8 @@
-"""What happens to a Megatron flag that is no field of a config: no effect, one value only, an old spelling, refused, unknown.
+"""The answers to Megatron flags that set no field of a config.
 
-`arguments.py` adds the supported flags; every other flag of Megatron gets an answer from these tables. The long table of what is
-refused, and why, is `megatron_flags.py`.
+Such a flag has no effect, allows one value only, is an old spelling, or is refused. `arguments.py`
+adds the supported flags and takes all other answers from the tables of this module. The long table
+of refused flags, with the reasons, is in `megatron_flags.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterable
 
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 
-# Accepted, since leaving them out gives the same run. A word after the flag: it takes a value. The text says why.
+# Flags that are accepted and ignored: the run is the same without them. A word after the flag
+# means that it takes a value. The text gives the reason.
 WITHOUT_EFFECT = {
     "--use-mcore-models": "there is one model implementation",
     "--transformer-impl NAME": "there is one layer implementation",
@@ -32,7 +34,6 @@ WITHOUT_EFFECT = {
                                     "--torch-fsdp2-no-reshard-after-forward",
     "--use-cpu-initialization": "initial weights are always drawn on the CPU, the same for every device",
     "--disable-gloo-process-groups": "one backend serves all process groups (--distributed-backend)",
-    "--local-rank N": "the rank is read from the launcher's environment",
     "--te-rng-tracker": "random numbers come from the named streams of this program",
     "--inference-rng-tracker": "random numbers come from the named streams of this program",
     "--manual-gc": "garbage collection is left to Python",
@@ -76,7 +77,7 @@ WITHOUT_EFFECT = {
     "--no-query-key-layer-scaling": "scores are never scaled by the layer number",
 }
 
-# Refused with any other value: this one is what happens here anyway.
+# Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE = {
     "--expert-model-parallel-size": "1",
     "--expert-tensor-parallel-size": "1",
@@ -85,10 +86,11 @@ ONLY_VALUE = {
     "--cuda-graph-impl": "none",
     "--dataloader-type": "single",
     "--weight-decay-incr-style": "constant",
+    "--muon-scalar-optimizer": "adam",
     "--rerun-mode": "disabled",
 }
 
-# Old spellings that mean the same as a flag of today.
+# Old spellings, with the flags that replace them.
 RENAMED = {
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
@@ -104,17 +106,24 @@ RENAMED = {
 
 
 def refusal_reason(name: str) -> str | None:
-    """Why a flag of Megatron is refused, with the nearest thing that works. None for a flag that Megatron does not have."""
+    """Returns why a flag of Megatron is refused, with the nearest setting that works.
+
+    Returns None for a flag that Megatron does not have.
+    """
     return next((reason for reason, names in REFUSED_FAMILIES if name.removeprefix("--") in names.split()), None)
 
 
 def refused_flags() -> list[str]:
-    """Every flag that is refused by name."""
+    """Returns all flags that are refused by name."""
     return [f"--{name}" for _, names in REFUSED_FAMILIES for name in names.split()]
 
 
 def closest_flag(name: str, supported: Iterable[str]) -> str | None:
-    """The known flag whose spelling is nearest to `name`, if any is near. A supported one goes before any other."""
+    """Returns the known flag whose spelling is nearest to `name`, or None if none is near.
+
+    The order is: supported flags with a close spelling, other flags of Megatron, and last the
+    supported flags with a loosely similar spelling.
+    """
     supported = list(supported)
     others = [*(entry.partition(" ")[0] for entry in WITHOUT_EFFECT), *refused_flags()]
     for known, cutoff in ((supported, 0.75), (others, 0.8), (supported, 0.62)):

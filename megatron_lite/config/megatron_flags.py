@@ -1,9 +1,12 @@
-"""Every flag of Megatron-LM that this program refuses, by family: the reason and the nearest thing that works, then the names.
+"""All flags of Megatron-LM that this program refuses, grouped by the reason.
 
-A table only; `flags.py` reads it. Names are written without their leading dashes.
+Each entry has the reason with the nearest setting that works, and the names of the flags without
+their leading dashes. `flags.py` reads the table.
 """
 
 from __future__ import annotations
+
+from megatron_lite.config.optimizer_settings import REFUSED_OPTIMIZER_FLAGS
 
 REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("the model is a decoder; use --num-layers and --seq-length",
@@ -73,14 +76,15 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ("multi-latent attention is not built; use --group-query-attention",
      """cache-mla-latents kv-lora-rank mla-down-proj-fusion mscale mscale-all-dim multi-latent-attention q-lora-rank
      qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor v-head-dim"""),
-    ("attention is causal multi-head or grouped-query attention over the whole sequence; use --group-query-attention",
+    ("attention is causal multi-head or grouped-query attention over the whole sequence or a window; use "
+     "--group-query-attention or --window-size",
      """attention-output-gate disable-dsa-indexer-rotate-activation disable-dsa-indexer-scoring-relu dsa-indexer-head-dim
      dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads
      dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset dsa-indexer-topk dsa-indexer-topk-freq
      dsa-indexer-use-sparse-loss dsa-kernel-backend experimental-attention-variant flash-attention-version
      linear-attention-freq linear-conv-kernel-dim linear-key-head-dim linear-num-key-heads linear-num-value-heads
      linear-value-head-dim no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu qk-clip qk-clip-alpha
-     qk-clip-threshold qk-l2-norm softmax-type window-attn-skip-freq window-size"""),
+     qk-clip-threshold qk-l2-norm softmax-type"""),
     ("state-space and hybrid layers are not built; every layer is a transformer layer",
      """disable-mamba-mem-eff-path gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder
      hybrid-layer-pattern hybrid-override-pattern is-hybrid-model mamba-head-dim mamba-num-groups mamba-num-heads
@@ -92,7 +96,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      """enable-mhc-connections mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations
      mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult use-mup"""),
     ("this position embedding is not built; use --position-embedding-type learned_absolute, rope or none",
-     """mrope-section no-rope-freq no-yarn-correction-range-round-to-int relative-attention-max-distance
+     """mrope-section no-yarn-correction-range-round-to-int relative-attention-max-distance
      relative-attention-num-buckets rope-scaling-factor rope-type rotary-interleaved rotary-seq-len-interpolation-factor
      use-rope-scaling yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int
      yarn-original-max-position-embeddings"""),
@@ -109,12 +113,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
      use-kitchen-attention"""),
     ("the precision of a run is float32, or --bf16 or --fp16 with float32 losses, gradients and master weights",
      """disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy fp32-residual-connection output-logit-dtype"""),
-    ("the optimizer is AdamW on the device of the model; use --optimizer adam",
-     """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype lion-beta1 lion-beta2 main-grads-dtype main-params-dtype
-     muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv
-     muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-tp-mode muon-use-syrk no-pin-cpu-grads no-pin-cpu-params
-     optimizer-cpu-offload optimizer-cuda-graph optimizer-offload-fraction sgd-momentum use-precision-aware-optimizer
-     use-torch-optimizer-for-cpu-offload"""),
+    REFUSED_OPTIMIZER_FLAGS,
     ("one learning rate and one constant weight decay (none for biases and norms) hold for all weights; use --lr and "
      "--weight-decay",
      """apply-wd-to-qk-layernorm decoupled-lr decoupled-min-lr end-weight-decay freeze-all-layers no-weight-decay-cond-type

@@ -1,27 +1,83 @@
-"""The model's shape: what a layer computes, never how it is split or run.
+"""The configuration of the model: what a layer computes, not how ranks split it or run it.
 
 NOTATION, used in every docstring of the project:
-    s  sequence length          b  micro-batch size       h  hidden size          f  ffn hidden size
-    a  attention heads          g  query groups (GQA)     d  head dim             V  vocabulary
-    L  layers                   t  tensor-parallel size   m  micro-batches per step      c  context-parallel size
-Activations are laid out [s, b, h] (sequence first, as Megatron does), so that sequence parallelism shards dim 0.
+    s  sequence length          b  micro-batch size        h  hidden size
+    f  ffn hidden size          V  vocabulary              L  layers
+    a  attention heads          g  query groups (GQA)      d  head dim
+    r  rotated channels of a head
+    t  tensor-parallel size     c  context-parallel size   p  pipeline-parallel size
+    m  micro-batches per step   v  virtual stages of a pipeline rank
+Activations have the layout [s, b, h]: sequence first, as in Megatron. Sequence parallelism shards
+dim 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
-from megatron_lite.config.checks import require_at_least, require_one_of, require_within, resolve
+from megatron_lite.config.checks import chosen, require_at_least, require_one_of, require_within, resolve
+from megatron_lite.config.layer_pattern import check_layers, marks, reach
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+NORM_IMPLS = ("torch", "apex")
 ATTENTION_BACKENDS = ("auto", "flash", "unfused")
+
+
+class Positions(NamedTuple):
+    """How a model encodes positions.
+
+    learned: whether each position has a learned embedding.
+    rotated: whether attention rotates queries and keys.
+    """
+
+    learned: bool
+    rotated: bool
+
+
+class ActivationFacts(NamedTuple):
+    """One activation of the MLP.
+
+    Every activation except the first has a boolean field of ModelConfig with its name.
+
+    fc1_blocks: the number of outputs of the MLP's first matmul, each f wide. A gated activation
+        has two.
+    help: the help text of its flag.
+    """
+
+    fc1_blocks: int
+    help: str = ""
+
+
+# The facts about each choice, for the code that builds the model, predicts its memory and counts
+# its parameters. A choice without an entry raises ValueError wherever it is read (`chosen`).
+POSITIONS = {"learned_absolute": Positions(learned=True, rotated=False), "rope": Positions(learned=False, rotated=True),
+             "none": Positions(learned=False, rotated=False)}
+NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
+ACTIVATIONS = {
+    "gelu": ActivationFacts(fc1_blocks=1),
+    "swiglu": ActivationFacts(fc1_blocks=2, help="gated linear unit with SiLU in the MLP, instead of GELU"),
+    "squared_relu": ActivationFacts(fc1_blocks=1, help="squared ReLU in the MLP, instead of GELU"),
+}
+DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
+ALWAYS_UNFUSED = {"auto": False, "flash": False, "unfused": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of one GPT. `ffn_hidden_size` and `kv_channels` may be None: they are derived as Megatron does."""
+    """The shape of one GPT.
+
+    ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
+        down to a multiple of 64.
+    kv_channels: d. None: h / a, as in Megatron.
+    norm_impl: "torch" or "apex", the library whose kernel computes the norms.
+    window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
+    window_attn_skip_freq: which layers have the window. None: all layers.
+    no_rope_freq: which layers have no rotary embedding. None: no layer.
+
+    config/layer_pattern.py defines the last two.
+    """
 
     num_layers: int
     hidden_size: int
@@ -34,7 +90,9 @@ class ModelConfig:
     position_embedding_type: str = "learned_absolute"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    no_rope_freq: int | tuple[int, ...] | None = None
     normalization: str = "LayerNorm"
+    norm_impl: str = "torch"
     norm_epsilon: float = 1e-5
     qk_layernorm: bool = False
     swiglu: bool = False
@@ -45,6 +103,8 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = False
     attention_backend: str = "auto"
     attention_softmax_in_fp32: bool = False
+    window_size: tuple[int, int] | None = None
+    window_attn_skip_freq: int | tuple[int, ...] | None = None
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
@@ -56,6 +116,7 @@ class ModelConfig:
         require_within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         require_one_of(self, "position_embedding_type", POSITION_EMBEDDING_TYPES)
         require_one_of(self, "normalization", NORMALIZATIONS)
+        require_one_of(self, "norm_impl", NORM_IMPLS)
         require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
@@ -65,52 +126,115 @@ class ModelConfig:
                              f"--num-query-groups {self.num_query_groups}: each group needs the same number of heads")
         if self.num_query_groups != 1 and not self.group_query_attention:
             raise ValueError(f"--num-query-groups {self.num_query_groups} needs --group-query-attention")
-        if self.swiglu and self.squared_relu:
-            raise ValueError("--swiglu and --squared-relu are two activations: choose one")
+        switched = [f"--{name.replace('_', '-')}" for name in SWITCHED_ACTIVATIONS if getattr(self, name)]
+        if len(switched) > 1:
+            raise ValueError(f"{' and '.join(switched)} are two activations: choose one")
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
-        default_ffn = int((4 * self.hidden_size * 2 / 3) / 64) * 64 if self.swiglu else 4 * self.hidden_size
+        # Megatron's rule. A gated MLP has three matrices instead of two: at 2/3 of the width it has
+        # about as many parameters.
+        default_ffn = int((4 * self.hidden_size * 2 / 3) / 64) * 64 if self.fc1_blocks == 2 else 4 * self.hidden_size
         if self.ffn_hidden_size is None and default_ffn == 0:
-            raise ValueError(f"--swiglu rounds the default ffn size down to a multiple of 64, which is 0 at --hidden-size "
+            raise ValueError(f"{switched[0]} rounds the default ffn size down to a multiple of 64, which is 0 at --hidden-size "
                              f"{self.hidden_size}: set --ffn-hidden-size")
         resolve(self, "ffn_hidden_size", default_ffn)
-        if self.position_embedding_type == "rope":
+        if POSITIONS.get(self.position_embedding_type, POSITIONS["none"]).rotated:
             require_at_least(self, 1, "rotary_base")
             if not 0.0 < self.rotary_percent <= 1.0 or self.rotary_dim < 2 or self.rotary_dim % 2:
                 raise ValueError(f"--rotary-percent {self.rotary_percent} of --kv-channels {self.head_dim} gives "
                                  f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in (0, 1]")
+        check_layers(self)
 
     @property
     def head_dim(self) -> int:
-        """d, channels of one head (`--kv-channels`)."""
+        """d, the channels of one head (`--kv-channels`)."""
         assert self.kv_channels is not None
         return self.kv_channels
 
     @property
     def ffn_size(self) -> int:
-        """f, width of the MLP after its activation (`--ffn-hidden-size`)."""
+        """f, the width of the MLP after its activation (`--ffn-hidden-size`)."""
         assert self.ffn_hidden_size is not None
         return self.ffn_hidden_size
 
     @property
     def query_groups(self) -> int:
-        """g, number of key/value heads: a without `--group-query-attention`."""
+        """g, the number of key/value heads. It equals a without `--group-query-attention`."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def builds_scores(self, device: str) -> bool:
-        """Whether core attention in training is unfused on a "cpu" or "cuda" device (see model/attention.py)."""
-        return self.attention_backend == "unfused" or (device == "cpu" and self.attention_dropout > 0.0)
+        """Returns whether core attention builds its scores in training on the device.
+
+        device: "cpu" or "cuda". torch's flash kernel for CPUs has no dropout (model/attention.py).
+        """
+        return self.always_unfused or (device == "cpu" and self.attention_dropout > 0.0)
+
+    def layer_window(self, layer: int) -> tuple[int, int] | None:
+        """Returns how many tokens (before, after) its own a query reads, or None for all before.
+
+        layer: the number of the layer in the whole model, counted from 0.
+        """
+        assert 0 <= layer < self.num_layers, (layer, self.num_layers)
+        skipped = self.window_attn_skip_freq
+        if self.window_size is None or skipped is None:
+            return self.window_size
+        # A number marks the layers without the window. A list marks the layers with it.
+        return self.window_size if marks(skipped, layer) != isinstance(skipped, int) else None
+
+    def layer_reach(self, layer: int, seq_length: int) -> int | None:
+        """Returns how many tokens before its own a query reads in a sequence of that length.
+
+        Returns None if the layer has no window, or a window that covers the whole sequence.
+        """
+        return reach(self.layer_window(layer), seq_length)
+
+    def layer_rotates(self, layer: int) -> bool:
+        """Returns whether the layer rotates queries and keys.
+
+        layer: the number of the layer in the whole model, counted from 0.
+        """
+        assert 0 <= layer < self.num_layers, (layer, self.num_layers)
+        return self.positions.rotated and (self.no_rope_freq is None or not marks(self.no_rope_freq, layer))
+
+    @property
+    def always_unfused(self) -> bool:
+        """Whether core attention builds its scores on every device."""
+        return chosen("--attention-backend", self.attention_backend, ALWAYS_UNFUSED)
+
+    @property
+    def positions(self) -> Positions:
+        """How the model encodes positions."""
+        return chosen("--position-embedding-type", self.position_embedding_type, POSITIONS)
+
+    @property
+    def norm_vectors(self) -> int:
+        """The number of parameters of a norm, each as wide as its input.
+
+        RMSNorm has a weight. LayerNorm has a weight and a bias.
+        """
+        return chosen("--normalization", self.normalization, NORM_VECTORS)
+
+    @property
+    def fc1_blocks(self) -> int:
+        """The number of outputs of the MLP's first matmul, each f wide.
+
+        A gated activation has two, any other activation one.
+        """
+        return chosen("the activation", self.activation, ACTIVATIONS).fc1_blocks
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated."""
+        """r, the number of channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of layers that write to the residual stream: scaled down by sqrt(2 L), as Megatron does."""
+        """The standard deviation of the initial weights of linear_proj and linear_fc2.
+
+        Both write to the residual stream, so it is init_method_std / sqrt(2 L), as in Megatron.
+        """
         return self.init_method_std / (2.0 * self.num_layers) ** 0.5
 
     @property
-    def activation(self) -> Literal["gelu", "swiglu", "squared_relu"]:
-        """The MLP's activation, by name."""
-        return "swiglu" if self.swiglu else "squared_relu" if self.squared_relu else "gelu"
+    def activation(self) -> str:
+        """The name of the MLP's activation."""
+        return next((name for name in SWITCHED_ACTIVATIONS if getattr(self, name)), DEFAULT_ACTIVATION)

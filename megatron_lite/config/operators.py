@@ -1,11 +1,15 @@
-"""The operators that `ops(...)` of a recompute policy names, in groups or one by one, and which of their results are kept.
+"""The operators that `ops(...)` of a recompute policy can name, and the choice of kept results.
+
+An entry is a group or one operator of torch, such as aten.mm.default. The groups are:
 
     matmul       every matrix product
-    attention    every fused attention kernel, or all of it over context-parallel ranks; where the scores are built there is none
-    collective   the sums and gathers of tensor parallelism, and the gather of keys for scores over context-parallel ranks
-    max          maxima, which scaled number formats need; our layers have none
+    attention    the fused attention kernels, and the whole attention over context-parallel ranks.
+                 Unfused attention, which builds its scores, has no such operator.
+    collective   the all-reduces, all-gathers and reduce-scatters of tensor parallelism, and the
+                 all-gather of keys and values of unfused attention over context-parallel ranks
+    max          maxima, which scaled number formats need. The layers of this project have none.
 
-NAME/N keeps the first result, and every N-th after it, in each layer; results are counted in the order of the forward.
+NAME/N keeps the first result of each layer and every N-th after it, in the order of the forward.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ GROUPS = {
                   "aten._scaled_dot_product_efficient_attention.default", "aten._scaled_dot_product_cudnn_attention.default",
                   "aten._scaled_dot_product_fused_attention_overrideable.default",
                   "megatron_lite.context_parallel_attention.default"),
-    # In place they would write where no policy looks: inside a layer that keeps results the collectives run in this form.
+    # Functional forms: an in-place collective returns nothing that a policy could keep. A layer
+    # with an ops(...) policy therefore runs its collectives in this form (parallel/collectives.py).
     "collective": ("_c10d_functional.all_reduce.default", "_c10d_functional.all_gather_into_tensor.default",
                    "_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_to_all_single.default"),
     "max": ("aten.max.default", "aten.max.dim"),
@@ -28,20 +33,28 @@ GROUPS = {
 IN_GROUPS = frozenset(name for names in GROUPS.values() for name in names)
 
 
-class Entry(NamedTuple):
-    """`matmul/2`. name: of a group or of one operator."""
+class OperatorEntry(NamedTuple):
+    """One entry of `ops(...)`, such as `matmul/2`.
+
+    name: the name of a group or of one operator.
+    every: N, if every N-th result is kept.
+    """
 
     name: str
     every: int
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """namespace.op.overload of each."""
+        """The operators that the entry names, each spelled namespace.op.overload."""
         return GROUPS.get(self.name, (self.name,))
 
 
-def parse_entry(text: str) -> Entry:
-    """ValueError: neither a group nor spelled like an operator; one that no policy may keep, as far as its name tells."""
+def parse_entry(text: str) -> OperatorEntry:
+    """Returns the entry that the text spells.
+
+    Raises ValueError if the name is neither a group nor spelled like an operator. Raises it too if
+    the name shows that the operator writes into its argument, since no result could be kept.
+    """
     name, _, every = text.partition("/")
     if name not in GROUPS:
         if not re.fullmatch(r"\w+\.\w+\.\w+", name):
@@ -51,11 +64,14 @@ def parse_entry(text: str) -> Entry:
         if operator.endswith("_") or namespace == "c10d":
             raise ValueError(f"{name} writes into its argument: it has no result that could be kept"
                              + (" (collective names those that have one)" if "c10d" in namespace else ""))
-    return Entry(name, int(every or 1))
+    return OperatorEntry(name, int(every or 1))
 
 
 class Choice:
-    """Which results of one run of one layer are kept. To be told of every operator, in the order of the forward."""
+    """Decides which results of one run of one layer are kept.
+
+    `keeps` must be called for every operator of the layer, in the order of the forward.
+    """
 
     def __init__(self, ops: Sequence[str]) -> None:
         entries = [parse_entry(text) for text in ops]
@@ -63,7 +79,8 @@ class Choice:
         self._seen = [0] * len(entries)
 
     def keeps(self, operator: str) -> bool:
-        """Whether this result is kept."""
+        """Returns whether the result of this call is kept."""
+        # Every rule counts the call, also after another rule has decided: rules count separately.
         kept = False
         for number, (operators, every) in enumerate(self._rules):
             if operator in operators:

@@ -1,4 +1,4 @@
-"""How the work is split over ranks."""
+"""The configuration of the parallel groups: how the work is split over ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ CP_COMM_TYPES = ("p2p", "allgather")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the mesh axes. The data-parallel size is what remains of the world.
+    """The sizes of the parallel groups, and how their ranks communicate.
 
-    num_layers_per_virtual_pipeline_stage or num_virtual_stages_per_pipeline_rank: two ways to give each pipeline rank several
-    shorter stages. decoder_first_pipeline_num_layers, decoder_last_..: layers of the first and last pipeline rank; the others
-    share the rest. `distributed_backend="auto"` is nccl where CUDA is used and gloo elsewhere; "gloo" also keeps the run on the
-    CPU. config/stages.py has the layers of each stage. cp_comm_type: how context-parallel ranks exchange keys and values, around
-    a ring ("p2p") or all at once ("allgather"). distributed_timeout_seconds_after_init: from the second iteration on.
+    The data-parallel size is the number of ranks divided by the product of all other sizes.
+
+    sequence_parallel: whether norms and dropout are split over the tensor-parallel ranks along the
+        sequence. It is turned off at tensor-parallel size 1.
+    num_layers_per_virtual_pipeline_stage, num_virtual_stages_per_pipeline_rank: two ways to give
+        each pipeline rank several virtual stages. At most one may be set.
+    decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers: the layers of the first and
+        the last pipeline rank. The other ranks share the rest equally (config/stages.py).
+    overlap_p2p_comm: whether a stage receives its next input while it computes.
+    cp_comm_type: how context-parallel ranks exchange keys and values: around a ring ("p2p") or all
+        at once ("allgather").
+    distributed_backend: "auto" is nccl on CUDA and gloo elsewhere. "gloo" also keeps the run on the
+        CPU.
+    distributed_timeout_minutes: the limit for one collective.
+    distributed_timeout_seconds_after_init: the limit from the second iteration on, if given.
     """
 
     tensor_model_parallel_size: int = 1
@@ -48,6 +58,7 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is not None and self.num_virtual_stages_per_pipeline_rank is not None:
             raise ValueError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the "
                              "number of virtual stages: set one")
+        # The value 1 means no virtual stages, and is legal without a pipeline too.
         if self.num_virtual_stages_per_pipeline_rank == 1:
             object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
         for field in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
@@ -65,17 +76,24 @@ class ParallelConfig:
 
     @property
     def timeout_seconds(self) -> float:
-        """What a collective may take once the first iteration is done."""
+        """The limit in seconds for one collective after the first iteration."""
         return self.distributed_timeout_seconds_after_init or 60.0 * self.distributed_timeout_minutes
 
     @property
     def sequence_parts(self) -> int:
-        """What --seq-length must be a multiple of: two chunks a context-parallel rank, each split under sequence parallelism."""
+        """The number that --seq-length must be a multiple of.
+
+        Each of several context-parallel ranks holds two chunks of the sequence. Sequence
+        parallelism splits each chunk over the t tensor-parallel ranks.
+        """
         chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """World size / the ranks of one model. ValueError where it does not divide, with the arithmetic."""
+        """Returns the world size divided by the number of ranks of one model, t x c x p.
+
+        Raises ValueError if it does not divide. The message shows the arithmetic.
+        """
         axes = {"--tensor-model-parallel-size": self.tensor_model_parallel_size,
                 "--context-parallel-size": self.context_parallel_size,
                 "--pipeline-model-parallel-size": self.pipeline_model_parallel_size}

@@ -1,13 +1,25 @@
-"""The language of `--recompute-policy`: which layers rebuild what in backward, and where what they keep lives.
+"""The language of `--recompute-policy`: what each layer rebuilds in backward, and where its kept
+tensors lie until then.
 
-    policy   rule; rule; ...          the first rule that names a layer decides; a layer that none names keeps everything
+    0-3:full/2; every-2:core_attn+layernorm; *:none
+
+    policy   rule; rule; ...     The first rule that names a layer decides. A layer that no rule
+                                 names keeps everything.
     rule     [stageN/]layers:action[@store]
-    layers   *    3    0-3    every-3    every-3+1    or several, with commas; numbers count from 0 within a stage
-    action   none    full    full/2 (units of two neighbouring layers)    core_attn+layernorm (regions of each layer)
-             ops(matmul,attention) (keep the results of these operators and rebuild the rest)
-    store    device (the default)    split (1/t on each tensor-parallel rank)    host    split+host
+    layers   *   3   0-3   every-3   every-3+1
+                                 Several of these are joined with commas. Layers count from 0
+                                 within a stage. every-3+1 names the layers 1, 4, 7, ...
+    action   none                keep everything
+             full   full/2       rebuild whole layers, in units of 1 or 2 neighbouring layers
+             core_attn+layernorm rebuild these regions of each layer
+             ops(matmul,attention)
+                                 keep the results of these operators and rebuild the rest
+    store    device              on the device (the default)
+             split               1/t of a unit's input on each tensor-parallel rank
+             host                in host memory
+             split+host          both
 
-every-3+1 are the layers 1, 4, 7 ... Text that cannot be read is a ValueError which points at the character.
+Text that cannot be read raises a ValueError, which points at the character.
 """
 
 from __future__ import annotations
@@ -18,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
 from megatron_lite.config.operators import parse_entry
-from megatron_lite.config.recompute_modules import MODULES, POINTWISE
+from megatron_lite.config.regions import ALIAS, MODULES, expanded
 
 STORES = ("device", "split", "host", "split+host")
 MAX_LENGTH = 4096
@@ -28,7 +40,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Layers:
-    """first, first + step, ... up to last; without end where last is None."""
+    """The layers first, first + step, first + 2 step, ... of a stage, up to and including last.
+
+    last: the last layer that may be named. None: the last layer of the stage.
+    """
 
     first: int = 0
     last: int | None = None
@@ -46,8 +61,13 @@ class Layers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
-    """unit: layers of a unit that is rebuilt whole; 0 where single regions are, or all but some operators. Nothing set: none."""
+class LayerAction:
+    """The action of a rule: at most one field is set. With none, the layer keeps everything.
+
+    unit: the number of neighbouring layers of a unit, which is rebuilt whole. 0: no unit.
+    regions: the regions of the layer that are rebuilt, sorted by name.
+    ops: the operators whose results are kept. Everything else is rebuilt.
+    """
 
     unit: int = 0
     regions: tuple[str, ...] = ()
@@ -63,16 +83,20 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What the named layers do. stage: only in this pipeline stage. position: where it begins in the text."""
+    """One rule of a policy: the layers that it names, and what they do.
+
+    stage: the only stage that the rule applies to. None: all stages.
+    position: the index of the rule's first character in the text of the policy.
+    """
 
     layers: tuple[Layers, ...]
-    action: Action
+    action: LayerAction
     store: str = "device"
     stage: int | None = None
     position: int = field(default=0, compare=False)
 
     def names(self, layer: int, stage: int) -> bool:
-        """Whether it speaks of this layer."""
+        """Returns whether the rule names this layer of this stage."""
         return self.stage in (None, stage) and any(layer in layers for layers in self.layers)
 
     def __str__(self) -> str:
@@ -83,35 +107,49 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """The rules in order. `str()` is text that parses to an equal value."""
+    """The rules of a policy in order. `str(policy)` is a text that parses to an equal policy.
+
+    text: the text that the policy was parsed from, in which the positions of its rules count.
+        It is empty if the policy was built from rules.
+    """
 
     rules: tuple[Rule, ...]
+    text: str = field(default="", compare=False, repr=False)
 
     def rule_of(self, layer: int, stage: int = 0) -> Rule | None:
-        """The rule that decides."""
+        """Returns the rule that decides for the layer: the first that names it, or None."""
         return next((rule for rule in self.rules if rule.names(layer, stage)), None)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.rules))
 
 
-def parse_policy(text: str) -> Policy:
-    """ValueError: text that is no policy, with the place and what was expected there."""
+def parse_policy(text: str, *, setting: str = "--recompute-policy") -> Policy:
+    """Returns the policy that the text describes.
+
+    setting: the name of the policy in error messages: a flag, or an argument of a Python function.
+
+    Raises ValueError if the text is no policy. The message gives the place and what was expected.
+    """
     if len(text) > MAX_LENGTH:
-        raise ValueError(f"--recompute-policy is longer than {MAX_LENGTH} characters")
-    return _Reader(text).policy()
+        raise ValueError(f"{setting} is longer than {MAX_LENGTH} characters (got {len(text)}): give fewer rules")
+    return _Reader(text, setting).policy()
 
 
-def point_at(text: str, position: int, message: str) -> str:
-    """The message, the text, and a mark under the character."""
-    return f"--recompute-policy: {message}, at character {position + 1}\n  {text}\n  {' ' * position}^"
+def point_at(text: str, position: int, message: str, *, setting: str = "--recompute-policy") -> str:
+    """Returns three lines: the message, the text, and a mark under the character at `position`."""
+    return f"{setting}: {message}, at character {position + 1}\n  {text}\n  {' ' * position}^"
 
 
 class _Reader:
-    """Reads from left to right. position: the next character."""
+    """Reads the text of a policy from left to right.
 
-    def __init__(self, text: str) -> None:
-        self.text, self.position = text, 0
+    position: the index of the next character.
+    setting: the name of the policy in error messages.
+    """
+
+    def __init__(self, text: str, setting: str) -> None:
+        self.text, self.setting, self.position = text, setting, 0
 
     def policy(self) -> Policy:
         rules = [self._rule()]
@@ -121,7 +159,7 @@ class _Reader:
             rules.append(self._rule())
         if not self._at_end():
             self._fail("expected ';' or the end")
-        return Policy(tuple(rules))
+        return Policy(tuple(rules), self.text)
 
     def _rule(self) -> Rule:
         self._skip_spaces()
@@ -137,6 +175,7 @@ class _Reader:
             at = self.position
             store = self._word(STORES, "a place", extra="+")
             if store.startswith("split") and not action.unit:
+                # The store is the fault: the message points at it, not behind it.
                 self.position = at
                 self._fail("only the input of a unit can be split over ranks: full@split")
         return Rule(layers=layers, action=action, store=store, stage=stage, position=start)
@@ -158,26 +197,27 @@ class _Reader:
             self._fail(f"the range ends before it begins ({first}-{last})")
         return Layers(first, last)
 
-    def _action(self) -> Action:
+    def _action(self) -> LayerAction:
         if self._taken("ops"):
             self._expect("(", "after ops")
             ops = self._list(self._operator, ",")
             self._expect(")", "after the operators")
-            return Action(ops=ops)
+            return LayerAction(ops=ops)
         start = self.position
-        name = self._word(("none", "full", *MODULES, "pointwise"), "an action")
+        name = self._word(("none", "full", *MODULES, ALIAS), "an action")
         if name == "none":
-            return Action()
+            return LayerAction()
         if name == "full":
-            return Action(unit=self._number("the layers of a unit", least=1) if self._taken("/") else 1)
+            return LayerAction(unit=self._number("the layers of a unit", least=1) if self._taken("/") else 1)
         names = [name]
         while self._taken("+"):
-            names.append(self._word((*MODULES, "pointwise"), "a region"))
-        regions = [region for each in names for region in (POINTWISE if each == "pointwise" else (each,))]
+            names.append(self._word((*MODULES, ALIAS), "a region"))
+        regions = expanded(names)
         if len(set(regions)) < len(regions):
             self.position = start
             self._fail("a region is named twice")
-        return Action(regions=tuple(sorted(regions)))
+        # Sorted, so that two spellings of the same regions are equal policies.
+        return LayerAction(regions=tuple(sorted(regions)))
 
     def _operator(self) -> str:
         self._skip_spaces()
@@ -185,6 +225,8 @@ class _Reader:
         if match is None:
             self._fail("expected an operator, such as matmul, matmul/2 or aten.mm.default")
         try:
+            # parse_entry knows no position: it is called before the reader moves on, so that
+            # _fail points at the start of the operator.
             parse_entry(match.group())
         except ValueError as error:
             self._fail(str(error))
@@ -233,4 +275,4 @@ class _Reader:
             self.position += 1
 
     def _fail(self, message: str) -> NoReturn:
-        raise ValueError(point_at(self.text, self.position, message))
+        raise ValueError(point_at(self.text, self.position, message, setting=self.setting))

@@ -1,12 +1,15 @@
-"""Activation recomputation: Megatron's flags, as values. What they mean layer by layer is in recompute/schedule.py."""
+"""The configuration of activation recomputation, with the names of Megatron's flags.
+
+recompute/schedule.py derives from it what each layer rebuilds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least
+from megatron_lite.config.checks import chosen, require_at_least
 from megatron_lite.config.policy import Policy, parse_policy
-from megatron_lite.config.recompute_modules import MODULES, POINTWISE
+from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
@@ -14,18 +17,31 @@ METHODS = ("uniform", "block")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What is rebuilt in backward instead of kept. Without `recompute_granularity`, nothing.
+    """The choice of activations that backward rebuilds instead of keeping them.
 
-    recompute_activations: another way to say `--recompute-granularity selective`.
-    recompute_num_layers: uniform: layers of a unit; block: units per pipeline stage. 1 where it is omitted.
-    recompute_modules: regions of selective; core_attn where it is omitted. `pointwise` stands for layernorm, activation, dropout.
-    recompute_policy: the same and more in the language of config/policy.py, instead of the flags above.
-    activation_memory_budget: under --torch-compile, the share of what a graph would keep that it may keep (training/compiler.py).
-    contiguous_saved_activations: the kept inputs of recomputed units lie in one allocation, made once (recompute/arena.py).
-    num_microbatches_with_partial_activation_checkpoints: in a pipeline, of as many micro-batches as are in flight at once, so
-    many keep everything (2205.05198, appendix C).
-    recompute_tail_skip: a replay leaves out the last matmul of what it rebuilds, with its collective: nothing reads the result.
-    recompute_verify: compare every rebuilt tensor with that of the forward, and predicted with measured bytes.
+    Without `recompute_granularity` and `recompute_policy` every activation is kept.
+
+    recompute_activations: the same as `--recompute-granularity selective`.
+    recompute_method: for granularity full. "uniform" recomputes every layer, in units of
+        recompute_num_layers layers. "block" recomputes the first recompute_num_layers layers of
+        each stage, each as one unit.
+    recompute_num_layers: for granularity full. It is 1 if omitted.
+    distribute_saved_activations: whether each tensor-parallel rank keeps 1/t of a unit's input.
+    recompute_modules: the regions of granularity selective, core_attn if omitted. `pointwise`
+        stands for layernorm, activation and dropout.
+    recompute_policy: a text in the language of config/policy.py. It replaces the fields above and
+        can describe more.
+    activation_memory_budget: under --torch-compile, the share of its activations that a compiled
+        graph may keep for backward, from 0 to 1 (training/compiler.py).
+    contiguous_saved_activations: whether the kept inputs of recomputed units lie in one allocation,
+        made once (recompute/arena.py).
+    recompute_tail_skip: whether a replay leaves out its last matmul and the collective after it,
+        since backward does not read the result.
+    recompute_verify: whether every rebuilt tensor is compared with the forward's, and the predicted
+        bytes with the measured ones.
+    num_microbatches_with_partial_activation_checkpoints: for a pipeline. The forwards of a rank
+        form windows as long as the rank's largest number in flight. The first so many of each
+        window keep everything (2205.05198, appendix C).
     """
 
     recompute_activations: bool = False
@@ -47,19 +63,21 @@ class RecomputeConfig:
             self._refuse_without("and --recompute-policy are two ways to say what is recomputed: leave one of them out",
                                  "recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers",
                                  "distribute_saved_activations", "recompute_modules")
+            # The normal spelling: two runs with the same policy then compare equal.
             object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise ValueError("--recompute-activations means --recompute-granularity selective, but full is given too: leave "
                                  "one of them out")
             object.__setattr__(self, "recompute_granularity", "selective")
+        # A setting that the granularity never reads would have no effect: it is refused.
         if self.recompute_granularity is None:
             self._refuse_without("needs --recompute-granularity", "recompute_method", "recompute_num_layers",
                                  "distribute_saved_activations", "recompute_modules")
         elif self.recompute_granularity == "selective":
             self._refuse_without("belongs to --recompute-granularity full (got selective)", "recompute_method",
                                  "recompute_num_layers", "distribute_saved_activations")
-            object.__setattr__(self, "recompute_modules", self.recompute_modules or ("core_attn",))
+            object.__setattr__(self, "recompute_modules", self.recompute_modules or (CORE_ATTENTION,))
         else:
             self._refuse_without("belongs to --recompute-granularity selective (got full)", "recompute_modules")
             if self.recompute_method is None:
@@ -71,7 +89,7 @@ class RecomputeConfig:
 
     @property
     def policy(self) -> Policy:
-        """What the flags say, in the language of policies; block and uniform count layers of a stage."""
+        """The policy that the flags describe. "uniform" and "block" count the layers of a stage."""
         if self.recompute_policy is not None:
             return parse_policy(self.recompute_policy)
         return parse_policy(self._as_policy())
@@ -79,17 +97,22 @@ class RecomputeConfig:
     def _as_policy(self) -> str:
         if self.recompute_granularity is None:
             return "*:none"
-        if self.recompute_granularity == "selective":
-            return "*:" + "+".join(self.recompute_modules)
+        return chosen("--recompute-granularity", self.recompute_granularity, {
+            "selective": self._selective_policy, "full": self._full_policy})()
+
+    def _selective_policy(self) -> str:
+        return "*:" + "+".join(self.recompute_modules)
+
+    def _full_policy(self) -> str:
+        assert self.recompute_method is not None
         store = "@split" if self.distribute_saved_activations else ""
         count = self.recompute_num_layers or 1
-        if self.recompute_method == "uniform":
-            return f"*:full/{count}{store}"
-        return f"0-{count - 1}:full{store}; *:none"
+        return chosen("--recompute-method", self.recompute_method, {
+            "uniform": f"*:full/{count}{store}", "block": f"0-{count - 1}:full{store}; *:none"})
 
     def _check_choices(self) -> None:
-        words = [word for module in self.recompute_modules for word in (POINTWISE if module == "pointwise" else (module,))]
-        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(words)))
+        # A region that is given twice, or by the alias and by name, counts once.
+        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(expanded(self.recompute_modules))))
         require_at_least(self, 1, "recompute_num_layers", "num_microbatches_with_partial_activation_checkpoints")
         if self.activation_memory_budget is not None and not 0.0 <= self.activation_memory_budget <= 1.0:
             raise ValueError("--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute nothing), not a "
@@ -100,9 +123,10 @@ class RecomputeConfig:
                 raise ValueError(f"{flag} must be one of {', '.join(allowed)} (got {value!r})")
         unknown = [module for module in self.recompute_modules if module not in MODULES]
         if unknown:
-            raise ValueError(f"--recompute-modules must be among {', '.join(MODULES)}, pointwise (got {' '.join(unknown)})")
+            raise ValueError(f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got {' '.join(unknown)})")
 
     def _refuse_without(self, rule: str, *fields: str) -> None:
+        """Raises ValueError with `rule` for the first of the fields that is set."""
         for field in fields:
             value = getattr(self, field)
             if value:

@@ -1,4 +1,7 @@
-"""A whole run as one frozen value: the rules across topics, and JSON both ways. Stored in every checkpoint."""
+"""The configuration of a whole run as one frozen value, with the rules that span several topics.
+
+Every checkpoint stores it as JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,22 @@ from typing import Any
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.loss_scale import LossScaleConfig
+from megatron_lite.config.json_text import parse_json, shown
+from megatron_lite.config.layer_pattern import reach
+from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.policy import Action, parse_policy, point_at
+from megatron_lite.config.policy import LayerAction
+from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.stages import stages
+from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
     LrScheduleConfig,
-    OptimizerConfig,
     TokenizerConfig,
     TrainingConfig,
 )
@@ -31,7 +37,10 @@ from megatron_lite.config.training import (
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run needs to know. Rules that span two topics live here."""
+    """The configuration of a run, one field per topic.
+
+    Each topic checks its own fields. Rules that involve two topics are checked here.
+    """
 
     model: ModelConfig
     training: TrainingConfig
@@ -48,6 +57,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         model, tp_size = self.model, self.parallel.tensor_model_parallel_size
+        # Each tensor-parallel rank holds whole heads and groups, and an equal share of the MLP.
         divided = (("--num-attention-heads", model.num_attention_heads), ("--num-query-groups", model.query_groups),
                    ("--ffn-hidden-size", model.ffn_size))
         for name, value in divided:
@@ -65,8 +75,7 @@ class RunConfig:
             for name in self.loss_scaling.changed():
                 raise ValueError(f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a float32 or --bf16 "
                                  "run is not scaled")
-        stage_lengths = [stage.num_layers for stage in stages(self.parallel, model.num_layers)]
-        self._check_recompute_policy(max(stage_lengths), len(stage_lengths))
+        self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
         self._check_data_parallel()
@@ -80,7 +89,10 @@ class RunConfig:
                              "--lr-warmup-iters and --lr-wsd-decay-iters")
 
     def check_complete_for_training(self) -> None:
-        """ValueError where training would lack its length, learning rate or data: a run to load or sample from may."""
+        """Raises ValueError if the length of the run, the learning rate or the data is missing.
+
+        Only training needs them. A run that is loaded to generate text may leave them out.
+        """
         missing = []
         if self.training.train_iters is None and self.training.train_samples is None:
             missing.append("the length of the run: set --train-iters or --train-samples")
@@ -91,67 +103,24 @@ class RunConfig:
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
 
-    def recompute_warnings(self) -> list[str]:
-        """One line for each recompute setting that is legal and does nothing, or less than it says."""
-        recompute, warnings = self.recompute, []
-        actions = [rule.action for rule in recompute.policy.rules]
-        modules = {region for action in actions for region in action.regions}
-        # The device is not known yet: with dropout a CPU has no flash kernel, and under auto the region may be worth it.
-        if "core_attn" in modules and (self.model.attention_backend == "flash" or not self.model.builds_scores("cpu")):
-            warnings.append("--recompute-modules core_attn saves next to nothing under --attention-backend "
-                            f"{self.model.attention_backend}: flash attention rebuilds its scores in backward by itself")
-        if any({"activation", "mlp"} <= set(action.regions) for action in actions):
-            warnings.append("--recompute-modules activation adds nothing to mlp, which it is a part of")
-        warnings += self._operators_without_effect({parse_entry(text).name for action in actions for text in action.ops})
-        has_tail = any(action.unit or action.ops for action in actions) or "core_attn" in modules or "mlp" in modules
-        if not recompute.recompute_tail_skip and not has_tail:
-            warnings.append("--no-recompute-tail-skip has no effect: nothing is recomputed that ends in a matmul")
-        if recompute.recompute_verify and has_tail and recompute.recompute_tail_skip:
-            warnings.append("--recompute-verify turns the tail skip off: it compares the whole of every replay")
-        if recompute.activation_memory_budget is not None and self.model.hidden_dropout + self.model.attention_dropout > 0.0:
-            warnings.append("--activation-memory-budget is a share of what each compiled graph keeps, and every dropout ends a "
-                            "graph")
-        count = recompute.recompute_num_layers
-        longest = max(stage.num_layers for stage in stages(self.parallel, self.model.num_layers))
-        if recompute.recompute_method == "block" and count is not None and count > longest:
-            warnings.append(f"--recompute-num-layers {count} is more than the {longest} layers of a stage: all of them are "
-                            "recomputed")
-        return warnings
+    def most_in_flight(self, num_microbatches: int) -> int:
+        """Returns the largest number of forwards that wait for their backward at once.
 
-    def _operators_without_effect(self, names: set[str]) -> list[str]:
-        reasons = {
-            "attention": "attention is unfused and builds its scores" if self.model.attention_backend == "unfused" else
-                         "--attention-dropout draws random numbers, so that attention has to run again"
-                         if self.model.attention_dropout > 0.0 else "",
-            "collective": self._no_collective(),
-            "max": "no layer of this model computes one",
-        }
-        own = "megatron_lite.context_parallel_attention.default"
-        kernels = set(GROUPS["attention"]) - {own}
-        if self.parallel.context_parallel_size > 1:
-            reasons |= dict.fromkeys(kernels, f"over context-parallel ranks attention is one operator, {own}")
-        else:
-            reasons[own] = "--context-parallel-size is 1"
-        return [f"--recompute-policy ops({name}) keeps nothing: {reason}" for name, reason in reasons.items()
-                if reason and name in names]
+        It is reached on the first pipeline rank. Each of the forwards is one of a virtual stage.
+        """
+        size = self.parallel.pipeline_model_parallel_size
+        return most_in_flight(size=size, rank=0, num_microbatches=num_microbatches, chunks=len(self.stage_lengths()) // size)
 
-    def _no_collective(self) -> str:
-        parallel = self.parallel
-        if parallel.tensor_model_parallel_size > 1 or (parallel.context_parallel_size > 1
-                                                       and self.model.attention_backend == "unfused"):
-            return ""
-        if parallel.context_parallel_size > 1:
-            return "--tensor-model-parallel-size is 1, and what context-parallel ranks exchange is part of their attention"
-        return "--tensor-model-parallel-size is 1"
+    def stage_lengths(self) -> list[int]:
+        """Returns the number of layers of each virtual stage, in the order of the model."""
+        return [stage.num_layers for stage in stages(self.parallel, self.model.num_layers)]
 
-    def _check_recompute_policy(self, num_layers: int, num_stages: int) -> None:
+    def _check_recompute_policy(self) -> None:
         given = self.recompute.recompute_policy
-        where = "" if num_stages == 1 else " of a stage"
+        stage_lengths = self.stage_lengths()
+        if given is not None:
+            check_policy_reaches(self.recompute.policy, stage_lengths)
         for rule in self.recompute.policy.rules:
-            beyond = max((layers.last or layers.first for layers in rule.layers), default=0)
-            if given is not None and beyond >= num_layers:
-                raise ValueError(point_at(given, parse_policy(given).rules[self.recompute.policy.rules.index(rule)].position,
-                                          f"layer {beyond} does not exist: the layers{where} are 0 to {num_layers - 1}"))
             for entry in map(parse_entry, rule.action.ops):
                 if not IN_GROUPS.issuperset(entry.operators):
                     raise ValueError(f"--recompute-policy '{rule}': how many bytes {entry.name} would keep cannot be told before "
@@ -166,24 +135,38 @@ class RunConfig:
             if not in_pipeline:
                 raise ValueError(f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is in flight at a "
                                  "time")
-            if all(rule.action == Action() for rule in self.recompute.policy.rules):
+            if all(rule.action == LayerAction() for rule in self.recompute.policy.rules):
                 raise ValueError(f"{flag} says which micro-batches keep what the others recompute, and nothing is recomputed: "
                                  "give --recompute-granularity or --recompute-policy too")
+            # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
+            most = self.most_in_flight(2 * self.parallel.pipeline_model_parallel_size)
+            num_kept = self.recompute.num_microbatches_with_partial_activation_checkpoints
+            if num_kept >= most:
+                raise ValueError(f"{flag} {num_kept}: at most {most} forwards are in flight at once, on the first pipeline rank, "
+                                 "so every micro-batch would keep everything and nothing would be recomputed: give at most "
+                                 f"{most - 1}, or leave the recomputation out")
         if in_pipeline and self.logging.memory_timeline is not None:
             raise ValueError("--memory-timeline records the forward and backward of one micro-batch, which a pipeline mixes with "
                              "those of others: give --pipeline-model-parallel-size 1")
 
     def _check_context_parallel(self) -> None:
+        # A rank holds two chunks of the sequence, one from each end: a causal mask then gives all
+        # ranks equal work (parallel/chunks.py).
         size, parts = self.parallel.context_parallel_size, self.parallel.sequence_parts
         if self.data.seq_length % parts:
             shards = f" x --tensor-model-parallel-size {parts // (2 * size)}" if self.parallel.sequence_parallel else ""
             under = ", which --sequence-parallel splits again" if shards else ""
             raise ValueError(f"--seq-length {self.data.seq_length} is not divisible by 2 x --context-parallel-size "
                              f"{size}{shards} = {parts}: each rank holds two chunks of the sequence{under}")
-        if self.model.attention_dropout > 0.0 and self.model.attention_backend != "unfused":
+        if self.model.attention_dropout > 0.0 and not self.model.always_unfused:
             raise ValueError(f"--context-parallel-size {size} has no flash attention with --attention-dropout "
                              f"{self.model.attention_dropout}: give --attention-dropout 0, or --attention-backend unfused, which "
                              "builds the scores")
+        limit = reach(self.model.window_size, self.data.seq_length)
+        if limit is not None and not self.model.always_unfused:
+            raise ValueError(f"--context-parallel-size {size} has no flash attention with --window-size {limit},0: which keys "
+                             "of another rank a window reaches differs from rank to rank, and so would the work. Give "
+                             "--attention-backend unfused, which builds the scores")
 
     def _check_compiler(self) -> None:
         budget = self.recompute.activation_memory_budget
@@ -192,7 +175,13 @@ class RunConfig:
                 raise ValueError(f"--activation-memory-budget {budget} is a setting of torch's compiler: give --torch-compile "
                                  "too")
             return
-        if any(rule.action != Action() or rule.store != "device" for rule in self.recompute.policy.rules):
+        if self.model.norm_impl == "apex":
+            raise ValueError("--norm-impl apex cannot go with --torch-compile: its kernels would end every compiled graph, and "
+                             "the compiler makes its own. Leave one of them out")
+        if self.recompute.recompute_verify:
+            raise ValueError("--recompute-verify has nothing to compare under --torch-compile, whose compiled layers decide "
+                             "themselves what they keep and recompute: leave one of them out")
+        if any(rule.action != LayerAction() or rule.store != "device" for rule in self.recompute.policy.rules):
             raise ValueError("--torch-compile decides itself what compiled layers recompute: give --activation-memory-budget "
                              "instead of a recompute policy, or leave --torch-compile out")
         for axis in ("tensor_model_parallel_size", "context_parallel_size"):
@@ -222,23 +211,33 @@ class RunConfig:
                              f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them")
 
     def to_json(self) -> str:
-        """The run as indented JSON, one object per topic. `from_json` gives an equal value back."""
+        """Returns the run as indented JSON, one object per topic.
+
+        `from_json` returns an equal value from this text.
+        """
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
-        """Reads what `to_json` wrote. ValueError on text that is not JSON, unknown topics, unknown or ill-typed fields, and
-        every broken rule."""
-        return typing.cast(RunConfig, _from_plain(cls, json.loads(text), "run"))
+        """Returns the run that `to_json` wrote.
+
+        Raises ValueError if the text is not JSON, if a topic or field is unknown, if a value has
+        the wrong type, or if a rule is broken.
+        """
+        return typing.cast(RunConfig, _from_plain(cls, parse_json(text), "run"))
 
 
 def _from_plain(cls: type, values: Any, where: str) -> Any:
+    """Returns the config class built from a JSON object.
+
+    where: the path of the object in the file, for error messages.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise ValueError(f"{where}: unknown field {', '.join(unknown)} (known: {', '.join(sorted(hints))})")
+        raise ValueError(f"{where}: unknown field {shown(', '.join(unknown))} (known: {', '.join(sorted(hints))})")
     missing = sorted(f.name for f in dataclasses.fields(cls)
                      if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
     if missing:
@@ -247,18 +246,25 @@ def _from_plain(cls: type, values: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    """Returns the JSON value as the type that the field's annotation `hint` names."""
     if dataclasses.is_dataclass(hint):
         return _from_plain(typing.cast(type, hint), value, where)
-    if typing.get_origin(hint) is tuple:
-        kind = typing.get_args(hint)[0]
-        if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise ValueError(f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got {value!r}")
-        return tuple(value)
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # JSON has no tuple: a list stands for it.
+    lists = [kind for kind in allowed if typing.get_origin(kind) is tuple]
+    if lists and (isinstance(value, list) or len(allowed) == 1):
+        kind = typing.get_args(lists[0])[0]
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ValueError(f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got "
+                             f"{shown(repr(value))}")
+        return tuple(value)
+    allowed = tuple(kind for kind in allowed if kind not in lists)
+    # bool is a subclass of int in Python: without this test `true` would pass as a whole number.
     if isinstance(value, bool) and bool not in allowed:
-        raise ValueError(f"{where}: expected {hint}, got {value!r}")
+        raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
+    # A float field may be written without a decimal point.
     if isinstance(value, int) and not isinstance(value, bool) and float in allowed and int not in allowed:
         return float(value)
     if not isinstance(value, allowed):
-        raise ValueError(f"{where}: expected {hint}, got {value!r}")
+        raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
     return value

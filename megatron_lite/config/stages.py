@@ -1,21 +1,29 @@
-"""Which layers each pipeline rank holds. Standard library only: read by the command line, the memory model and the engine.
+"""The layers that each pipeline rank holds.
 
-    --pipeline-model-parallel-size 2, 8 layers       1 stage per rank     rank 0: layers 0-3         rank 1: layers 4-7
-    --num-virtual-stages-per-pipeline-rank 2         2 stages per rank    rank 0: layers 0-1, 4-5    rank 1: layers 2-3, 6-7
+The command line, the prediction of memory and the pipeline read this. Standard library only. With 8
+layers and --pipeline-model-parallel-size 2:
+
+    flag                                          stages per rank    rank 0         rank 1
+    none                                          1                  0-3            4-7
+    --num-virtual-stages-per-pipeline-rank 2      2                  0-1 and 4-5    2-3 and 6-7
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.config.checks import flag
 from megatron_lite.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Consecutive layers that one rank runs as one step of the pipeline.
+    """One virtual stage: neighbouring layers that one rank runs as one action of the pipeline.
 
-    number: its place in the model, of `count`. rank: the pipeline rank that holds it. chunk: its place among that rank's stages.
+    number, count: the number of this stage in the model, from 0, and the number of all stages.
+    rank: the pipeline rank that holds the stage.
+    chunk: the number of the stage among the stages of its rank, from 0.
+    first_layer: the number of its first layer in the whole model, from 0.
     """
 
     number: int
@@ -27,22 +35,25 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it holds the embedding."""
+        """Whether the stage holds the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it holds the output layer, and computes the loss."""
+        """Whether the stage holds the output layer and computes the loss."""
         return self.number == self.count - 1
 
 
 def whole_model(num_layers: int) -> Stage:
-    """The one stage of a run without a pipeline."""
+    """Returns the one stage of a run without a pipeline."""
     return Stage(number=0, count=1, rank=0, chunk=0, first_layer=0, num_layers=num_layers)
 
 
 def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
-    """All stages, in the order of the model. ValueError where the layers cannot be divided so."""
+    """Returns all stages in the order of the model.
+
+    Raises ValueError if the layers do not divide over the stages as the flags ask.
+    """
     size = parallel.pipeline_model_parallel_size
     per_rank = _layers_by_rank(parallel, num_layers)
     chunks = _chunks(parallel, per_rank)
@@ -50,9 +61,7 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
         if layers % chunks:
             raise ValueError(f"pipeline rank {rank} holds {layers} layers, which are not divisible by {chunks} virtual stages: "
                              "change --num-layers or --num-virtual-stages-per-pipeline-rank")
-        if not layers:
-            raise ValueError(f"pipeline rank {rank} would hold no layer: --num-layers {num_layers} over "
-                             f"--pipeline-model-parallel-size {size}")
+    # Stage n of the model is on rank n mod p, so the virtual stages of the ranks interleave.
     found: list[Stage] = []
     first = 0
     for number in range(size * chunks):
@@ -64,23 +73,71 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
 
 
 def stages_of_rank(parallel: ParallelConfig, num_layers: int, rank: int) -> tuple[Stage, ...]:
-    """Those of one pipeline rank, in the order of the model."""
+    """Returns the stages of one pipeline rank, in the order of the model."""
     return tuple(stage for stage in stages(parallel, num_layers) if stage.rank == rank)
+
+
+def warmup_forwards(*, size: int, rank: int, chunks: int = 1) -> int:
+    """Returns the number of forwards in the warm-up of a rank.
+
+    They come before the first pair of a forward and a backward. The number holds for a step with
+    enough micro-batches.
+
+    size: the number of pipeline ranks.
+    chunks: the number of virtual stages of each rank.
+    """
+    if chunks == 1:
+        return size - rank - 1
+    # The interleaved schedule (2104.04473, section 2.2): p forwards for each of the rank's stages
+    # but one, and two more for each later rank.
+    return 2 * (size - rank - 1) + (chunks - 1) * size
+
+
+def most_in_flight(*, size: int, rank: int, num_microbatches: int, chunks: int = 1) -> int:
+    """Returns the largest number of forwards that wait for their backward at once on a rank.
+
+    Each forward counts for one micro-batch in one virtual stage.
+
+    chunks: the number of virtual stages of each pipeline rank.
+    """
+    return min(warmup_forwards(size=size, rank=rank, chunks=chunks) + 1, num_microbatches * chunks)
 
 
 def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
     size = parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     fixed = [layers for layers in (first, last) if layers is not None]
-    middle, left = size - len(fixed), num_layers - sum(fixed)
-    if left < 0 or (middle == 0 and left) or (middle and left % middle):
-        named = "" if not fixed else (f" less {sum(fixed)} of --decoder-first-pipeline-num-layers and "
-                                      "--decoder-last-pipeline-num-layers")
-        over = "--pipeline-model-parallel-size" if not fixed else "the other stages of --pipeline-model-parallel-size"
-        raise ValueError(f"--num-layers {num_layers}{named} is not divisible by {over} ({middle}): the stages of the pipeline "
-                         "need whole layers; --decoder-first-pipeline-num-layers N gives the first one another number")
-    per_rank = [left // middle if middle else 0] * middle
-    return ([first] if first is not None else []) + per_rank + ([last] if last is not None else [])
+    others, left = size - len(fixed), num_layers - sum(fixed)
+    if not fixed and num_layers % size:
+        raise ValueError(f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size ({size}): the stages of "
+                         "the pipeline need whole layers; --decoder-first-pipeline-num-layers N gives the first one another "
+                         "number")
+    if fixed and (left < others or (left and not others) or (others and left % others)):
+        raise ValueError(_uneven_fault(parallel, num_layers, others=others, left=left))
+    middle = [left // others] * others if others else []
+    return ([first] if first is not None else []) + middle + ([last] if last is not None else [])
+
+
+def _uneven_fault(parallel: ParallelConfig, num_layers: int, *, others: int, left: int) -> str:
+    """Returns why the first or last rank cannot have the number of layers that the flags give it.
+
+    others: the number of ranks without a flag. left: the number of layers that remain for them.
+    """
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    given = [f"{flag(name)} {getattr(parallel, name)}" for name in names if getattr(parallel, name) is not None]
+    one = len(given) == 1
+    flags = " and ".join(given)
+    if left < 0:
+        return (f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: give the pipeline rank"
+                f"{'' if one else 's'} fewer layers")
+    if not others:
+        return (f"{flags} are {num_layers - left} layers together, and --num-layers is {num_layers}: the two ranks of "
+                "--pipeline-model-parallel-size 2 hold all layers, so give two numbers with that sum, or only one of the flags")
+    rest = (f"{flags} {'leaves' if one else 'leave'} {left} of --num-layers {num_layers} for the other "
+            f"{f'{others} ranks' if others > 1 else 'rank'} of --pipeline-model-parallel-size {others + len(given)}")
+    if left < others:
+        return f"{rest}: each pipeline rank needs a layer, so give fewer"
+    return f"{rest}, which does not divide evenly: {left} is not a multiple of {others}"
 
 
 def _chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:

@@ -1,4 +1,7 @@
-"""One frozen class per topic of a run: batch, optimizer, learning rate, data, tokenizer, checkpoint, logging."""
+"""The topics training, learning rate, data, tokenizer, checkpoint and logging of a run.
+
+Each topic is one frozen class.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,19 @@ EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Length of the run, batch sizes, precision, and when it stops.
+    """The length of the run, its batch sizes, its precision, and the rules that stop it.
 
-    rampup_batch_size: (start, increment, samples) of a batch that grows to global_batch_size; () for a constant one.
-    gradient_accumulation_fusion: sum weight gradients by NVIDIA apex's kernel where it is installed, on CUDA, for 16-bit weights.
-    loss_chunk_size: how many tokens of a micro-batch have logits at a time; None: all, and they are kept for backward.
-    max_skipped_updates: so many in a row stop the run; None: under check_for_nan_in_loss_and_grad the first that is not finite
-    does, and 10 spikes in a row do. skip_update_on_spike: a loss above so many times its running mean is one (optim/spike.py).
+    rampup_batch_size: (start, increment, samples) of a batch size that grows to global_batch_size.
+        An empty tuple: the batch size is constant.
+    gradient_accumulation_fusion: whether NVIDIA apex's kernel sums weight gradients on CUDA, if
+        apex is installed.
+    loss_chunk_size: how many tokens of a micro-batch have logits at a time. None: all tokens have
+        logits at once, and the logits are kept for backward.
+    max_skipped_updates: the number of skipped updates in a row that stops the run. None: 10 spikes
+        in a row stop the run, and so does the first update that is not finite, under
+        check_for_nan_in_loss_and_grad. An overflow above the smallest loss scale never does.
+    skip_update_on_spike: K. A loss above K times its running mean is a spike, and its update is
+        skipped (optim/spike.py).
     """
 
     micro_batch_size: int
@@ -72,6 +81,7 @@ class TrainingConfig:
                              f"{self.micro_batch_size}")
         if self.train_samples is not None and self.global_batch_size is None:
             raise ValueError("--train-samples needs --global-batch-size: the number of iterations follows from both")
+        # argparse gives a list, and `from_json` a tuple: both must make equal values.
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         if self.rampup_batch_size:
             self._check_rampup()
@@ -92,15 +102,21 @@ class TrainingConfig:
 
     @property
     def precision(self) -> str:
-        """"fp32", "bf16" or "fp16": of weights and activations."""
+        """The format of weights and activations: "fp32", "bf16" or "fp16"."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     def batch_size(self, data_parallel_size: int) -> int:
-        """Samples per iteration over all ranks: `--global-batch-size`, or one micro-batch per data-parallel rank."""
+        """Returns the number of samples per iteration over all ranks.
+
+        It is `--global-batch-size` if given, else one micro-batch per data-parallel rank.
+        """
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
     def num_microbatches(self, data_parallel_size: int) -> int:
-        """Micro-batches that one rank runs per iteration. ValueError where the batch does not divide."""
+        """Returns the number of micro-batches that one rank runs per iteration.
+
+        Raises ValueError if the batch does not divide over ranks and micro-batches.
+        """
         batch, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
         if batch % step:
             raise ValueError(f"--global-batch-size {batch} is not divisible by --micro-batch-size {self.micro_batch_size} x "
@@ -108,7 +124,10 @@ class TrainingConfig:
         return batch // step
 
     def batch_schedule(self, data_parallel_size: int) -> BatchSchedule:
-        """Samples per iteration over the run. ValueError where a batch does not divide over ranks and micro-batches."""
+        """Returns the schedule of the batch size over the run.
+
+        Raises ValueError if one of its sizes does not divide over ranks and micro-batches.
+        """
         self.num_microbatches(data_parallel_size)
         full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
         if not self.rampup_batch_size:
@@ -121,9 +140,13 @@ class TrainingConfig:
         return BatchSchedule(full=full, samples_per_microbatch=step, start=start, increment=increment, ramp_samples=samples)
 
     def num_iterations(self, batches: BatchSchedule, *, done: int = 0, consumed: int = 0) -> int:
-        """Length of the run in iterations, of which `done` have consumed `consumed` samples.
+        """Returns the length of the run in iterations.
 
-        ValueError without `--train-iters` or `--train-samples`, or where the samples are too few for one iteration.
+        done: the number of iterations that have run already.
+        consumed: the number of samples that these iterations consumed.
+
+        Raises ValueError if neither `--train-iters` nor `--train-samples` is given, or if the
+        samples are too few for one iteration.
         """
         if self.train_samples is not None:
             if self.train_samples < batches.start:
@@ -136,27 +159,12 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and gradient clipping."""
-
-    optimizer: str = "adam"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_one_of(self, "optimizer", ("adam",))
-        require_within(self, 0.0, 1.0, "adam_beta1", "adam_beta2")
-        require_at_least(self, 0.0, "weight_decay", "clip_grad")
-        if not 0.0 < self.adam_eps < 1.0:
-            raise ValueError(f"--adam-eps must be in (0, 1) (got {self.adam_eps}): at 0 a weight without gradient becomes NaN")
-
-
-@dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
-    """Learning rate over the run. Lengths are iterations, or samples where the run is given in samples (Megatron's rule)."""
+    """The learning rate over the run.
+
+    Lengths count samples if `--train-samples` gives the length of the run, else iterations. This
+    is Megatron's rule.
+    """
 
     lr: float | None = None
     min_lr: float = 0.0
@@ -191,7 +199,7 @@ class LrScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read: dataset prefixes with optional weights, the split, and the sequence length."""
+    """The data of a run: dataset prefixes with optional weights, split and sequence length."""
 
     seq_length: int
     data_path: tuple[str, ...] = ()
@@ -208,9 +216,11 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Which tokenizer, and the size of the vocabulary. `vocab_size` None: the tokenizer's own, filled in before the run.
+    """The tokenizer and the size of the vocabulary.
 
-    `tokenizer_type` None: GPT2BPETokenizer where its files are given, as in Megatron's pretrain_gpt.py, else NullTokenizer.
+    tokenizer_type: None: GPT2BPETokenizer if one of its files is given, as in Megatron's
+        pretrain_gpt.py, else NullTokenizer.
+    vocab_size: None: the size is read from the tokenizer's files before the run starts.
     """
 
     tokenizer_type: str | None = None
@@ -241,23 +251,34 @@ class TokenizerConfig:
 
     @property
     def true_vocab_size(self) -> int:
-        """V: ids that the tokenizer can produce. NullTokenizer adds one id for end-of-document, as Megatron's does."""
+        """V, the number of ids that the tokenizer can produce.
+
+        NullTokenizer adds one id for end-of-document, as Megatron's does. Raises ValueError if the
+        size of the vocabulary is not known yet.
+        """
         if self.vocab_size is None:
             raise ValueError(f"the vocabulary of --tokenizer-type {self.tokenizer_type} is not known yet: set --vocab-size")
         return self.vocab_size + 1 if self.tokenizer_type == "NullTokenizer" else self.vocab_size
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """V rounded up so that each rank holds the same, suitably aligned number of rows."""
+        """Returns V rounded up to a multiple of `make_vocab_size_divisible_by` x t.
+
+        Each tensor-parallel rank then holds the same number of rows of the embedding.
+        """
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.true_vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where training state is saved and loaded, and what is kept.
+    """The directories of checkpoints, and the rule for which checkpoints stay.
 
-    async_save: training goes on while a checkpoint is written. save_keep_last, save_retain_interval: the last so many steps stay,
-    and those of iterations that are multiples (with it alone: and the last one); neither: all.
+    save_keep_last: K. The last K checkpoints stay.
+    save_retain_interval: N. The checkpoints of iterations that are multiples of N stay. Without
+        save_keep_last the last checkpoint stays too.
+    async_save: whether training goes on while a checkpoint is written.
+
+    If neither save_keep_last nor save_retain_interval is given, all checkpoints stay.
     """
 
     save: str | None = None
@@ -290,17 +311,24 @@ class CheckpointConfig:
 
     @property
     def continues(self) -> bool:
-        """Whether `--save` is the directory of `--load`, however the two are written."""
+        """Whether `--save` and `--load` are the same directory.
+
+        Their real paths are compared, so symbolic links and relative paths are resolved.
+        """
         return self.save is not None and self.load is not None and os.path.realpath(self.save) == os.path.realpath(self.load)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is written while training.
+    """The output of a run while it trains.
 
-    peak_tflops_per_gpu: of which MFU and HFU are shares; None: looked up by the GPU's name. memory_timeline: file for the memory
-    of one micro-batch, operator by operator (tools/plot_memory.py draws it). straggler_ratio: a rank that takes so many times as
-    long as the median is named under log_straggler, up to straggler_minmax_count of them (training/slow_rank.py).
+    peak_tflops_per_gpu: the peak that MFU and HFU divide by. None: a table gives it for the GPU's
+        name.
+    memory_timeline: the file for the memory of one micro-batch, operator by operator.
+        tools/plot_memory.py draws it.
+    log_straggler: whether the log names slow ranks (supervision/slow_rank.py).
+    straggler_ratio: R. A rank is slow if it takes more than R times the median of its stage.
+    straggler_minmax_count: the largest number of ranks that one log interval names.
     """
 
     log_interval: int = 100

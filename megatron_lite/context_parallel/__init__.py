@@ -1,1 +1,1 @@
-"""Floor 2: attention over sequences that context-parallel ranks share."""
+"""Floor 2: attention over sequences that are sharded over context-parallel ranks."""

@@ -1,8 +1,12 @@
-"""How each rank comes by the keys and values of the others, and they by the gradients of theirs. Whole: [2, n, b, g, d], n = s/c.
+"""Exchanges keys and values, and their gradients, between context-parallel ranks.
 
-    p2p         parts travel around a ring (2310.01889): a rank works on one while it passes it on. In backward the gradients
-                travel one step behind, and each rank that they visit adds its own. Holds two parts at a time.
-    allgather   all parts at once (2407.21783 sec. 3.3.2), and a reduce-scatter of the gradients. Holds c parts.
+A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
+
+    p2p         The parts travel around a ring (2310.01889). A rank computes with a part while it
+                sends the part on. In backward the gradients travel one step behind the parts, and
+                each rank adds its own. Holds two parts at a time.
+    allgather   One all-gather of all parts (2407.21783 sec. 3.3.2), and one reduce-scatter of the
+                gradients. Holds c parts.
 
     received per rank        forward            backward
     p2p                      c - 1 parts        2c - 1 parts
@@ -22,42 +26,58 @@ from megatron_lite.parallel.collectives import reduce_scatter_first_dim, start_a
 from megatron_lite.parallel.ring import Shift, start_shift
 
 
-class Part(NamedTuple):
-    """keys_values: [2, n, b, g, d] of the rank `source`."""
+class KeysValuesOf(NamedTuple):
+    """One part: the keys and values [2, n, b, g, d] of the rank `source`."""
 
     source: int
     keys_values: Tensor
 
 
 class GradientSum(Protocol):
-    """Adds up the gradients of every rank's keys and values over all ranks."""
+    """Sums the gradients of every rank's keys and values over all ranks."""
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """Those of some tokens of the rank `source`, each [m, b, g, d]; once for each part, in the order in which they come."""
+        """Adds this rank's gradients for some tokens of the rank `source`.
+
+        key, value: [m, b, g, d]. Call it once for each part, in the order in which the parts come.
+        """
 
     def result(self) -> Tensor:
-        """Those of this rank's own, over all ranks: [2, n, b, g, d]."""
+        """Returns the gradients of this rank's own part, summed over all ranks: [2, n, b, g, d]."""
 
 
 class Exchange(NamedTuple):
-    """parts: all parts, this rank's own first, then those of the ranks before it. sum: for a tensor like one part."""
+    """The two functions of one way to exchange parts.
 
-    parts: Callable[[Tensor, ProcessGroup], Iterator[Part]]
+    parts: yields all parts: this rank's own first, and then those of the ranks before it.
+    sum: returns a GradientSum for tensors like the given part.
+    """
+
+    parts: Callable[[Tensor, ProcessGroup], Iterator[KeysValuesOf]]
     sum: Callable[[Tensor, ProcessGroup], GradientSum]
 
 
-def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[Part]:
-    """`own` must not be written to before all parts have come."""
+def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
+    """Yields all parts as they arrive around the ring.
+
+    `own` must not be written to before all parts have arrived.
+    """
     rank, size = group.rank(), group.size()
     current = own
+    # Each part is sent on before it is yielded, so the transfer runs beside the caller's work.
     for step in range(size):
         onwards = start_shift(current, group) if step < size - 1 else None
-        yield Part((rank - step) % size, current)
+        yield KeysValuesOf((rank - step) % size, current)
         current = own if onwards is None else onwards.wait()
 
 
 class RingSum:
-    """A sum in the tensors' dtype, as a reduce-scatter is."""
+    """A sum that travels around the ring, in the tensors' dtype like a reduce-scatter.
+
+    Parts come in ring order. The running sum of a part follows the part by one step: each rank
+    receives it, adds its own gradients and sends it on. After the last rank the sum arrives at the
+    part's owner.
+    """
 
     def __init__(self, like: Tensor, group: ProcessGroup) -> None:
         self._like, self._group = like, group
@@ -76,18 +96,18 @@ class RingSum:
         return self._travelling.wait()
 
 
-def gathered(own: Tensor, group: ProcessGroup) -> Iterator[Part]:
-    """The gather runs beside the work on this rank's own part."""
+def gathered(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
+    """Yields all parts from one all-gather, which runs beside the work on this rank's own part."""
     rank, size = group.rank(), group.size()
     gather = start_all_gather_first_dim(own, group)
-    yield Part(rank, own)
+    yield KeysValuesOf(rank, own)
     whole = gather.wait().view(size, *own.shape)
     for step in range(1, size):
-        yield Part((rank - step) % size, whole[(rank - step) % size])
+        yield KeysValuesOf((rank - step) % size, whole[(rank - step) % size])
 
 
 class ScatteredSum:
-    """One reduce-scatter at the end."""
+    """A sum that holds the gradients of all c parts and issues one reduce-scatter at the end."""
 
     def __init__(self, like: Tensor, group: ProcessGroup) -> None:
         self._group = group

@@ -1,7 +1,11 @@
-"""Several datasets as one: sample n comes from the dataset that lags furthest behind its share, so every prefix of the blend
-is as close to the weights as it can be. Megatron's rule, number for number.
+"""Blends several datasets into one, by Megatron's rule, number for number.
 
-`--data-path` names them: one prefix | weight prefix weight prefix ... | prefix prefix ... (shares as the sizes are)
+Sample n comes from the dataset that lags furthest behind its share. Thus each prefix of the blend
+is as close to the weights as it can be. `--data-path` has three forms:
+
+    PREFIX
+    WEIGHT PREFIX WEIGHT PREFIX ...
+    PREFIX PREFIX ...                  the datasets' sizes decide the shares
 """
 
 from __future__ import annotations
@@ -20,25 +24,28 @@ SURPLUS = 0.005
 
 
 class Dataset(Protocol):
-    """A map from a sample's number to its seq_length + 1 token ids, int64."""
+    """A map from a sample's number to its token ids [seq_length + 1], int64."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def documents(self, index: int, /) -> dict[str, list[int]]:
-        """Where a sample comes from: the numbers of its documents by .bin file; {} where there is no file."""
+        """Returns the numbers of a sample's documents, by .bin file; {} if no file exists."""
 
 
 class DataPath(NamedTuple):
-    """weights: one per prefix, adding up to 1; None where none were given."""
+    """The parsed `--data-path`. weights: one per prefix, with sum 1; None if none were given."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_data_path(words: Sequence[str]) -> DataPath:
-    """Reads `--data-path`. InputError for weights on some prefixes only, or weights that are not positive numbers."""
+    """Parses `--data-path`.
+
+    Raises InputError if only some prefixes have weights, or if a weight is not a positive number.
+    """
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
         return DataPath(tuple(words), None)
@@ -57,19 +64,30 @@ def parse_data_path(words: Sequence[str]) -> DataPath:
 
 
 def samples_to_request(num_samples: int, weight: float) -> int:
-    """How many samples a part of this weight must hold for a blend of `num_samples`: its share and 0.5 % more."""
+    """Returns how many samples a dataset of this weight must hold for a blend of `num_samples`.
+
+    The result is its share of the samples and 0.5 % more.
+    """
     return math.ceil(math.ceil(num_samples * weight) * (1 + SURPLUS))
 
 
 class BlendIndex(NamedTuple):
-    """For each sample of the blend: which dataset [n] int16, and which of its samples [n] int64."""
+    """The source of each sample of a blend.
+
+    dataset: [n] int16, the number of the dataset.
+    sample: [n] int64, the number of the sample within that dataset.
+    """
 
     dataset: np.ndarray
     sample: np.ndarray
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
-    """`size` samples, each from the dataset with the largest weight * max(n, 1) - count; the first one where several are."""
+    """Returns the sources of `size` samples.
+
+    Sample n comes from the dataset with the largest weight * max(n, 1) - count, and from the first
+    of several equal ones. count: how many samples that dataset has provided so far.
+    """
     counts = [0] * len(weights)
     chosen, samples = array("h"), array("q")
     for n in range(size):
@@ -83,12 +101,12 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
 
 
 class BlendedDataset:
-    """`size` samples of several datasets in the shares `weights`, of any sum."""
+    """`size` samples of several datasets in the shares `weights`, whose sum may be any number."""
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float], size: int) -> None:
         self.datasets = tuple(datasets)
-        # Weights from --data-path are divided by their sum a second time here, as in Megatron: it can move their last bit,
-        # and with it which of two equal errors is the larger.
+        # Weights from --data-path are divided by their sum a second time here, as in Megatron. This
+        # can change their last bit, and so decide which of two nearly equal errors is larger.
         self.index = build_blend_index(normalized(weights), size)
 
     def __len__(self) -> int:
@@ -98,7 +116,7 @@ class BlendedDataset:
         return self.datasets[self.index.dataset[index]][int(self.index.sample[index])]
 
     def documents(self, index: int) -> dict[str, list[int]]:
-        """See Dataset."""
+        """Returns the numbers of a sample's documents, by .bin file (see Dataset)."""
         return self.datasets[self.index.dataset[index]].documents(int(self.index.sample[index]))
 
 

@@ -1,4 +1,7 @@
-"""How far a loss can fall from counting tokens alone: a model that has learned more than frequencies is below it."""
+"""The loss that a model can reach from token frequencies alone.
+
+A model that has learned more than frequencies has a lower loss.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ BLOCK = 1 << 22
 
 
 def unigram_entropy(prefix: str) -> float:
-    """The entropy in nats per token of the distribution of token ids in a dataset: the loss of its best unigram model."""
+    """Returns the entropy of the token ids of a dataset, in nats per token.
+
+    It equals the loss of the best unigram model of the dataset. Raises InputError if the dataset
+    holds no tokens.
+    """
     tokens = IndexedDataset(prefix).tokens
     if not len(tokens):
         raise InputError(f"{prefix}.bin holds no tokens")

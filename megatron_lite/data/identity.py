@@ -1,7 +1,9 @@
-"""Which data a run reads, told by its content: equal where the same documents are split, weighted and cut alike.
+"""The identity of the data that a run reads, taken from the content of the files.
 
-Of a dataset every byte of the .idx counts, the size of the .bin, and a sample of its bytes, since they may be terabytes.
-Files that were moved or copied are the same data. The seed and the length of a run are no part of it.
+Two runs have equal identities if they read the same documents and split, weight and cut them alike.
+The identity covers every byte of the .idx, the size of the .bin, and a sample of its bytes: a .bin
+can hold terabytes. Files that were moved or copied keep their identity. The seed and the length of
+a run are not part of it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ DataIdentity = dict[str, Any]  # plain values, as JSON holds them
 
 
 def identity_of_mock(data: DataConfig) -> DataIdentity:
-    """Of `--mock-data`."""
+    """Returns the identity of `--mock-data`."""
     return {"source": "--mock-data", "seq_length": data.seq_length}
 
 
 def identity_of_files(data: DataConfig, path: DataPath, datasets: Sequence[IndexedDataset]) -> DataIdentity:
-    """Of the parts of `--data-path`, in their order."""
+    """Returns the identity of the parts of `--data-path`, in their order."""
     return {"source": "--data-path", "seq_length": data.seq_length, "split": list(parse_split(data.split)),
             "weights": None if path.weights is None else list(path.weights), "files": [_content(one) for one in datasets]}
 

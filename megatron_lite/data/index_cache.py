@@ -1,8 +1,13 @@
-"""Arrays that are costly to build, kept on disk under a key of everything that they depend on.
+"""A cache on disk for arrays that are costly to build, under a key of everything they depend on.
 
-One folder per key, one .npy per array. A folder is filled under another name and renamed when it is on disk, so a kill leaves
-nothing that looks complete. One lock per key: of several processes on a node one builds, the rest wait and then read. Nodes
-need not see the same folder, nor each other's locks. Read by memory map, and never as pickles.
+Each key has a folder. It holds one .npy file per array, and arrays.json with the type, shape and
+SHA-256 of each. Every start compares the checksums, so that it notices a damaged file before it
+reads an index from it. It then builds the arrays again, with a notice.
+
+A folder is filled under another name, and renamed when its contents are on the disk. Thus a kill
+leaves nothing that looks complete. Each key has one lock: among several processes on a node one
+builds, and the others wait and read the result. Nodes need not see the same folder or each other's
+locks. The arrays are read by memory map, and never as pickles.
 """
 
 from __future__ import annotations
@@ -14,30 +19,71 @@ import json
 import os
 import shutil
 import socket
+import stat
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megatron_lite.data.files import sync_file, sync_folder
+from megatron_lite.data.durable_files import sync_file, sync_folder
 
 Arrays = dict[str, np.ndarray]
+LIST, KEY = "arrays.json", "key.json"
+FORMAT = "index cache 2"  # part of every key, so that a folder of another format is never read
+LARGEST_LIST = 1 << 20
 
 
-def cached_arrays(folder: str, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """What `build` returns, from `folder` where a complete copy lies there, else built and kept there.
+class Damage(Exception):
+    """The error of a damaged cache folder. Its message names the file."""
 
-    OSError where the folder cannot be written. `key`: plain values that decide the result.
+
+class _Expected(NamedTuple):
+    """One array as it was written. sha256: the checksum of the whole file, with its header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def cached_arrays(folder: str, key: dict[str, Any], build: Callable[[], Arrays], *,
+                  fault: Callable[[Arrays], str | None] = lambda arrays: None, say: Callable[[str], object] = _say) -> Arrays:
+    """Returns the arrays that `build` returns, from the copy in `folder` if it is undamaged.
+
+    Otherwise it builds the arrays and writes a copy to `folder`. It reads every byte of a copy
+    once, outside the lock, so that all processes of a node can compare checksums at the same time.
+
+    key: plain values that decide the result.
+    fault: returns what is wrong with arrays whose checksum is correct, or None. Arrays with a fault
+    are built again too.
+    say: is called with one line if a damaged copy is replaced.
+    Raises OSError if the folder cannot be written.
     """
-    text = json.dumps(key, sort_keys=True, indent=1)
+    text = json.dumps({"format": FORMAT, **key}, sort_keys=True, indent=1)
     path = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()[:32])
+    try:
+        if (arrays := _read(path, text, fault)) is not None:
+            return arrays
+    except Damage:
+        pass  # another process may be replacing it just now, so the check is repeated in the lock
     os.makedirs(folder, exist_ok=True)
     with _locked(path + ".lock"):
-        arrays = _read(path)
+        try:
+            arrays = _read(path, text, fault)
+        except Damage as damage:
+            arrays = None
+            say(f"warning: the index cache is damaged and is built again: {damage}")
         if arrays is None:
             _write(path, text, build())
-            arrays = _read(path)
+            try:
+                arrays = _read(path, text, fault)
+            except Damage as damage:
+                raise OSError(f"what was written does not come back from the disk: {damage}") from damage
         assert arrays is not None, path
         return arrays
 
@@ -45,46 +91,122 @@ def cached_arrays(folder: str, key: dict[str, Any], build: Callable[[], Arrays])
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
     with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed, by a crash too
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
         yield
 
 
-def _read(path: str) -> Arrays | None:
-    """None unless the folder holds every array that its list names, each of its full length."""
-    try:
-        with open(os.path.join(path, "arrays.json"), encoding="utf-8") as file:
-            shapes = json.load(file)
-        # (np.load would open a zip file too, and return something else)
-        arrays = {name: np.lib.format.open_memmap(os.path.join(path, name + ".npy"), mode="r").view(np.ndarray)
-                  for name in shapes}
-    except (OSError, ValueError, TypeError, EOFError):
+def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays | None:
+    """Returns the arrays of a folder, or None if the folder does not exist.
+
+    Raises Damage if a file does not hold what was written, or if `fault` finds a fault.
+    """
+    if not os.path.lexists(path):
         return None
-    return arrays if {name: list(array.shape) for name, array in arrays.items()} == shapes else None
+    try:
+        if _content(os.path.join(path, KEY)) != key.encode():
+            raise Damage(f"{os.path.join(path, KEY)} holds another key")
+        arrays = {name: _array(os.path.join(path, name + ".npy"), expected)
+                  for name, expected in _expected(os.path.join(path, LIST)).items()}
+    except (OSError, ValueError) as error:
+        raise Damage(f"{path}: {error}") from error
+    if (reason := fault(arrays)) is not None:
+        raise Damage(f"{path}: {reason}")
+    return arrays
 
 
-def _write(path: str, description: str, arrays: Arrays) -> None:
+def _expected(path: str) -> dict[str, _Expected]:
+    """Returns the list of the arrays. Raises Damage unless `_listed` would write the same bytes."""
+    content = _content(path)
+    try:
+        found = {name: _Expected(entry["dtype"], tuple(entry["shape"]), entry["sha256"])
+                 for name, entry in json.loads(content).items()}
+        if _listed(found) == content and all(name.isidentifier() for name in found):
+            return found
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise Damage(f"{path} is no list of arrays with their checksums")
+
+
+def _listed(expected: dict[str, _Expected]) -> bytes:
+    return json.dumps({name: one._asdict() for name, one in expected.items()}, indent=1).encode()
+
+
+def _array(path: str, expected: _Expected) -> np.ndarray:
+    """Returns one array, by memory map.
+
+    The file's checksum is compared before anything in the file is interpreted.
+    """
+    with _opened(path) as file:
+        found = _checksum(file)
+    if found != expected.sha256:
+        raise Damage(f"{path}: found checksum {found[:12]}, expected {expected.sha256[:12]}")
+    array: np.ndarray = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)  # np.load would open zip files too
+    if (array.dtype.str, array.shape) != (expected.dtype, expected.shape):
+        raise Damage(f"{path}: found {array.dtype.str} {array.shape}, expected {expected.dtype} {expected.shape}")
+    return array
+
+
+def _content(path: str) -> bytes:
+    with _opened(path) as file:
+        return file.read(LARGEST_LIST)
+
+
+def _opened(path: str) -> BinaryIO:
+    """Opens a regular file.
+
+    Raises Damage if it is a link, a device or a pipe, which could make a reader wait.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise Damage(f"{path} is no regular file")
+
+
+def _checksum(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _write(path: str, key: str, arrays: Arrays) -> None:
     own = f"{path}.tmp-{socket.gethostname()}-"
-    for remains in glob.glob(glob.escape(own) + "*"):  # of a process of this node that was killed: this one holds the lock
+    # This process holds the lock, so the folders of this node were left by killed processes.
+    for remains in glob.glob(glob.escape(own) + "*"):
         shutil.rmtree(remains, ignore_errors=True)
     tmp = f"{own}{os.getpid()}"
     os.mkdir(tmp)
     try:
+        expected = {}
         for name, array in arrays.items():
             with open(os.path.join(tmp, name + ".npy"), "wb") as file:
                 np.save(file, array, allow_pickle=False)
                 sync_file(file)
-        texts = {"arrays.json": json.dumps({name: list(array.shape) for name, array in arrays.items()}), "key.json": description}
-        for name, text in texts.items():
-            with open(os.path.join(tmp, name), "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(file.name, "rb") as written:
+                expected[name] = _Expected(array.dtype.str, array.shape, _checksum(written))
+        for name, content in ((LIST, _listed(expected)), (KEY, key.encode())):
+            with open(os.path.join(tmp, name), "wb") as file:
+                file.write(content)
                 sync_file(file)
         sync_folder(tmp)
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
         try:
             os.rename(tmp, path)
         except OSError:
-            if _read(path) is None:  # else another node, which sees this folder but not the lock, was faster
+            # Another node may see this folder but not the lock, and may have been faster. The
+            # caller reads its copy.
+            if not os.path.isdir(path):
                 raise
         sync_folder(os.path.dirname(path))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _remove(path: str) -> None:
+    """Removes a damaged copy: a folder, a file or a link."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(path)

@@ -1,29 +1,34 @@
-"""Megatron's indexed dataset: token ids of many documents in PREFIX.bin, and where each one lies in PREFIX.idx.
+"""Megatron's indexed dataset, which holds the token ids of many documents.
 
     PREFIX.bin   raw token ids, one after the other, no header
-    PREFIX.idx   "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences | u64 documents + 1      (34 bytes)
-                 i32[sequences] lengths in tokens | i64[sequences] byte offsets | i64[documents + 1] first sequence of each
-                 document | optionally i8[sequences] modes, which text does not use        (all little-endian)
+    PREFIX.idx   all little-endian:
+                 "MMIDIDX\\0\\0" | u64 version 1 | u8 dtype code | u64 sequences | u64 documents + 1
+                 (34 bytes) | i32[sequences] lengths in tokens | i64[sequences] byte offsets |
+                 i64[documents + 1] first sequence of each document |
+                 optionally i8[sequences] modes, which text does not use
 
-Both files are read by memory map, so a dataset larger than memory costs nothing to open. All of the index and the size of the
-.bin are checked when it is opened: a truncated copy is an error there, not garbage tokens later. Samples: see gpt.py.
+Both files are read by memory map, so that a dataset larger than memory costs nothing to open. The
+constructor checks the whole index and the size of the .bin. A truncated copy is therefore an error
+at that point, rather than garbage tokens later. gpt_dataset.py builds samples from it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import glob
 import hashlib
 import itertools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.files import sync_file, sync_folder
+from megatron_lite.data.durable_files import sync_file, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -35,14 +40,18 @@ FIX = "copy the pair again, or write it again with python -m megatron_lite.tools
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The type that Megatron stores ids of this vocabulary in: u16 below 65500 ids, else i32."""
+    """Returns the type in which Megatron stores ids of this vocabulary.
+
+    It is u16 for vocabularies below 65500 ids, and i32 for larger ones.
+    """
     return TOKEN_DTYPES[8] if vocab_size < 65500 else TOKEN_DTYPES[4]
 
 
 class IndexedDataset:
-    """Sequences of token ids, read only. `get` returns views of the file: nothing is copied.
+    """The sequences of token ids of one pair of files, read only.
 
-    InputError at construction for everything that can be wrong with the two files.
+    `get` returns views of the file and copies nothing. The constructor raises InputError for every
+    fault of the two files that it can find.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -52,12 +61,15 @@ class IndexedDataset:
                 raise InputError(f"{path}: no such file. --data-path takes the prefix of a .bin and .idx pair, such as "
                                  "my-corpus_text_document for my-corpus_text_document.bin")
         self.dtype, sequences, documents = self._read_header()
+        # The arrays of the .idx follow each other without gaps, so their sizes give their places.
         ends = list(itertools.accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * documents)))
         size = os.path.getsize(self.idx_path)
         if size not in (ends[-1], ends[-1] + sequences):
             raise self._fault(self.idx_path, f"{size} bytes", f"{ends[-1]} bytes for {sequences} sequences and "
                               f"{documents - 1} documents")
-        self._index = index = np.memmap(self.idx_path, mode="r").view(np.ndarray)
+        with open(self.idx_path, "rb") as file:
+            index_file = os.fstat(file.fileno())
+            self._index = index = np.memmap(file, mode="r").view(np.ndarray)
         self.sequence_lengths: np.ndarray = index[ends[0]:ends[1]].view("<i4")
         self._offsets: np.ndarray = index[ends[1]:ends[2]].view("<i8")
         self.document_indices: np.ndarray = index[ends[2]:ends[3]].view("<i8")
@@ -65,6 +77,8 @@ class IndexedDataset:
         is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
         self.tokens: np.ndarray = (np.empty(0, self.dtype) if is_empty
                                    else np.memmap(self.bin_path, self.dtype, mode="r").view(np.ndarray))
+        if not self._is_still(index_file):
+            raise InputError(f"{self.idx_path} was replaced while it was being read: start again when the pair is written")
 
     @property
     def bin_path(self) -> str:
@@ -75,11 +89,25 @@ class IndexedDataset:
         return self.prefix + ".idx"
 
     def __len__(self) -> int:
-        """Number of sequences; for text that is one per document that is not empty."""
+        """The number of sequences. Text has one sequence for each document that is not empty."""
         return len(self.sequence_lengths)
 
+    def _is_still(self, index_file: os.stat_result) -> bool:
+        """Returns whether the opened .idx still has its name.
+
+        A writer removes the .idx before it replaces the .bin. If the .idx is still the same, the
+        two files belong together.
+        """
+        try:
+            return os.path.samestat(os.stat(self.idx_path), index_file)
+        except OSError:
+            return False
+
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` ids of a sequence from `offset` on, by default to its end. IndexError past the end."""
+        """Returns `length` ids of a sequence from `offset` on; by default, all ids to its end.
+
+        Raises IndexError if they go past the end of the sequence.
+        """
         available = int(self.sequence_lengths[sequence]) - offset
         length = available if length is None else length
         if offset < 0 or not 0 <= length <= available:
@@ -89,12 +117,15 @@ class IndexedDataset:
         return self.tokens[start:start + length]
 
     def document_of(self, sequence: int) -> int:
-        """The number of the document, counted from 0, that a sequence belongs to."""
+        """Returns the number of the document to which a sequence belongs, counted from 0."""
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A key of the .bin size and every byte of the .idx: all that a sample index depends on."""
+        """A key from the size of the .bin and every byte of the .idx.
+
+        A sample index depends on nothing else of the dataset.
+        """
         return f"{self.tokens.nbytes}-{hashlib.sha256(self._index.data).hexdigest()}"
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
@@ -138,11 +169,13 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Context manager that writes a pair of files, each document as one sequence.
+    """Context manager that writes a pair of files, with each document as one sequence.
 
-    Both appear under their names when the block ends without an exception, complete and on disk; otherwise nothing remains.
-    An older pair of that name stays whole until then. A document without tokens counts as a document of no sequence, as in
-    Megatron's tool.
+    If the block ends without an exception, both files appear under their names, complete and on the
+    disk. Otherwise nothing remains of them. An older pair of that name stays whole until that time.
+    The next writer of the same prefix removes the partial files of a process that was killed. A
+    document without tokens counts as a document without a sequence, as in Megatron's tool. Raises
+    InputError, with the file's name, if the disk is full or cannot be written.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype) -> None:
@@ -152,8 +185,12 @@ class IndexedDatasetWriter:
         self._lengths: list[int] = []
         self._document_indices = [0]
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        _remove_remains(prefix)
         self._bin_tmp, self._idx_tmp = (f"{prefix}.{kind}.tmp-{os.getpid()}" for kind in ("bin", "idx"))
         self._file = open(self._bin_tmp, "wb")  # noqa: SIM115 closed in __exit__
+        # The lock shows other writers that this file is in use. A file system may have no locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
@@ -163,7 +200,7 @@ class IndexedDatasetWriter:
         return sum(self._lengths)
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Appends one document. InputError where an id does not fit the type of the file."""
+        """Appends one document. Raises InputError if an id does not fit the type of the file."""
         ids = np.asarray(tokens)
         if ids.size:
             limits = np.iinfo(self.dtype)
@@ -172,7 +209,8 @@ class IndexedDatasetWriter:
                 raise InputError(f"{self.prefix}.bin: token id {low if low < 0 else high} of document "
                                  f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to {limits.max}): "
                                  "is --vocab-size the size of the tokenizer's vocabulary?")
-            self._file.write(ids.astype(self.dtype).tobytes())
+            with _naming(self.prefix + ".bin"):
+                self._file.write(ids.astype(self.dtype).tobytes())
             self._lengths.append(ids.size)
         self._document_indices.append(len(self._lengths))
 
@@ -181,7 +219,9 @@ class IndexedDatasetWriter:
             if kind is None:
                 self._publish()
         finally:
-            self._file.close()
+            # Closing the file writes its buffer, for which a full disk has no room.
+            with contextlib.suppress(OSError):
+                self._file.close()
             for path in (self._bin_tmp, self._idx_tmp):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
@@ -189,15 +229,43 @@ class IndexedDatasetWriter:
     def _publish(self) -> None:
         lengths = np.array(self._lengths, "<i4")
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with open(self._idx_tmp, "wb") as file:
+        with _naming(self.prefix + ".idx"), open(self._idx_tmp, "wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
             for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
                 file.write(array.tobytes())
             sync_file(file)
-        sync_file(self._file)
-        # An old index goes first: a kill between the renames must not leave it beside the new .bin.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.prefix + ".idx")
-        os.replace(self._bin_tmp, self.prefix + ".bin")
-        os.replace(self._idx_tmp, self.prefix + ".idx")
-        sync_folder(os.path.dirname(self.prefix) or ".")
+        with _naming(self.prefix + ".bin"):
+            sync_file(self._file)
+            # The old index is removed first, and its removal reaches the disk first. So an old .idx
+            # never lies beside the new .bin, whose size it may fit by chance, even if the process
+            # or the machine dies in between. IndexedDataset relies on this order.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.prefix + ".idx")
+            sync_folder(os.path.dirname(self.prefix) or ".")
+            os.replace(self._bin_tmp, self.prefix + ".bin")
+            os.replace(self._idx_tmp, self.prefix + ".idx")
+            sync_folder(os.path.dirname(self.prefix) or ".")
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Turns an OSError into an InputError that names the file.
+
+    The OSErrors of write and fsync contain no name.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _remove_remains(prefix: str) -> None:
+    """Removes partial files of this pair whose writer was killed.
+
+    The lock on such a file is free. A file whose lock is held is in use and stays.
+    """
+    for path in glob.glob(glob.escape(prefix) + ".bin.tmp-*"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            os.unlink(f"{prefix}.idx.tmp-{path.rpartition('-')[2]}")

@@ -1,4 +1,4 @@
-"""`--split '969, 30, 1'`: which documents train, which validate, which test."""
+"""The flag `--split '969, 30, 1'`: which documents train, which validate and which test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_lite.config.checks import InputError
 
 
 class Splits(NamedTuple):
-    """Ranges of documents, start <= n < stop; an empty range where the split has no documents."""
+    """Ranges of documents, start <= n < stop. The range is empty if a split has no documents."""
 
     train: tuple[int, int]
     valid: tuple[int, int]
@@ -21,7 +21,11 @@ class Splits(NamedTuple):
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The three shares, which add up to 1. Shares left out are 0. InputError for anything but 1 to 3 numbers >= 0."""
+    """Returns the three shares, which add up to 1.
+
+    A share that is left out is 0. Raises InputError unless the text is 1 to 3 numbers >= 0, not all
+    0, with a finite sum.
+    """
     try:
         weights = [float(word) for word in split.split(",")]
     except ValueError:
@@ -34,13 +38,19 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def normalized(weights: Sequence[float]) -> tuple[float, ...]:
-    """The weights divided by their sum (in numpy: Python's own sum rounds otherwise from 3.12 on). All 0 if that overflows."""
+    """Returns the weights divided by their sum; all are 0 if the sum overflows.
+
+    The sum is numpy's, because Python's own sum rounds differently from Python 3.12 on.
+    """
     values = np.array(weights, dtype=np.float64)
     with np.errstate(over="ignore"):
         return tuple((values / values.sum()).tolist())
 
 
 def split_documents(split: str, num_documents: int) -> Splits:
-    """Consecutive ranges of `num_documents` in the shares of `split`, each boundary rounded to the nearest document."""
+    """Returns consecutive ranges of `num_documents` documents in the shares of `split`.
+
+    Each boundary is rounded to the nearest document.
+    """
     bounds = [round(share * num_documents) for share in itertools.accumulate((0.0, *parse_split(split)))]
     return Splits(*itertools.pairwise(bounds))

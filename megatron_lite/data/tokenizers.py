@@ -1,10 +1,11 @@
-"""Text to token ids and back, behind three names that Megatron users know. Local files only: nothing is ever downloaded.
+"""Turns text into token ids and back, with three tokenizers that have Megatron's names.
 
     NullTokenizer          text that is token ids already, with spaces between them
-    HuggingFaceTokenizer   a tokenizer.json, or the folder that holds one, as `save_pretrained` writes it
+    HuggingFaceTokenizer   a tokenizer.json, or its folder, as `save_pretrained` writes it
     GPT2BPETokenizer       GPT-2's vocab.json and merges.txt
 
-The last two run on the `tokenizers` library, imported where it is needed: a run on prepared data does without it.
+All files are local; nothing is ever downloaded. The last two tokenizers use the `tokenizers`
+library. It is imported only when it is needed, so that a run on prepared data works without it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, chosen
 from megatron_lite.config.training import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ LARGEST_ID = 2**31 - 1  # token ids are stored in 32 bits
 
 
 class Tokenizer(Protocol):
-    """vocab_size: 1 + the largest id. eod: the id that ends a document; InputError where the tokenizer has none."""
+    """A tokenizer: text to token ids and back.
+
+    vocab_size: 1 + the largest id.
+    eod: the id that ends a document. Raises InputError if the tokenizer has none.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -40,19 +45,39 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer that the flags name. InputError: its files are missing or cannot be read."""
-    if config.tokenizer_type == "HuggingFaceTokenizer":
-        assert config.tokenizer_model is not None
-        return HuggingFaceTokenizer(config.tokenizer_model)
-    if config.tokenizer_type == "GPT2BPETokenizer":
-        assert config.vocab_file is not None and config.merge_file is not None
-        return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+    """Returns the tokenizer that the flags name.
+
+    Raises InputError if its files are missing or cannot be read.
+    """
+    assert config.tokenizer_type is not None
+    return chosen("--tokenizer-type", config.tokenizer_type, TOKENIZERS)(config)
+
+
+def _hugging_face(config: TokenizerConfig) -> Tokenizer:
+    assert config.tokenizer_model is not None
+    return HuggingFaceTokenizer(config.tokenizer_model)
+
+
+def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:
+    assert config.vocab_file is not None and config.merge_file is not None
+    return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+
+
+def _null(config: TokenizerConfig) -> Tokenizer:
     assert config.vocab_size is not None
     return NullTokenizer(config.vocab_size)
 
 
+TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
+    "HuggingFaceTokenizer": _hugging_face, "GPT2BPETokenizer": _gpt2_bpe, "NullTokenizer": _null}
+
+
 def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
-    """The config with its `vocab_size` filled in. InputError where the given one cannot hold every id of the tokenizer."""
+    """Returns the config with its `vocab_size` filled in.
+
+    A config of the NullTokenizer is returned unchanged.
+    Raises InputError if the given size cannot hold every id of the tokenizer.
+    """
     size = build_tokenizer(config).vocab_size
     if config.tokenizer_type == "NullTokenizer":
         return config
@@ -63,7 +88,10 @@ def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def check_encodes(text: str) -> None:
-    """InputError for half of a surrogate pair, as JSON can spell one and as a byte that is not UTF-8 arrives from a shell."""
+    """Raises InputError if the text contains half of a surrogate pair.
+
+    JSON can spell one, and a byte that is not UTF-8 arrives from a shell as one.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -72,7 +100,11 @@ def check_encodes(text: str) -> None:
 
 
 class NullTokenizer:
-    """The text holds the ids. Those below `vocab_size` may be used; the end of a document is one more id, `vocab_size`."""
+    """A tokenizer of texts that consist of ids.
+
+    The ids of a text must be below the `vocab_size` that the constructor takes. The end of a
+    document is one more id: that `vocab_size`.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size > LARGEST_ID:
@@ -81,7 +113,7 @@ class NullTokenizer:
         self.vocab_size = vocab_size + 1
 
     def tokenize(self, text: str) -> list[int]:
-        """InputError for a word that is not an id of the vocabulary."""
+        """Returns the ids of the text. Raises InputError for a word that is not a valid id."""
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
@@ -96,12 +128,16 @@ class NullTokenizer:
 
 
 class _LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library. Subclasses say where it comes from and which token ends a document."""
+    """A tokenizer of the `tokenizers` library.
+
+    A subclass decides from which files it comes and which token ends a document.
+    """
 
     def __init__(self, source: str, tokenizer: tokenizers.Tokenizer, end_of_document: Sequence[str]) -> None:
         if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
             raise InputError(f"{source}: a vocabulary without tokens")
-        tokenizer.no_truncation()  # a tokenizer.json may ask for either: both would change documents silently
+        # A tokenizer.json can ask for truncation and padding. Both would change documents silently.
+        tokenizer.no_truncation()
         tokenizer.no_padding()
         self._source, self._tokenizer, self._end_of_document = source, tokenizer, end_of_document
 
@@ -119,9 +155,11 @@ class _LibraryTokenizer:
                          "one as eos_token in a tokenizer_config.json beside it")
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of the text, with what the tokenizer's own post-processor adds (some begin a text with a special token).
+        """Returns the ids of the text.
 
-        InputError for text that UTF-8 cannot encode."""
+        They include what the tokenizer's own post-processor adds; some tokenizers begin a text with
+        a special token. Raises InputError for text that UTF-8 cannot encode.
+        """
         check_encodes(text)
         return list(self._tokenizer.encode(text).ids)
 
@@ -130,7 +168,11 @@ class _LibraryTokenizer:
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-    """`path`: a tokenizer.json or its folder. A document ends with eos_token of tokenizer_config.json, where there is one."""
+    """A tokenizer from a tokenizer.json or from its folder.
+
+    A document ends with the eos_token of tokenizer_config.json. If the vocabulary has no such
+    token, it ends with <|endoftext|> or </s>.
+    """
 
     def __init__(self, path: str) -> None:
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
@@ -146,7 +188,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
-    """Byte-level BPE from GPT-2's two files. A document ends with <|endoftext|>; in a text, those letters are only letters."""
+    """A byte-level BPE tokenizer from GPT-2's two files.
+
+    A document ends with <|endoftext|>. In a text, these characters are ordinary characters.
+    """
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         _require_files("--vocab-file", vocab_file)

@@ -1,1 +1,1 @@
-"""Floor 3: bytes and FLOPs: in closed form (no torch), measured, and as pictures."""
+"""Floor 3: bytes and FLOPs: predicted (no torch), measured, and explained."""

@@ -1,6 +1,7 @@
-"""Causal self-attention: heads split over the TP ranks, by query group.
+"""Causal self-attention, with the heads split over the TP ranks by query group.
 
-linear_qkv's output rows are Megatron's, group by group: [q .. q k v][q .. q k v] .., so that a rank's rows are whole groups.
+The output rows of linear_qkv are in Megatron's order, group by group: [q .. q k v][q .. q k v] ..
+Each rank's rows are therefore whole groups.
 """
 
 from __future__ import annotations
@@ -12,143 +13,198 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.context_parallel.attention import context_parallel_attention
-from megatron_lite.context_parallel.kernels import has_kernel
+from megatron_lite.config.regions import CORE_ATTENTION
+from megatron_lite.context_parallel.attention_kernels import has_kernel
+from megatron_lite.context_parallel.exchange import EXCHANGES
+from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
+from megatron_lite.model.window import window_mask, windowed_attention
 from megatron_lite.parallel.chunks import ContextParallel
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
-from megatron_lite.recompute.plan import CORE_ATTENTION
-from megatron_lite.recompute.regions import Regions
-from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class SelfAttention(nn.Module):
-    """[s/t under sequence parallelism else s, b, h] -> the same shape. Each rank computes a/t heads of the whole sequence.
+    """Self-attention: [s/t under sequence parallelism else s, b, h] -> the same shape.
 
-    Under context parallelism s is s/c here, this rank's tokens (parallel/chunks.py), as everywhere in the model.
+    Each rank computes a/t heads of the whole sequence. Under context parallelism s stands for s/c,
+    the number of this rank's tokens (parallel/chunks.py), as everywhere in the model.
+    layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
+        window, and whether queries and keys are rotated.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: RankContext, layer: int) -> None:
         super().__init__()
         self.config = config
+        self.rotates = config.layer_rotates(layer)
         self.groups = config.query_groups // context.size
         self.queries_per_group = config.num_attention_heads // config.query_groups
         qkv_size = (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
         self.linear_qkv = ColumnParallelLinear(config.hidden_size, qkv_size, bias=config.add_bias_linear or config.add_qkv_bias,
-                                               init_std=config.init_method_std, context=context)
+                                               init_std=config.init_method_std, context=context,
+                                               matrices=(self.queries_per_group * config.head_dim, config.head_dim,
+                                                         config.head_dim))
         self.linear_proj = RowParallelLinear(config.num_attention_heads * config.head_dim, config.hidden_size,
                                              bias=config.add_bias_linear, init_std=config.output_init_std, context=context)
         # One weight for all heads: each rank's gradient covers its own heads, with or without sequence parallelism.
         self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
         self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
-        self.core_attention = CoreAttention(config, context.rng, context.cp)
+        self.core_attention = CoreAttention(config, context.rng, context.cp, layer=layer)
 
     def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
         query, key, value = self._split_heads(self.linear_qkv(hidden_states))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if rotary is not None:
+        if self.rotates:
+            assert rotary is not None
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return self.linear_proj(regions.run(CORE_ATTENTION, self.core_attention, query, key, value))
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, a/t, d] and twice [s, b, g/t, d]: views of qkv where all three are kept as they are.
+        """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
 
-        Where another copy of the query will be kept (rotated, or regrouped here), a view would hold the whole of qkv too.
+        If attention saves all three as they are, they are views of qkv, which costs one storage.
+        Otherwise attention saves a copy of the query: a rotated one, one that an apex norm made
+        contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
+        beside that copy, so the tensors that nothing copies later become contiguous here.
         """
         s, b, _ = qkv.shape
         q, d = self.queries_per_group, self.config.head_dim
         grouped = qkv.view(s, b, self.groups, q + 2, d)
         query, key, value = grouped[..., :q, :].reshape(s, b, self.groups * q, d), grouped[..., q, :], grouped[..., q + 1, :]
-        copied = self.config.position_embedding_type == "rope" and not self.config.qk_layernorm
+        copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
         if q > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value
 
 
 class CoreAttention(nn.Module):
-    """query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d]. No parameters; collectives on cp.group alone.
+    """Attention itself: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d].
 
-    "flash" is torch's scaled_dot_product_attention, with whichever kernel torch picks for the device: flash kernels keep their
-    inputs, their output and one float32 per row. "unfused" builds the scores and keeps, for each of a/t * s^2 * b of them, the
-    softmax in the scores' dtype and, with dropout, its mask (1 byte) and the dropped softmax; under --attention-softmax-in-fp32
-    the float32 softmax besides a bf16 one; with query groups, key and value repeated for every head. "auto" is flash. With
-    dropout on a CPU both are unfused: torch has no flash kernel for it, and would build the scores itself.
-    Under context parallelism (s is s/c): flash keeps the same of this rank's tokens; unfused gathers keys and values, keeps them
-    whole, and scores of a/t * s/c * s * b; and dropout, and what no kernel takes, is unfused on every device.
+    It has no parameters, and issues collectives on cp.group alone.
+
+    "flash" is torch's scaled_dot_product_attention, with the kernel that torch picks for the
+    device. Flash kernels keep their inputs, their output and one float32 per row. "auto" is flash.
+
+    "unfused" builds a/t * s^2 * b scores. For each score it keeps the softmax in the scores' dtype.
+    With dropout it also keeps the mask (1 byte) and the dropped softmax. Under
+    --attention-softmax-in-fp32 it keeps the float32 softmax beside a 16-bit one. With query groups
+    it keeps key and value repeated for every head.
+
+    With dropout on a CPU both are unfused: torch has no flash kernel for that case, and would build
+    the scores itself.
+
+    Under context parallelism s stands for s/c. Flash keeps the same tensors of this rank's tokens.
+    Unfused attention gathers keys and values, keeps them whole, and builds a/t * s/c * s * b
+    scores. Context-parallel attention with dropout, with a window, or of shapes that no kernel
+    takes is unfused on every device.
+
+    layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
+    window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
+    mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
+    backward (model/window.py). The exception is torch's own attention with a mask, which runs with
+    dropout on CUDA and for shapes that no CUDA kernel of attention_kernels.py takes. In that case
+    each layer with a window keeps a mask of its own.
     """
 
-    def __init__(self, config: ModelConfig, rng: RngStreams, cp: ContextParallel | None = None) -> None:
+    def __init__(self, config: ModelConfig, rng: RngStreams, cp: ContextParallel | None = None, *, layer: int) -> None:
         super().__init__()
-        self.backend = config.attention_backend
+        self.window = config.layer_window(layer)
+        self.always_unfused = config.always_unfused
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
         self.rng = rng
         self.cp = cp or ContextParallel()
+        if self.cp.group is not None:
+            chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, unread: bool = False) -> Tensor:
-        """unread: nobody will read the values of the output; unfused attention then leaves out its last matmul."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, skip_tail: bool = False) -> Tensor:
+        """Runs attention. skip_tail: the output's values are never read.
+
+        Unfused attention then skips its last matmul. Flash attention, one kernel, skips nothing.
+        """
         dropout_p = self.dropout if self.training else 0.0
-        if self.backend == "unfused" or (dropout_p > 0.0 and query.device.type == "cpu"):
-            return self._unfused(query, key, value, dropout_p, unread)
+        if self.always_unfused or (dropout_p > 0.0 and query.device.type == "cpu"):
+            return self._unfused(query, key, value, dropout_p, skip_tail)
+        # Under context parallelism the exchanges call torch's attention kernels without dropout and
+        # without a mask. Attention with dropout or with a window is therefore unfused.
         if self.cp.group is None:
             return self._flash(query, key, value, dropout_p)
-        if dropout_p > 0.0 or not has_kernel(query):
-            return self._unfused(query, key, value, dropout_p, unread)
+        if dropout_p > 0.0 or self._reach(query) is not None or not has_kernel(query):
+            return self._unfused(query, key, value, dropout_p, skip_tail)
         return context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale).flatten(2)
 
+    def _reach(self, query: Tensor) -> int | None:
+        return reach(self.window, query.shape[0] * self.cp.size)
+
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
+        mask = None
+        if (limit := self._reach(query)) is not None:
+            if dropout_p == 0.0 and has_kernel(query):
+                return windowed_attention(query, key, value, reach=limit, scale=self.scale).flatten(2)
+            mask = window_mask(query, limit)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
-            attended = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True, scale=self.scale,
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p,
+                                                     is_causal=mask is None, scale=self.scale,
                                                      enable_gqa=query.shape[1] != key.shape[1])
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, unread: bool) -> Tensor:
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, skip_tail: bool) -> Tensor:
         s, b, heads, _ = query.shape
-        future = self._future(query)
+        hidden = self._hidden(query)
         if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
             key, value = gather_from_sequence_parallel_region(torch.stack((key, value), 1), self.cp.group).unbind(1)
         if heads > key.shape[2]:
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
         query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))  # [b a/t, s, d]
-        scores = torch.baddbmm(future, query, key.transpose(1, 2), alpha=self.scale)  # [b a/t, s, s]
+        scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=self.scale)  # [b a/t, s, s]
         dtype = torch.float32 if self.softmax_in_fp32 and scores.dtype != torch.float64 else scores.dtype
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
-        attended = weighted_sum(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, unread=unread)
+        attended = weighted_sum(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, skip_tail=skip_tail)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
-    def _future(self, query: Tensor) -> Tensor:
-        """-inf where a key stands after the query, else 0: [s, s], under context parallelism [s/c, s] in the order of a gather.
+    def _hidden(self, query: Tensor) -> Tensor:
+        """Returns -inf for each key after the query or before its window, and 0 for the others.
 
-        Added to the scores; has no gradient and keeps none.
+        [s, s]; under context parallelism [s/c, s], with the keys in the order of a gather. The mask
+        is added to the scores; it has no gradient, and nothing keeps it for backward.
         """
-        s = query.shape[0]
+        s, limit = query.shape[0], self._reach(query)
         if self.cp.group is None:
-            return query.new_full((s, s), -torch.inf).triu_(1)
+            return query.new_full((s, s), -torch.inf).triu_(1) if limit is None else window_mask(query, limit)
         positions = self.cp.positions_by_rank(s, query.device)
-        later = positions.flatten() > positions[self.cp.rank].unsqueeze(1)
-        return query.new_zeros(later.shape).masked_fill_(later, -torch.inf)
+        keys, queries = positions.flatten(), positions[self.cp.rank].unsqueeze(1)
+        hidden = keys > queries
+        if limit is not None:
+            hidden |= keys < queries - limit
+        return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-def weighted_sum(weights: Tensor, value: Tensor, *, unread: bool = False) -> Tensor:
-    """[n, s, m] x [n, m, d] -> [n, s, d]. Keeps both. unread: without the matmul; the values are anything."""
-    return _WeightedSum.apply(weights, value, unread)
+def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool = False) -> Tensor:
+    """Returns the batched product [n, s, m] x [n, m, d] -> [n, s, d]. Keeps both factors.
+
+    skip_tail: leaves out the matmul. The result has the right shape and arbitrary values.
+    """
+    return _WeightedSum.apply(weights, value, skip_tail)
 
 
 class _WeightedSum(torch.autograd.Function):
-    """torch.bmm, whose forward can be left out."""
+    """torch.bmm with a forward that can be skipped."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, value: Tensor, unread: bool) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, value: Tensor, skip_tail: bool) -> Tensor:
         ctx.save_for_backward(weights, value)
-        if unread:
+        if skip_tail:
             return value.new_empty(()).expand(*weights.shape[:-1], value.shape[-1])
         return torch.bmm(weights, value)
 

@@ -9,28 +9,30 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import find_operators
 from megatron_lite.recompute.plan import RecomputePlan
-from megatron_lite.recompute.runner import run_layers
 from megatron_lite.recompute.stores import Stores
-from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class TransformerBlock(nn.Module):
-    """[s/t under sequence parallelism else s, b, h] -> the same shape. `plan` says what backward rebuilds.
+    """The layers of one stage: [s/t under sequence parallelism else s, b, h] -> the same shape.
 
-    stage: which layers these are; they keep their numbers in the whole model. The norm comes after the last stage's only.
-    InputError: it names operators that torch does not have, or whose results cannot be kept.
+    plan: what backward rebuilds.
+    stage: which layers these are. They keep their numbers in the whole model. Only the last stage
+        has the norm after its layers.
+    InputError: the plan names operators that torch does not have, or whose results cannot be kept.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext, plan: RecomputePlan, stage: Stage) -> None:
+    def __init__(self, config: ModelConfig, context: RankContext, plan: RecomputePlan, stage: Stage) -> None:
         super().__init__()
         for segment in plan.segments:
             find_operators(segment.ops)
         self.context, self.plan, self.stores = context, plan, Stores(context.device)
         self.layers = nn.ModuleList()
         for number in range(stage.first_layer, stage.first_layer + stage.num_layers):
-            self.layers.add_module(str(number), TransformerLayer(config, context))
+            self.layers.add_module(str(number), TransformerLayer(config, context, number))
         self.final_layernorm = (Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
                                 if stage.is_last else None)
 

@@ -1,7 +1,8 @@
 """Dropout on a named RNG stream, with a mask of one byte per element on every device.
 
-torch's own F.dropout keeps a mask in the tensor's dtype on the CPU, 2 or 4 times as large, and its bernoulli draws one number
-at a time there: half of the time of a dropout. So the CPU has its own drawing, four 16-bit numbers from each 64-bit draw.
+On a CPU torch's own F.dropout keeps a mask in the tensor's dtype, which is 2 or 4 times as large.
+Its bernoulli draws one number at a time, which takes half of the time of a dropout. On a CPU this
+module therefore draws masks itself: each 64-bit draw gives four 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.config.regions import DROPOUT
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.plan import DROPOUT
-from megatron_lite.recompute.regions import Redraw, Regions
+from megatron_lite.recompute.region_runner import Redraw, Regions
 
 
 def dropout(tensor: Tensor, probability: float, rng: RngStreams, stream: str) -> Tensor:
-    """`tensor` with elements zeroed and the rest scaled so that the mean stays; the tensor itself at p = 0. Keeps a bool mask.
+    """Returns `tensor` with random elements zeroed and the others scaled, which preserves the mean.
 
-    On the CPU p is rounded to a multiple of 2^-16, and the scale is that of the rounded p.
+    Keeps a bool mask. At p = 0 it returns the tensor itself and keeps nothing. On a CPU p is
+    rounded to a multiple of 2^-16, and the scale follows the rounded p.
     """
     if probability == 0.0:
         return tensor
@@ -32,28 +34,33 @@ def dropout(tensor: Tensor, probability: float, rng: RngStreams, stream: str) ->
 
 
 def add_dropped_out(residual: Tensor, branch: Tensor, probability: float, regions: Regions, stream: str, *,
-                    unread: bool = False) -> Tensor:
-    """residual + dropout(branch). Keeps a bool mask, or where `regions` rebuild it the stream's state; nothing at p = 0.
+                    skip_tail: bool = False) -> Tensor:
+    """Returns residual + dropout(branch).
 
-    unread: nobody will read the values, which are then anything: only the mask is drawn, the same one as otherwise.
+    Keeps a bool mask, or only the stream's state if `regions` rebuild the mask. At p = 0 it keeps
+    nothing. skip_tail: the result's values are never read and are arbitrary. The function still
+    draws the mask, the same one as otherwise, because backward needs it.
     """
-    if probability == 0.0 and not unread:
+    if probability == 0.0 and not skip_tail:
         return residual + branch
-    # Of the branch only its description: the tensor itself would be kept.
+    # The redraw takes only a description of the branch. It would keep the branch itself alive.
     redraw = regions.redraw(DROPOUT, partial(_draw_mask, _Like.of(branch), probability)) if probability else None
     with regions.rng.fork(stream) if probability else nullcontext():
-        return _AddDroppedOut.apply(residual, branch, probability, unread, redraw)
+        return _AddDroppedOut.apply(residual, branch, probability, skip_tail, redraw)
 
 
 class KeepMask(NamedTuple):
-    """mask: bool, True where an element is kept. scale: 1 / (share of kept elements)."""
+    """A dropout mask. mask: bool, True for a kept element. scale: 1 / (share of kept elements)."""
 
     mask: Tensor
     scale: float
 
 
 def draw_keep_mask(shape: torch.Size, probability: float) -> KeepMask:
-    """A mask from the CPU generator: each element is dropped if its 16-bit number is among the lowest p * 2^16."""
+    """Draws a mask from the CPU generator.
+
+    An element is dropped if its 16-bit number is among the lowest p * 2^16 numbers.
+    """
     dropped = _dropped_of_2_16(probability)
     numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     return KeepMask((numbers[: shape.numel()] >= dropped - 2**15).view(shape), 2**16 / (2**16 - dropped))
@@ -64,7 +71,7 @@ def _dropped_of_2_16(probability: float) -> int:
 
 
 class _Like(NamedTuple):
-    """What decides which mask the next random numbers make."""
+    """The facts of a tensor that decide which mask the next random numbers give."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -76,15 +83,16 @@ class _Like(NamedTuple):
 
 
 def _draw_mask(like: _Like, probability: float) -> Tensor:
-    """The mask that `_drop_out` would draw now for a contiguous tensor like this."""
+    """Draws the mask that `_drop_out` would draw now for a contiguous tensor like this."""
     if like.device.type == "cpu":
         return draw_keep_mask(like.shape, probability).mask
-    # The kernel gives its numbers to other elements of a tensor that is laid out otherwise: hence one made for it.
+    # The kernel assigns its numbers by memory layout. `_drop_out` runs it on a contiguous tensor,
+    # so only another contiguous tensor gets the same mask.
     return torch.native_dropout(torch.empty(like.shape, dtype=like.dtype, device=like.device), probability, True)[1]
 
 
 def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """(dropped out, mask)."""
+    """Returns the branch with dropout applied, and the mask."""
     if branch.device.type == "cpu":
         mask, scale = draw_keep_mask(branch.shape, probability)
         return torch.ops.aten.native_dropout_backward(branch, mask, scale), mask
@@ -93,14 +101,14 @@ def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
 
 
 def _keep_scale(probability: float, device: torch.device) -> float:
-    """1 / (share of kept elements)."""
+    """Returns 1 / (share of kept elements), with the probability rounded as on this device."""
     if device.type == "cpu":
         probability = _dropped_of_2_16(probability) / 2**16
     return 1.0 / (1.0 - probability)
 
 
 class _CpuDropout(torch.autograd.Function):
-    """Keeps the mask alone. Its own dual."""
+    """Dropout that keeps only the mask. Backward applies the same operation to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, probability: float) -> Tensor:
@@ -115,25 +123,28 @@ class _CpuDropout(torch.autograd.Function):
 
 
 class _AddDroppedOut(torch.autograd.Function):
-    """Keeps the mask alone, or what to redraw it from. The residual's gradient is the output's."""
+    """residual + dropout(branch). Keeps only the mask, or the stream's state to redraw it from.
+
+    The residual's gradient is the output's gradient, unchanged.
+    """
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, branch: Tensor, probability: float, unread: bool, redraw: Redraw | None) -> Tensor:
+    def forward(ctx: Any, residual: Tensor, branch: Tensor, probability: float, skip_tail: bool, redraw: Redraw | None) -> Tensor:
         ctx.branch_dtype, ctx.redraw, ctx.scale = branch.dtype, redraw, _keep_scale(probability, branch.device)
         if probability:
             state = None if redraw is None else redraw.rng.state()
-            branch, mask = (branch, _draw_mask(_Like.of(branch), probability)) if unread else _drop_out(branch, probability)
+            branch, mask = (branch, _draw_mask(_Like.of(branch), probability)) if skip_tail else _drop_out(branch, probability)
             ctx.save_for_backward(mask if redraw is None else state)
             if redraw is not None:
                 redraw.made(mask)
-        if unread:
+        if skip_tail:
             return residual.view_as(residual)
         return branch.add_(residual) if branch.dtype == residual.dtype else residual + branch
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_branch = grad_output.to(ctx.branch_dtype)
-        saved = ctx.saved_tensors  # read once: torch's checkpoint allows no second time
+        saved = ctx.saved_tensors  # read once: torch's checkpoint raises on a second read
         if saved:
             (kept,) = saved
             mask = kept if ctx.redraw is None else ctx.redraw.again(kept)

@@ -9,18 +9,18 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dropout import dropout
 from megatron_lite.parallel.chunks import part_of
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions: weight [max_position_embeddings, h], whole on every rank.
+    """Learned position embeddings: a weight [max_position_embeddings, h], whole on every rank.
 
-    Returns [n, 1, h] for positions [start, start + n): under sequence parallelism a rank adds only its own positions, so the
-    gradient is summed over the ranks.
+    The forward returns [n, 1, h], the rows of positions [start, start + n). Under sequence
+    parallelism a rank adds only its own positions, so the gradient is summed over the TP ranks.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext) -> None:
+    def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
         spec = ParameterSpec(global_shape=(config.max_position_embeddings, config.hidden_size),
                              init_std=config.init_method_std, sum_grad_over_tp=context.sequence_parallel)
@@ -31,16 +31,18 @@ class PositionEmbedding(nn.Module):
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h], positions added, dropped out."""
+    """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h].
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+    The embedding adds the learned positions, if the model has them, and applies dropout.
+    """
+
+    def __init__(self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
         self.context = context
         self.hidden_dropout = config.hidden_dropout
         self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size,
                                                       init_std=config.init_method_std, context=context)
-        learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = PositionEmbedding(config, context) if learned else None
+        self.position_embeddings = PositionEmbedding(config, context) if config.positions.learned else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
@@ -50,8 +52,9 @@ class LanguageModelEmbedding(nn.Module):
                        self.context.residual_stream)
 
     def _positions(self, length: int) -> Tensor:
-        """Of this rank's tokens, which may be two stretches of the sequence: [length, 1, h]."""
+        """Returns the position embeddings of this rank's tokens, [length, 1, h]."""
         assert self.position_embeddings is not None
+        # Context parallelism may give a rank two separate stretches of the sequence.
         context = self.context
         start, shards = (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
         stretches = [self.position_embeddings(span.start, span.stop - span.start)
@@ -60,12 +63,13 @@ class LanguageModelEmbedding(nn.Module):
 
 
 class OutputEmbedding(nn.Module):
-    """The copy of tied word embeddings on the last pipeline stage, for the output projection.
+    """The last pipeline stage's copy of tied word embeddings, for the output projection.
 
-    It has the same name as the first stage's, starts alike, and gets the same gradient: the sum of both.
+    It has the same name and the same initial values as the first stage's weight. Both get the same
+    gradient: the sum of the two stages' gradients.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+    def __init__(self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size,
                                                       init_std=config.init_method_std, context=context)

@@ -18,24 +18,29 @@ from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class GPTModel(nn.Module):
-    """Parameters: embedding.*, decoder.layers.N.*, decoder.final_layernorm.*, and output_layer.weight where untied.
+    """The whole GPT model, or the layers of one pipeline stage with its embedding and head.
 
-    Parameters start uninitialised: see tensor_parallel/initialize.py. vocab_size is the true V; the rows up to
-    padded_vocab_size are zero, take no part in the loss and stay zero. plan: what backward rebuilds; nothing without it.
-    stage: the part of the model that is here; its parameters have the names that they have in the whole model. A last stage with
-    tied embeddings that is not the first holds a copy of embedding.word_embeddings.weight.
-    loss_chunk_size: how many tokens have logits at a time while `loss` runs, forward and backward; all of them without it.
+    Parameters: embedding.*, decoder.layers.N.*, decoder.final_layernorm.*, and output_layer.weight
+    if the embeddings are untied. They start uninitialised: see tensor_parallel/initialize.py.
+    vocab_size: the true V. The rows of the weights from V up to padded_vocab_size are zero. They
+        take no part in the loss, and they stay zero.
+    plan: what backward rebuilds. Without a plan it rebuilds nothing.
+    loss_chunk_size: how many tokens have logits at a time while `loss` runs, in forward and in
+        backward. None: all of them.
+    stage: the part of the model that this module holds. Its parameters keep the names of the whole
+        model. A last stage with tied embeddings that is not the first stage holds a copy of
+        embedding.word_embeddings.weight.
     """
 
-    def __init__(self, config: ModelConfig, context: TensorParallelContext, *, vocab_size: int, padded_vocab_size: int,
+    def __init__(self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int,
                  plan: RecomputePlan | None = None, loss_chunk_size: int | None = None, stage: Stage | None = None) -> None:
         super().__init__()
         self.config = config
@@ -52,29 +57,42 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(config, context, plan or keep_everything(stage.num_layers), stage)
         self.output_layer = ColumnParallelLinear(
             config.hidden_size, vocab_size, bias=False, init_std=config.init_method_std, context=context,
-            padded_output_size=padded_vocab_size) if untied and stage.is_last else None
+            padded_output_size=padded_vocab_size, matrices=()) if untied and stage.is_last else None
+        # Two stages hold a tied weight. The mark makes the optimizer add their gradients, and count
+        # the weight only once in norms.
         if stage.count > 1 and not untied and self.embedding is not None:
             weight = self.embedding.word_embeddings.weight
             mark(weight, replace(spec_of(weight), tied=True, is_copy=not stage.is_first))
+        # This rank's true ids. The padding is at the end of the vocabulary, so the last ranks may
+        # have fewer ids than columns, or none.
         columns = padded_vocab_size // context.size
         self.first_id = context.rank * columns
         self.num_ids = max(0, min(columns, vocab_size - self.first_id))
+        self._rotates = any(map(config.layer_rotates, range(stage.first_layer, stage.first_layer + stage.num_layers)))
         self._rotary: RotaryTables | None = None
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Negative log-likelihood of each label, float32 [b, s]. tokens, labels: [b, s], or [b, s/c] of this rank's chunks.
+        """Returns the negative log-likelihood of each label, float32 [b, s]. Needs the whole model.
 
-        Of a whole model.
+        tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's chunks, and
+        the result is too.
         """
         return self.losses(self.hidden_states(tokens), labels)
 
     def run_stage(self, inputs: Tensor, labels: Tensor | None, plan: RecomputePlan | None = None) -> Tensor:
-        """What this stage makes of tokens or of what the stage before returned: hidden states, or on the last stage losses."""
+        """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
+
+        inputs: the tokens on the first stage; on other stages the hidden states that the stage
+        before returned. labels: given on the last stage only.
+        """
         hidden_states = self.hidden_states(inputs, plan)
         return hidden_states if labels is None else self.losses(hidden_states, labels)
 
     def losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """The same from what the last layer and the norm behind it return. Of a last stage."""
+        """Returns the token losses [b, s] from the final hidden states (after final_layernorm).
+
+        Only the last pipeline stage may call this.
+        """
         labels, group = labels.t(), self.context.group
         if self.loss_chunk_size is None:
             losses = vocab_parallel_cross_entropy(self._logits(hidden_states), labels, tp_group=group, first_id=self.first_id,
@@ -86,40 +104,49 @@ class GPTModel(nn.Module):
         return losses.t()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [b, s, V] of every true id, gathered over the TP ranks (for evaluation and generation). tokens: [b, s]."""
+        """Returns the logits [b, s, V] of every true id, for evaluation and generation.
+
+        tokens: [b, s]. Gathers the logits over the TP ranks.
+        """
         logits = gather_from_tensor_parallel_region(self._logits(self.hidden_states(tokens)), self.context.group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def constants(self) -> tuple[Tensor, ...]:
-        """Tensors besides the parameters that outlive a step."""
+        """Returns the tensors besides the parameters that outlive a step: the rotary tables."""
         return self._rotary or ()
 
     def hidden_states(self, inputs: Tensor, plan: RecomputePlan | None = None) -> Tensor:
-        """Through the stage: tokens [b, s], or what the stage before returned -> [s/t under sequence parallelism else s, b, h].
+        """Runs the stage without its head: inputs -> [s/t under sequence parallelism else s, b, h].
 
-        plan: in place of the model's, for this micro-batch.
+        inputs: the tokens [b, s] on the first stage; on other stages the hidden states that the
+        stage before returned. plan: replaces the model's plan for this micro-batch.
         """
         if isinstance(self.embedding, LanguageModelEmbedding):
             seq_length, hidden_states = inputs.shape[1], self.embedding(inputs)
         else:
             seq_length, hidden_states = inputs.shape[0] * (self.context.size if self.context.sequence_parallel else 1), inputs
-        rotary = self._rotary_tables(seq_length) if self.config.position_embedding_type == "rope" else None
+        rotary = self._rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """-> [s, b, padded V / t]."""
+        """Returns the logits of this rank's part of the vocabulary, [s, b, padded V / t]."""
         return self._project(partial(column_parallel_linear, bias=None, tp_group=self.context.group,
                                      sequence_parallel=self.context.sequence_parallel), hidden_states)
 
     def _project(self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-        """`function(hidden_states, weight)` with the output weight [padded V / t, h]."""
+        """Returns `function(hidden_states, weight)` with the output weight [padded V / t, h]."""
+        # FSDP2 and ZeRO-1 complete a module's weight before the module's forward. An output layer
+        # is therefore called as a module. A tied weight is read with weight_of, which completes it.
         if self.output_layer is not None:
             return self.output_layer(hidden_states, function)
         assert self.embedding is not None, self.stage
         return function(hidden_states, weight_of(self.embedding.word_embeddings))
 
     def _rotary_tables(self, seq_length: int) -> RotaryTables:
-        """Of this rank's `seq_length` tokens. Built once per sequence length: they are constants of the model, not state."""
+        """Returns the rotary tables of this rank's `seq_length` tokens.
+
+        They are built once per sequence length. They are constants of the model, not state.
+        """
         if self._rotary is None or self._rotary.cos.shape[0] != seq_length:
             cp = self.context.cp
             whole = rotary_tables(cp.size * seq_length, self.config.rotary_dim, self.config.rotary_base,

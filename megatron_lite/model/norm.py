@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.parallel import apex
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
 class Norm(nn.Module):
-    """[..., n] -> [..., n]. Weight [n], and for LayerNorm bias [n], whole on every TP rank.
+    """LayerNorm or RMSNorm: [..., n] -> [..., n]. Weight [n], and for LayerNorm a bias [n].
 
-    partial_grad: each TP rank sees other tokens (sequence parallelism) or other heads (qk-layernorm), so that the
-    parameter's gradient is the sum over the ranks. Keeps the input and its statistics.
+    Both parameters are whole on every TP rank.
+    partial_grad: each TP rank sees other tokens (sequence parallelism) or other heads
+        (qk-layernorm). The parameter's gradient is then the sum over the ranks.
+    Keeps the input and its statistics. NVIDIA apex's kernel (--norm-impl apex) keeps statistics of
+    at least float32, and a contiguous copy of an input that is not contiguous.
+    InputError: the flags ask for apex, and it has no kernel that can run.
     """
 
-    def __init__(self, size: int, config: ModelConfig, context: TensorParallelContext, *, partial_grad: bool) -> None:
+    def __init__(self, size: int, config: ModelConfig, context: RankContext, *, partial_grad: bool) -> None:
         super().__init__()
+        self.normalize = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(config, context.device.type)
         self.epsilon = config.norm_epsilon
         self.weight = new_parameter(ParameterSpec(global_shape=(size,), init_value=1.0, sum_grad_over_tp=partial_grad), context)
         self.bias = new_parameter(ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad),
-                                  context) if config.normalization == "LayerNorm" else None
+                                  context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(hidden_states, self.weight, self.epsilon)
-        return F.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.epsilon)
+        return self.normalize(hidden_states, self.weight, self.bias, self.epsilon)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / rms(x) * weight over the last dim (arXiv 1910.07467), in float32 inside. Keeps x and one statistic per row.
+    """Returns x / rms(x) * weight over the last dim (arXiv 1910.07467), computed in float32.
 
-    torch has a fused kernel for CUDA; on a CPU it composes one that keeps four tensors and is ten times slower in backward.
+    Keeps x and one statistic per row. torch has a fused kernel for CUDA. On a CPU torch composes
+    the norm from operations that keep four tensors and are ten times slower in backward.
     """
     if hidden_states.device.type == "cpu":
         return _CpuRMSNorm.apply(hidden_states, weight, epsilon)
@@ -45,7 +52,7 @@ def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class _CpuRMSNorm(torch.autograd.Function):
-    """A block of rows at a time, so that what is in float32 stays in the cache."""
+    """RMSNorm over one block of rows at a time, so that the float32 copies stay in the cache."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -65,6 +72,7 @@ class _CpuRMSNorm(torch.autograd.Function):
         rows, grad_rows = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, grad_output))
         grad_input = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         grad_input_rows, grad_weight = grad_input.view(rows.shape), torch.zeros_like(weight, dtype=scale.dtype)
+        # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
         for block in _blocks(rows):
             grad, normed = grad_rows[block].to(scale.dtype), rows[block] * scale[block]
             grad_normed = grad * weight
@@ -74,7 +82,41 @@ class _CpuRMSNorm(torch.autograd.Function):
         return grad_input, grad_weight.to(weight.dtype), None
 
 
+def _layer_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    return F.layer_norm(hidden_states, weight.shape, weight, bias, epsilon)
+
+
+def _rms_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    assert bias is None
+    return rms_norm(hidden_states, weight, epsilon)
+
+
+Function = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]  # of the input, weight, bias if the norm has one, epsilon
+NORMS: dict[str, Function] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
+APEX_NORMS = {"LayerNorm": apex.layer_norm, "RMSNorm": apex.rms_norm}
+
+
+def torch_norm(config: ModelConfig, device_type: str) -> Function:
+    """Returns the norm by torch's kernels."""
+    return chosen("--normalization", config.normalization, NORMS)
+
+
+def apex_norm(config: ModelConfig, device_type: str) -> Function:
+    """Returns the norm by NVIDIA apex's kernel. InputError: the kernel cannot run here."""
+    kernel = apex.require(chosen("--normalization", config.normalization, APEX_NORMS)(device_type), "--norm-impl").apply
+
+    def normalize(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+        affine = (weight,) if bias is None else (weight, bias)
+        output: Tensor = kernel(hidden_states, *affine, weight.shape, epsilon)
+        return output
+
+    return normalize
+
+
+IMPLEMENTATIONS = {"torch": torch_norm, "apex": apex_norm}
+
+
 def _blocks(rows: Tensor) -> list[slice]:
-    """Ranges of about 64 Ki elements: 256 KiB in float32."""
+    """Returns ranges of rows with about 64 Ki elements each: 256 KiB in float32."""
     step = max(1, 2**16 // rows.shape[-1])
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

@@ -16,7 +16,10 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(seq_length: int, rotary_dim: int, base: float, *, device: torch.device, dtype: torch.dtype) -> RotaryTables:
-    """Tables for positions 0 .. s-1: angle = position / base^(2i/rotary_dim), computed in float32."""
+    """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
+
+    The angles are computed in float32.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     positions = torch.arange(seq_length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, 1.0 / base**exponents)
@@ -25,7 +28,10 @@ def rotary_tables(seq_length: int, rotary_dim: int, base: float, *, device: torc
 
 
 def apply_rotary(heads: Tensor, tables: RotaryTables) -> Tensor:
-    """heads: [s, b, a/t or g/t, d]; the first rotary_dim channels are rotated by their position, the rest is untouched."""
+    """Rotates the first rotary_dim channels of each head by its position, and leaves the others.
+
+    heads: [s, b, a/t or g/t, d].
+    """
     rotary_dim = tables.cos.shape[-1]
     rotated, passed = heads[..., :rotary_dim], heads[..., rotary_dim:]
     first, second = rotated.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Our model's units for FSDP2."""
+"""The units into which FSDP2 shards our model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from megatron_lite.parallel.state import ParallelState
 
 
 def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelConfig) -> None:
-    """Leaves this rank its share of the model, if the flags ask for it and there is anyone to share with.
+    """Shards the model in place: this rank keeps its rows of every parameter.
 
-    A 16-bit model's shares are float32, and gathered in 16 bits. Until here the rank holds all of the model, so that its
-    weights must fit once.
+    Does nothing without --use-torch-fsdp2, or without other data-parallel ranks. The rows of a
+    16-bit model become float32, and FSDP2 gathers them in 16 bits. The rank holds the whole model
+    until this call, so the weights must fit on it once.
     """
-    if not config.use_torch_fsdp2 or parallel.data_mesh is None:
+    if not config.use_torch_fsdp2 or parallel.dp_cp_mesh is None:
         return
     from megatron_lite.parallel.fsdp import Wrapping, fully_shard_  # late: 0.6 s
 
@@ -25,6 +26,6 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
                output=None if model.output_layer is None else "output_layer")
     wrapping = Wrapping(layers="decoder.layers", reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
                         **(own if config.fsdp_memory_efficient_wrapping else {}))
-    fully_shard_(model, parallel.data_mesh, wrapping, compute_dtype=dtype if rounded else None,
+    fully_shard_(model, parallel.dp_cp_mesh, wrapping, compute_dtype=dtype if rounded else None,
                  reduce_dtype=torch.bfloat16 if config.grad_reduce_in_bf16 else torch.float32 if rounded else None,
                  forward_methods=("loss",) if model.stage.count == 1 else ("run_stage",))

@@ -1,1 +1,1 @@
-"""Floor 2: gradient buffers, clipping, AdamW, learning-rate schedules."""
+"""Floor 2: gradient buffers, clipping, update rules, learning-rate schedules."""

@@ -1,27 +1,32 @@
 """The loss scale of a float16 run: constant, or dynamic by Megatron's rule.
 
-    step with a gradient that is not finite     the good steps start again; once `hysteresis` such steps have come: scale / 2
-    `window` good steps in a row                scale x 2, and the hysteresis starts again
+    a step with a gradient that is not finite   the count of good steps starts again at 0; from the
+                                                `hysteresis`-th such step on: scale / 2
+    `window` good steps in a row                scale x 2, and the count of bad steps starts again
 
-Everything is a 0-d tensor on the device and nothing waits for it. Every rank decides alike, from the same global gradient norm.
+Everything is a 0-d tensor on the device and nothing waits for it. Every rank decides alike, from
+the same global gradient norm.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from megatron_lite.config.loss_scale import LossScaleConfig
+from megatron_lite.config import plain
+from megatron_lite.config.loss_scaling import LossScaleConfig
 
 BACKOFF_FACTOR, GROWTH_FACTOR = 0.5, 2.0
+MOST_STEPS = 2**62
 
 
 def scale_backward(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """`loss`, whose backward gives the gradients of loss x scale. Of the product nothing would be gained but a tensor to keep."""
+    """Returns `loss` itself, with a hook: its backward gives the gradients of loss x scale.
+
+    Computing the product would have the same effect, and would keep one more tensor.
+    """
     if scale is not None:
         loss.register_hook(scale.mul)
     return loss
@@ -29,26 +34,39 @@ def scale_backward(loss: Tensor, scale: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
-    """What a checkpoint keeps of a dynamic scale. good_steps: since the last overflow or growth. patience: overflows left before
-    the scale is halved; not above 0 once it has been."""
+    """The state of a dynamic scale in a checkpoint.
+
+    good_steps: the steps since the last overflow or growth.
+    patience: the overflows left before the scale is halved. It is 0 or less after a halving, until
+        the scale grows.
+    """
 
     scale: float
     good_steps: int
     patience: int
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, float] | None) -> LossScaleState | None:
-        """Reads a JSON object. ValueError on numbers that no run has."""
+    def from_plain(cls, values: object) -> LossScaleState | None:
+        """Reads a JSON object; None for null. ValueError: it has numbers that no run has."""
         if values is None:
             return None
-        state = cls(scale=float(values["scale"]), good_steps=int(values["good_steps"]), patience=int(values["patience"]))
-        if not 0.0 < state.scale < math.inf or state.good_steps < 0:
-            raise ValueError(f"{state} is no state of a loss scale")
-        return state
+        try:
+            found = plain.as_object(values, "loss_scale")
+            plain.check_names(found, [field.name for field in fields(cls)], "loss_scale")
+            scale = plain.finite(found, "scale")
+            if not 0.0 < scale <= torch.finfo(torch.float32).max:
+                raise ValueError(f"scale must be above 0 and within float32 (got {scale})")
+            return cls(scale=scale, good_steps=plain.whole(found, "good_steps", 0, MOST_STEPS),
+                       patience=plain.whole(found, "patience", -MOST_STEPS, MOST_STEPS))
+        except ValueError as error:
+            raise ValueError(f"no state of a loss scale: {error}") from error
 
 
 class LossScale:
-    """`scale` is the one of the step under way; `update` replaces it and never writes into it."""
+    """The loss scale of a run.
+
+    scale: the scale of the current step. `update` replaces the tensor and never writes into it.
+    """
 
     scale: Tensor
     _good_steps: Tensor
@@ -61,30 +79,34 @@ class LossScale:
         self.minimum = torch.tensor(config.min_loss_scale).item() if self.is_dynamic else self.scale.item()  # in float32
 
     def inverse(self) -> Tensor:
-        """1 / scale, float32 as Megatron's."""
+        """Returns 1 / scale, in float32 like Megatron's."""
         return self.scale.double().reciprocal().float()
 
     def update(self, overflowed: Tensor) -> None:
-        """Ends a step. overflowed: 0-d, 1.0 where its gradients were not finite, else 0.0. Does nothing to a constant scale."""
+        """Ends a step. A constant scale stays as it is.
+
+        overflowed: 0-d, 1.0 if the step's gradients were not finite, else 0.0.
+        """
         if not self.is_dynamic:
             return
         bad = overflowed.bool()
         patience = self._patience - bad.long()
         good_steps = (self._good_steps + 1).masked_fill(bad, 0)
-        grows = good_steps >= int(self._config.loss_scale_window)  # past it only where a resumed run has another window
+        # `>=`, since a run resumed with a shorter window may start beyond it.
+        grows = good_steps >= int(self._config.loss_scale_window)
         lowered = (self.scale * BACKOFF_FACTOR).clamp(min=self.minimum)
         self.scale = torch.where(bad & (patience <= 0), lowered, torch.where(grows, self.scale * GROWTH_FACTOR, self.scale))
         self._good_steps = good_steps.masked_fill(grows, 0)
         self._patience = patience.masked_fill(grows, self._config.hysteresis)
 
     def state(self) -> LossScaleState | None:
-        """What `restore` takes; None of a constant scale. Reads the device."""
+        """Returns the state for `restore`; None for a constant scale. Waits for the device."""
         if not self.is_dynamic:
             return None
         return LossScaleState(scale=self.scale.item(), good_steps=int(self._good_steps), patience=int(self._patience))
 
     def restore(self, state: LossScaleState | None) -> None:
-        """Goes on from there, unless the scale is constant or there is no state."""
+        """Continues from a state. Does nothing if the scale is constant or the state is None."""
         if self.is_dynamic and state is not None:
             self._set(state.scale, state.good_steps, state.patience)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.checks import chosen
 from megatron_lite.config.training import LrScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
-    """Warm-up from `warmup_init` to `max_lr`, then decay to `min_lr`. All lengths are in samples.
+    """A warm-up from `warmup_init` to `max_lr`, and a decay to `min_lr`. Lengths are in samples.
 
     An iteration uses the samples consumed before it, so the first one runs at `warmup_init` (0 by default), as in Megatron.
     """
@@ -27,13 +29,17 @@ class LrSchedule:
 
     @classmethod
     def build(cls, config: LrScheduleConfig, *, train_samples: int, batches: BatchSchedule) -> LrSchedule:
-        """The schedule of a run of `train_samples` samples, over which it decays unless told otherwise.
+        """Returns the schedule of a run of `train_samples` samples.
 
-        A length in iterations is that of the run's first ones; WSD's decay, at the end, is of iterations with the full batch.
-        ValueError without `--lr`, or where the warm-up is longer than the decay.
+        The decay takes the whole run unless the flags set its length. A length in iterations counts
+        the run's first iterations. The WSD decay comes last, so its iterations have the full batch.
+        ValueError: `--lr` is missing, the warm-up is not shorter than the decay, or the WSD decay
+            is longer than the time after the warm-up.
         """
         if config.lr is None:
             raise ValueError("--lr is not set: training needs a learning rate")
+        chosen("--lr-decay-style", config.lr_decay_style, dict.fromkeys((*DECAYS, "constant", "inverse-square-root", "WSD")))
+        chosen("--lr-wsd-decay-style", config.lr_wsd_decay_style, DECAYS)
         decay = config.lr_decay_samples or batches.consumed_after(config.lr_decay_iters or 0) or train_samples
         warmup: float = config.lr_warmup_samples or batches.consumed_after(config.lr_warmup_iters)
         if config.lr_warmup_fraction is not None:
@@ -49,7 +55,7 @@ class LrSchedule:
                    warmup_samples=warmup, decay_samples=decay, wsd_style=config.lr_wsd_decay_style, wsd_samples=wsd)
 
     def at(self, consumed_samples: int) -> float:
-        """The learning rate of the iteration that starts after `consumed_samples`."""
+        """Returns the learning rate of the iteration that starts after `consumed_samples`."""
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return self.warmup_init + (self.max_lr - self.warmup_init) * consumed_samples / self.warmup_samples
         if self.style == "constant":
@@ -61,7 +67,7 @@ class LrSchedule:
         return self.min_lr + self._remaining(consumed_samples) * (self.max_lr - self.min_lr)
 
     def _remaining(self, consumed_samples: int) -> float:
-        """The share of (max_lr - min_lr) that is left, 1 -> 0."""
+        """Returns the share of (max_lr - min_lr) that is left. It goes from 1 to 0."""
         if self.style == "WSD":
             stable_until = self.decay_samples - self.wsd_samples
             if consumed_samples <= stable_until:
@@ -71,11 +77,12 @@ class LrSchedule:
 
 
 def _decay(style: str, progress: float) -> float:
-    if style == "linear":
-        return 1.0 - progress
-    if style == "cosine":
-        return 0.5 * (math.cos(math.pi * progress) + 1.0)
-    if style == "exponential":
-        return 2.0 * 0.5**progress - 1.0
-    assert style == "minus_sqrt", style
-    return 1.0 - math.sqrt(progress)
+    return chosen("the decay style", style, DECAYS)(progress)
+
+
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}

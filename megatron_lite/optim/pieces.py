@@ -1,11 +1,13 @@
-"""What the optimizer works on: pieces of parameters, and the layout over data-parallel ranks that they come from.
+"""Pieces of parameters, on which the optimizer works, and the layouts over data-parallel ranks.
 
-    replicated.py   a piece is a whole parameter; ranks sum their gradients and make the same update
-    zero1.py        a piece is what this rank's share of a bucket covers of a parameter; weights are gathered after the update
-    fsdp.py         a piece is this rank's rows of a parameter, which is all that it holds of it
+    replicated.py   a piece is a whole parameter; the ranks sum their gradients and make the same
+                    update
+    zero1.py        a piece is the part of a parameter in this rank's share of a bucket; the weights
+                    are gathered after the update
+    fsdp_layout.py  a piece is this rank's rows of a parameter; the rank holds no other rows
 
-Whole here is the parameter as one rank of a tensor-parallel group holds it: pieces know nothing of tensor parallelism, except
-that some gradients are summed over it.
+A "whole" parameter is the shard that one tensor-parallel rank holds. Pieces do not depend on tensor
+parallelism, except that some gradients are summed over its ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Elements [start, stop) of a flattened parameter, never none.
+    """Elements [start, stop) of a flattened parameter; at least one.
 
-    master: their float32 (float64) weights, which the optimizer updates: shaped like the parameter if the piece is all of it.
-    Its `.grad` is the gradient, complete once the layout has reduced. decays: whether weight decay applies.
+    master: their float32 (float64) weights, which the optimizer updates. It has the parameter's
+        shape if the piece is the whole parameter. Its `.grad` is the gradient, which is complete
+        after the layout's `reduce_`.
+    decays: whether weight decay applies.
     """
 
     name: str
@@ -39,91 +43,115 @@ class Piece:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient."""
+        """The gradient of the master."""
         assert self.master.grad is not None, self.name
         return self.master.grad
 
     @torch.no_grad()
     def take_(self, target: Tensor, whole: Tensor) -> None:
-        """Overwrites `target`, shaped like the master, with this piece's elements of a whole tensor."""
+        """Overwrites `target` with this piece's elements of a whole tensor.
+
+        target: a tensor in the master's shape.
+        """
         target.copy_(whole.reshape(-1)[self.start : self.stop].view(target.shape))
 
 
 class Gradients(Protocol):
-    """Where backward leaves its gradients. Every rank must reach every call.
+    """The gradients that backward produces. Every rank must make every call.
 
-    own_norm: 2-norm of this rank's gradients before they were summed over data-parallel ranks, 0-d; None where nobody watches.
+    own_norm: the 2-norm, 0-d, of this rank's gradients before the sum over data-parallel ranks. It
+        is None without `watch`.
     """
 
     own_norm: Tensor | None
 
     def watch(self) -> None:
-        """Has `own_norm` filled from now on, where there are data-parallel ranks and the sums are ours."""
+        """Makes each `reduce_` set `own_norm`.
+
+        It has no effect without other data-parallel ranks, or under FSDP2.
+        """
 
     def forget(self) -> None:
-        """Begins a step: the gradients so far count no more."""
+        """Begins a step: drops the gradients so far."""
 
     def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """The next gradient of these parameters (of all) is the last of this step, and may be sent as soon as it is there."""
+        """Declares that the next gradient of these parameters is the last of this step.
+
+        Its reduction may begin as soon as it arrives. parameters: None for all.
+        """
 
     def reduce_(self) -> None:
         """Completes the gradients of all pieces, after the last backward."""
 
 
 class Layout(Protocol):
-    """Where a model's gradients and master weights live. Every rank must reach every call but `set_weight`: most send."""
+    """The place of a model's gradients and master weights.
+
+    Every rank must make every call except `set_weight`, because most calls issue collectives.
+    """
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """This rank's, in the order of the model's parameters."""
+        """This rank's pieces, in the order of the model's parameters."""
 
     @property
     def gradients(self) -> Gradients:
-        """Of all pieces."""
+        """The gradients of all pieces."""
 
     @property
     def shard_group(self) -> ProcessGroup | None:
-        """The ranks that hold different pieces; None where each holds them all."""
+        """The ranks that hold different pieces; None if every rank holds all pieces."""
 
     @property
     def replicates_weights(self) -> bool:
-        """Whether every rank of `data_group` holds all weights."""
+        """Whether every rank of `dp_cp_group` holds all weights."""
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether masters are more precise than the weights that a checkpoint holds, and so are saved beside them."""
+        """Whether masters are more precise than a checkpoint's weights, and so are saved too."""
 
     def publish(self) -> None:
-        """Makes the updated masters the weights that the model computes with, or begins to: its modules wait for the rest."""
+        """Makes the updated masters the weights that the model computes with.
+
+        It may return while gathers run: the forward of each module waits for its own weights.
+        """
 
     def finish(self) -> None:
-        """Waits for what `publish` has begun."""
+        """Waits for the gathers that `publish` has begun."""
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """The whole tensor of which each rank holds the part of its piece (None: no piece), such as a moment."""
+        """Returns a whole tensor, such as a moment, from the parts of all ranks.
+
+        value: this rank's part, the elements of its piece; None if it has no piece.
+        """
 
     def weight(self, name: str) -> Tensor:
-        """A whole weight, as a checkpoint holds it."""
+        """Returns a whole weight, as a checkpoint holds it."""
 
     def set_weight(self, name: str, values: Tensor) -> None:
         """Overwrites a weight with a whole tensor, and its master without rounding."""
 
 
 def new_piece(name: str, parameter: nn.Parameter, master: Tensor, *, start: int, stop: int) -> Piece:
-    """A piece of a parameter. Megatron's rule: biases and one-dimensional parameters (norms) do not decay."""
+    """Returns a piece of a parameter.
+
+    By Megatron's rule biases and one-dimensional parameters (norms) do not decay.
+    """
     return Piece(name=name, spec=spec_of(parameter), start=start, stop=stop, master=master,
                  decays=parameter.dim() > 1 and not name.endswith(".bias"))
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether weights of this dtype need a float32 master."""
+    """Returns whether weights of this dtype need a float32 master."""
     return torch.promote_types(dtype, torch.float32) != dtype
 
 
 def gather_parts(part: Tensor | None, lengths: Sequence[int], group: ProcessGroup, *, like: Tensor) -> Tensor:
-    """[sum of lengths]: the parts of all ranks one after the other; the i-th has lengths[i] elements (None: 0).
+    """Returns the parts of all ranks one after the other: [sum of lengths].
 
-    One all-gather of the longest length. like: gives dtype and device.
+    The function issues one all-gather of parts padded to the longest length.
+    part: this rank's part; None if it is empty. Rank i's part has lengths[i] elements.
+    like: a tensor with the dtype and the device of the parts.
     """
     padded = torch.zeros(max(lengths), dtype=like.dtype, device=like.device)
     if part is not None:

@@ -1,4 +1,4 @@
-"""Every data-parallel rank holds all weights, gradients and optimizer states: the layout without any flag."""
+"""The default layout: each data-parallel rank holds all weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from megatron_lite.parallel.state import ParallelState
 
 
 class Replicated:
-    """A Layout. Sends one all-reduce of all gradients, or one of each bucket; nothing after the step."""
+    """The Layout without sharding.
+
+    It issues one all-reduce for each bucket of gradients, and no collective after the step.
+    """
 
     def __init__(self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> None:
         self._parameters = dict(model.named_parameters())
@@ -28,20 +31,20 @@ class Replicated:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the masters of a bf16 model."""
+        """Rounds the masters of a 16-bit model into its parameters."""
         if self._rounded:
             torch._foreach_copy_([self._parameters[name] for name in self._rounded], list(self._rounded.values()))
 
     def finish(self) -> None:
-        """Nothing is ever under way."""
+        """Does nothing, because `publish` starts no collective."""
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """The value itself."""
+        """Returns the value itself."""
         assert value is not None, name
         return value
 
     def weight(self, name: str) -> Tensor:
-        """The parameter itself."""
+        """Returns the parameter itself."""
         return self._parameters[name]
 
     @torch.no_grad()

@@ -1,45 +1,53 @@
-"""The running mean of the loss, and which losses are spikes beside it: `--skip-update-on-spike K`.
+"""The running mean of the loss, and the spikes above it: `--skip-update-on-spike K`.
 
-    update made       mean += (loss - mean) / min(updates so far, 100)      the plain mean of the first 100, then one that forgets
-    loss > K x mean   a spike, once the mean is that of 20 losses: no weight is changed
+    each update       mean += (loss - mean) / min(updates so far, 100)
+                      It is the plain mean of the first 100 losses, and decays exponentially after.
+    loss > K x mean   a spike, from 20 losses in the mean on: the step changes no weight
 
-The loss of an update that was skipped, for whatever reason, does not move the mean, nor does a spike lower the loss scale of a
-float16 run. Everything is a 0-d tensor on the device and nothing waits for it. Every rank decides alike, from the same loss.
+The loss of a skipped update does not move the mean, whatever the reason for the skip. A spike does
+not lower the loss scale of a float16 run. Everything is a 0-d tensor on the device and nothing
+waits for it. Every rank decides alike, from the same loss.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-WINDOW = 100  # losses that the mean remembers
-SETTLED = 20  # losses from which on it is compared with
+from megatron_lite.config import plain
+
+WINDOW = 100  # the losses that the mean covers
+SETTLED = 20  # the losses that the mean needs before a loss is compared with it
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeanLossState:
-    """What a checkpoint keeps: the mean, and of how many losses it is (at most WINDOW are told apart)."""
+    """The running mean in a checkpoint. count: the losses in the mean, at most WINDOW."""
 
     mean: float
     count: int
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, float] | None) -> MeanLossState | None:
-        """Reads a JSON object. ValueError on numbers that no run has."""
+    def from_plain(cls, values: object) -> MeanLossState | None:
+        """Reads a JSON object; None for null. ValueError: it has numbers that no run has."""
         if values is None:
             return None
-        state = cls(mean=float(values["mean"]), count=int(values["count"]))
-        if not math.isfinite(state.mean) or not 0 <= state.count <= WINDOW:
-            raise ValueError(f"{state} is no running mean of a loss")
-        return state
+        try:
+            found = plain.as_object(values, "mean_loss")
+            plain.check_names(found, [field.name for field in fields(cls)], "mean_loss")
+            return cls(mean=plain.finite(found, "mean"), count=plain.whole(found, "count", 0, WINDOW))
+        except ValueError as error:
+            raise ValueError(f"no running mean of a loss: {error}") from error
 
 
 class SpikeGuard:
-    """ratio: how far above the mean a loss is a spike. mean: 0-d float64, replaced by each update and never written into."""
+    """The running mean of the loss, by which it judges each loss.
+
+    ratio: a loss above `ratio` times the mean is a spike.
+    mean: 0-d float64. Each update replaces the tensor and never writes into it.
+    """
 
     mean: Tensor
     _count: Tensor
@@ -49,8 +57,11 @@ class SpikeGuard:
         self._set(0.0, 0)
 
     def judge(self, loss: Tensor, skipped: Tensor) -> Tensor:
-        """`skipped` (0-d, 1.0 where the update is skipped anyway, else 0.0) or 1.0 where the loss is a spike. Else it joins the
-        mean."""
+        """Returns 1.0 (0-d) if the update is skipped or the loss is a spike, else 0.0.
+
+        If it returns 0.0, the loss joins the mean.
+        skipped: 0-d, 1.0 if the update is skipped for another reason, else 0.0.
+        """
         loss = loss.double()
         skipped = torch.maximum(skipped, ((self._count >= SETTLED) & (loss > self.ratio * self.mean)).float())
         count = (self._count + 1).clamp(max=WINDOW)
@@ -60,11 +71,11 @@ class SpikeGuard:
         return skipped
 
     def state(self) -> MeanLossState:
-        """What `restore` takes. Reads the device."""
+        """Returns the state that `restore` takes. Waits for the device."""
         return MeanLossState(mean=self.mean.item(), count=int(self._count))
 
     def restore(self, state: MeanLossState | None) -> None:
-        """Goes on from there, if there is a state."""
+        """Continues from a state; None changes nothing."""
         if state is not None:
             self._set(state.mean, state.count)
 

@@ -1,12 +1,18 @@
-"""Optimizer states and float32 master weights over data-parallel ranks (ZeRO-1, arXiv 1910.02054): `--use-distributed-optimizer`.
+"""ZeRO-1 (arXiv 1910.02054): each data-parallel rank holds a share of optimizer states and masters.
 
-    backward     gradients of a bucket  [ whole on every rank ]       reduce-scatter: rank i gets the sum of the i-th part
-    step         part i of the bucket's masters and moments is updated by rank i alone, from masters to weights
-    afterwards   weights of the bucket  [ part 0 | part 1 | .. ]      all-gather, in place: parameters are views of the bucket
+The flag is `--use-distributed-optimizer`.
 
-Parts are cut through parameters wherever they fall. The bytes sent are those of the all-reduce that they replace (and half of
-the gather's where weights are bf16). With `--overlap-param-gather` the gathers run beside the next forward, in the order in which
-it needs them: the forward of each module first waits for the buckets that hold its own parameters.
+    backward     each rank has all gradients of a bucket; a reduce-scatter gives rank i the sum of
+                 part i
+    step         rank i alone updates part i of the bucket's masters and moments, and rounds its
+                 masters into the weights
+    afterwards   an all-gather in place completes the bucket's weights [ part 0 | part 1 | .. ];
+                 parameters are views of the bucket
+
+The border between two parts may lie inside a parameter. The two collectives send as many bytes as
+the all-reduce that they replace; the all-gather sends half of its share if weights are in 16 bits.
+With `--overlap-param-gather` the gathers run during the next forward, in the order of their use.
+The forward of each module first waits for the buckets that hold its own parameters.
 """
 
 from __future__ import annotations
@@ -26,12 +32,16 @@ from megatron_lite.parallel.weights import READER
 
 
 class _Weights:
-    """The parameters of a bucket as one tensor, and the masters of this rank's part of it."""
+    """The parameters of a bucket as one tensor, and the masters of this rank's part.
+
+    The parameters become views of this tensor, so a gather into it needs no copy.
+    """
 
     def __init__(self, bucket: Bucket, parameters: dict[str, nn.Parameter]) -> None:
         dtypes = {parameters[name].dtype for name in bucket.places}
         assert len(dtypes) == 1, f"parameters of one dtype: {dtypes}"
         self.flat = torch.zeros(bucket.flat.numel(), dtype=dtypes.pop(), device=bucket.flat.device)
+        # Assigning `.data` keeps the Parameter objects, on which the gradient hooks are registered.
         for name, place in bucket.places.items():
             self.flat[place].copy_(parameters[name].detach().view(-1))
             parameters[name].data = self.flat[place].view(parameters[name].shape)
@@ -40,19 +50,19 @@ class _Weights:
         self.gather: Started | None = None
 
     def finish(self) -> None:
-        """Waits for the gather under way, if there is one."""
+        """Waits for the current gather, if one runs."""
         if self.gather is not None:
             self.gather.wait()
             self.gather = None
 
 
 class Zero1:
-    """A Layout. Sends one reduce-scatter and one all-gather of each bucket."""
+    """The Layout of ZeRO-1. A step issues one reduce-scatter and one all-gather for each bucket."""
 
     def __init__(self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> None:
-        assert parallel.data_group is not None
+        assert parallel.dp_cp_group is not None
         self._parameters = dict(model.named_parameters())
-        self._rank, self.shard_group = parallel.data_rank, parallel.data_group
+        self._rank, self.shard_group = parallel.dp_cp_rank, parallel.dp_cp_group
         self._overlaps, self.replicates_weights = config.overlap_param_gather, True
         self.gradients = GradBuffer(self._parameters, parallel, config)
         with torch.no_grad():
@@ -61,6 +71,7 @@ class Zero1:
         self.pieces = []
         for name, parameter in self._parameters.items():
             bucket = self.gradients.bucket_of[name]
+            # The share's border may cut the parameter, or leave this rank none of it.
             part = bucket.own_part(name)
             if part.start < part.stop:
                 place = slice(bucket.places[name].start + part.start, bucket.places[name].start + part.stop)
@@ -72,7 +83,8 @@ class Zero1:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the masters of a bf16 model, and gathers all weights in the order of their use."""
+        """Rounds the masters of a 16-bit model, and gathers all weights in the order of use."""
+        # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
         for weights in reversed(self._weights.values()):
             if weights.masters is not weights.own:
                 weights.own.copy_(weights.masters)
@@ -94,7 +106,7 @@ class Zero1:
         return gather_parts(value, lengths, self.shard_group, like=bucket.flat).view(parameter.shape)
 
     def weight(self, name: str) -> Tensor:
-        """The parameter itself."""
+        """Returns the parameter itself, once its gather is complete."""
         self._of(name).finish()
         return self._parameters[name]
 
@@ -111,7 +123,10 @@ class Zero1:
         return self._weights[id(self.gradients.bucket_of[name])]
 
     def _wait_before_use(self, model: nn.Module) -> None:
-        """Has every module that owns parameters wait for them, before its forward and before its weight is read alone."""
+        """Makes every module that owns parameters wait for their gathers.
+
+        A module waits before its forward, and before `weight_of` reads its weight alone.
+        """
         names = {parameter: name for name, parameter in self._parameters.items()}
         for module in model.modules():
             awaited = list(dict.fromkeys(self._of(names[one]) for one in module.parameters(recurse=False)))

@@ -1,10 +1,14 @@
-"""Which tokens of a sequence each context-parallel rank holds: two of 2c chunks, one from each end.
+"""The tokens of a sequence that each context-parallel rank holds.
 
-    cp 2     chunk 0   chunk 1   chunk 2   chunk 3        a query reads the keys up to its own position: rank 0's two chunks
-             rank 0    rank 1    rank 1    rank 0         read 1 + 4 chunks of keys, rank 1's 2 + 3: all ranks do the same work
+A sequence has 2c chunks, and each rank holds two of them, one from each end.
 
-(Megatron's and Llama 3's order, arXiv 2407.21783 sec. 3.3.2.) A rank's chunks stand one after the other in its tensors; under
-sequence parallelism each tensor-parallel rank has 1/t of these.
+    cp 2     chunk 0   chunk 1   chunk 2   chunk 3
+             rank 0    rank 1    rank 1    rank 0
+
+A query reads the keys up to its own position. Rank 0's two chunks read 1 + 4 chunks of keys, and
+rank 1's chunks read 2 + 3. All ranks therefore do the same work. The order is that of Megatron and
+Llama 3 (arXiv 2407.21783 sec. 3.3.2). A rank's tensors hold its two chunks one after the other.
+Under sequence parallelism each tensor-parallel rank has 1/t of these tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """A rank's place among those that share each sequence. group: None for one rank.
+    """A rank's place among the ranks that share each sequence.
 
+    group: the group of these ranks, or None for one rank.
     comm_type: how keys and values reach the other ranks, "p2p" or "allgather" (--cp-comm-type).
     """
 
@@ -30,18 +35,21 @@ class ContextParallel:
     comm_type: str = "p2p"
 
     def spans(self, num_tokens: int) -> tuple[slice, ...]:
-        """The positions of this rank's `num_tokens` tokens."""
+        """Returns the positions of this rank's `num_tokens` tokens."""
         return spans_of(self.size * num_tokens, rank=self.rank, size=self.size)
 
     def positions_by_rank(self, num_tokens: int, device: torch.device) -> Tensor:
-        """[c, num_tokens]: the position of every token of every rank, int64."""
+        """Returns the position of every token of every rank, [c, num_tokens] int64."""
         places = torch.arange(self.size * num_tokens, device=device)
         return torch.stack([select(places, spans_of(self.size * num_tokens, rank=rank, size=self.size), 0)
                             for rank in range(self.size)])
 
 
 def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
-    """The positions that one of `size` ranks holds, in the order of its tensors; 2c must divide seq_length unless c is 1."""
+    """Returns the positions that one of `size` ranks holds, in the order of its tensors.
+
+    With more than one rank, 2 * size must divide seq_length.
+    """
     if size == 1:
         return (slice(0, seq_length),)
     assert seq_length % (2 * size) == 0, (seq_length, size)
@@ -50,7 +58,10 @@ def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
 
 
 def part_of(spans: Sequence[slice], start: int, length: int) -> tuple[slice, ...]:
-    """The positions of tokens [start, start + length) of those that the spans name one after the other."""
+    """Returns the positions of tokens [start, start + length) of a rank.
+
+    The rank's tokens are those of `spans`, one span after the other.
+    """
     parts = []
     for span in spans:
         first, stop = max(start, 0), min(start + length, span.stop - span.start)
@@ -61,5 +72,5 @@ def part_of(spans: Sequence[slice], start: int, length: int) -> tuple[slice, ...
 
 
 def select(tensor: Tensor, spans: Sequence[slice], dim: int) -> Tensor:
-    """A copy of the spans of `dim`, one after the other; contiguous."""
+    """Returns a contiguous copy of the spans of `dim`, one after the other."""
     return torch.cat([tensor.narrow(dim, span.start, span.stop - span.start) for span in spans], dim)

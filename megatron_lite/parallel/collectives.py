@@ -1,46 +1,69 @@
-"""Every collective of the project. A group of None is a group of one rank: nothing is sent and the input comes back.
+"""Every collective of the project.
 
-Inputs need not be contiguous. Sums of bf16 run in bf16 and depend on the ring order, so gradients are reduced in fp32
-(see optim/). Names ending in an underscore write into their argument; the others never do. Under a selective checkpoint
-they are functional operators, whose results it may keep: see `results_may_be_kept`.
+A group of None is a group of one rank: the function sends nothing and returns its input. Inputs
+need not be contiguous unless a docstring says so. Sums of bf16 run in bf16 and depend on the ring
+order, so gradients are reduced in float32 (see optim/). Functions whose names end in an underscore
+write into their argument; the others never do. Under a selective checkpoint the collectives are
+functional operators, whose results the checkpoint may keep: see `results_may_be_kept`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-# torch 2.13 renamed the single-tensor forms; older releases know only the first names.
+from megatron_lite.parallel.waiting import WAITING
+
+# torch 2.13 renamed the single-tensor forms; older releases have only the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _functional = torch.ops._c10d_functional
 
+# Limit in bytes for each staging buffer. A gloo collective would copy the whole tensor first; the
+# ranks exchange a large CPU tensor through buffers of at most this size instead.
+STAGING_BYTES = 2**22
+
+
+class KeepsResults(TorchDispatchMode):
+    """A dispatch mode that may keep the results of operators and return them again in a replay."""
+
 
 def results_may_be_kept() -> bool:
-    """Whether torch's selective checkpoint watches what runs, or replays it with the results that it has kept.
+    """Returns whether an active dispatch mode may keep the results of operators.
 
-    Of an in-place collective it would keep what the call returns, not what it writes, and gradients would be silently wrong.
+    Such a mode is a `KeepsResults`, or a mode of torch's selective checkpoint. It keeps the tensor
+    that a call returns. An in-place collective writes its result elsewhere, so the replay would
+    read wrong values and the gradients would be silently wrong.
     """
     return torch._C._len_torch_dispatch_stack() > 0 and any(
-        isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in _get_current_dispatch_mode_stack())
+        isinstance(mode, (KeepsResults, _CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        for mode in _get_current_dispatch_mode_stack())
 
 
 def all_reduce_(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduces contiguous `tensor` over the group in place and returns it. Moves 2(n-1)/n of its bytes per rank."""
+    """Reduces contiguous `tensor` over the group in place and returns it.
+
+    Each of the n ranks moves 2(n-1)/n of the tensor's bytes.
+    """
     if group is not None:
         assert not results_may_be_kept(), "a selective checkpoint does not see what a collective writes in place: use all_reduce"
-        dist.all_reduce(tensor, op=op, group=group)
+        with WAITING:
+            dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """The reduction of `tensor` over the group as a new tensor (the tensor itself for a group of one)."""
+    """Returns the reduction of `tensor` over the group as a new tensor.
+
+    For a group of one rank it returns the tensor itself.
+    """
     if group is None:
         return tensor
     if results_may_be_kept():
@@ -49,21 +72,22 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.Red
 
 
 class Started(NamedTuple):
-    """A collective under way. Its operand, kept here, must not be touched before `wait`."""
+    """A collective under way. `operand` stays alive here and must not be touched before `wait`."""
 
     result: Tensor
     work: dist.Work | None
     operand: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, ready for this device's next kernels."""
+        """Returns the result, which this device's next kernels may read."""
         if self.work is not None:
-            self.work.wait()
+            with WAITING:
+                self.work.wait()
         return self.result
 
 
 def start_all_reduce_(tensor: Tensor, group: ProcessGroup | None) -> Started:
-    """Begins the sum of contiguous `tensor` over the group, in place."""
+    """Begins to sum contiguous `tensor` over the group, in place."""
     return Started(tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
 
 
@@ -87,37 +111,91 @@ def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -
 
 
 def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Started:
-    """Begins to sum [n * size] over the group. Rank i's part, [i n : (i + 1) n], becomes that of the sum, and is the result; of
-    the other parts nothing can be said afterwards."""
+    """Begins to sum `tensor` [n * size] over the group.
+
+    On rank i, elements [i n : (i + 1) n] are overwritten with their sum and are the result. The
+    other elements are undefined afterwards.
+    """
     _check_divisible(tensor, group)
     own = tensor.view(group.size(), -1)[group.rank()]
     return Started(own, _reduce_scatter(own, tensor, group=group, async_op=True), tensor)
 
 
 def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
-    """Begins to fill [n * size] with every rank's part: what rank i holds at [i n : (i + 1) n]."""
+    """Begins to fill `tensor` [n * size] with every rank's part.
+
+    Rank i provides elements [i n : (i + 1) n].
+    """
     _check_divisible(tensor, group)
     own = tensor.view(group.size(), -1)[group.rank()]
     return Started(tensor, _all_gather(tensor, own, group=group, async_op=True), own)
 
 
 def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[n, ...] on each rank -> [n * size, ...], in rank order. Each rank receives (size - 1) shards."""
+    """Gathers [n, ...] of each rank into [n * size, ...], in rank order.
+
+    Each rank receives (size - 1) shards.
+    """
     if group is not None and results_may_be_kept():
         return _waited(_functional.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
     return start_all_gather_first_dim(tensor, group).wait()
 
 
 def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[n * size, ...] on each rank -> this rank's [n, ...] slice of the sum over ranks. ValueError where n is not whole."""
+    """Sums [n * size, ...] over the ranks and returns this rank's [n, ...] slice of the sum.
+
+    Raises ValueError if dim 0 is not divisible by the group's size.
+    """
     if group is not None and results_may_be_kept():
         _check_divisible(tensor, group)
         return _waited(_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name))
     return start_reduce_scatter_first_dim(tensor, group).wait()
 
 
+def all_gather_into_(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Fills `gathered` [n * size] with every rank's `own` [n], in rank order.
+
+    `own` may be this rank's part of `gathered`. gloo receives into a buffer as large as `gathered`.
+    On a CPU the ranks therefore send a large tensor in stretches, through buffers of at most
+    STAGING_BYTES.
+    """
+    if not _is_staged(gathered):
+        with WAITING:
+            _all_gather(gathered, own, group=group)
+        return
+    rows = gathered.view(group.size(), -1)
+    for stretch, sent, received in _staged(rows):
+        sent[0].copy_(own[stretch])
+        with WAITING:
+            _all_gather(received.view(-1), sent[0], group=group)
+        rows[:, stretch] = received
+
+
+def reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
+    """Fills `own` [n] with this rank's part of the sum of `tensor` [n * size] over the group.
+
+    `tensor` stays unchanged. gloo's reduce-scatter is an all-reduce of a copy of the whole tensor.
+    On a CPU the ranks therefore exchange the parts of a large tensor in stretches and sum them in
+    rank order. This sends half the bytes, through two buffers of at most STAGING_BYTES.
+    """
+    if not _is_staged(tensor):
+        with WAITING:
+            _reduce_scatter(own, tensor, group=group)
+        return
+    rows = tensor.view(group.size(), -1)
+    for stretch, sent, received in _staged(rows):
+        sent.copy_(rows[:, stretch])
+        with WAITING:
+            dist.all_to_all_single(received, sent, group=group)
+        torch.sum(received, 0, out=own[stretch])
+
+
 def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
-    """The data of every rank, in rank order, over a group that serves CPUs (gloo). Sends the lengths, then the data, padded."""
+    """Returns the data of every rank, in rank order.
+
+    The group must have a CPU backend (gloo). Issues two all-gathers: one of the lengths, and one of
+    the data, padded to the greatest length.
+    """
     if group is None:
         return [data]
     lengths = all_gather_first_dim(torch.tensor([len(data)]), group).tolist()
@@ -128,9 +206,10 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
-    """Overwrites `tensor` on every rank with that of the group's rank `group_source`."""
+    """Overwrites `tensor` on every rank with the tensor of the group's rank `group_source`."""
     if group is not None:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, group_source), group=group)
+        with WAITING:
+            dist.broadcast(tensor, src=dist.get_global_rank(group, group_source), group=group)
     return tensor
 
 
@@ -139,6 +218,28 @@ def _check_divisible(tensor: Tensor, group: ProcessGroup) -> None:
         raise ValueError(f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group size {group.size()}")
 
 
+def _is_staged(tensor: Tensor) -> bool:
+    """Returns whether `tensor`, which holds a part for every rank, is sent in stretches."""
+    return tensor.device.type == "cpu" and tensor.nbytes > STAGING_BYTES
+
+
+def _staged(rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields (columns, buffer to send, buffer to receive) until all columns of `rows` are covered.
+
+    rows is [size, n], and `columns` a slice of n. The buffers are [size, columns], each of at most
+    STAGING_BYTES, and are reused for each slice.
+    Only these buffers are passed to a collective: a gloo thread may hold a reference to its tensors
+    after the call has returned.
+    """
+    size, step = rows.shape[0], max(1, STAGING_BYTES // (rows.shape[0] * rows.element_size()))
+    buffers = rows.new_empty((2, size * min(step, rows.shape[1])))
+    for start in range(0, rows.shape[1], step):
+        columns = min(step, rows.shape[1] - start)
+        sent, received = (buffer[: size * columns].view(size, columns) for buffer in buffers)
+        yield slice(start, start + columns), sent, received
+
+
 def _waited(result: Tensor) -> Tensor:
-    """The result of a functional collective, ready for this device's next kernels."""
-    return _functional.wait_tensor(result)
+    """Returns the result of a functional collective; this device's next kernels may read it."""
+    with WAITING:
+        return _functional.wait_tensor(result)

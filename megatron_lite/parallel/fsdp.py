@@ -1,13 +1,20 @@
-"""Weights over data-parallel ranks with torch's FSDP2: which modules of a model are gathered together, and when.
+"""Shards weights over data-parallel ranks with torch's FSDP2.
 
-    a unit     rank i holds the i-th rows of each parameter. The rows of all ranks are gathered before the unit's forward, freed
-               after it, gathered again for its backward, and freed when its gradients have been reduced to rows
-    units      by default each layer, and the root: all the rest, which is whole from the start of forward to the end of backward
-    memory-efficient wrapping (after torchtune): token embedding and output projection, the largest parts of the root, are units
-               too, and whole only while they are used; one unit if they are one tied weight, freed between its two uses
+This module decides which modules of a model are gathered together, and when.
 
-For a model's plain parameters, tensor-parallel or not. FSDP2 knows nothing of tensor parallelism: what torch sums over such
-parameters, as torch.nn.utils.clip_grad_norm_ does, is a part of the sum. optim/fsdp.py updates the rows.
+    a unit    Rank i holds the i-th rows of each parameter. The rows of all ranks are gathered
+              before the unit's forward and freed after it. They are gathered again for its
+              backward, and freed when its gradients have been reduced to rows.
+    units     By default each layer is a unit, and the root holds the rest. The root is whole from
+              the start of forward to the end of backward.
+
+Memory-efficient wrapping (after torchtune) makes the token embedding and the output projection, the
+largest parts of the root, units too. They are whole only while they are used. If they are one tied
+weight, they are one unit, which is freed between its two uses.
+
+The model has plain parameters, tensor-parallel or not. FSDP2 does not know tensor parallelism. A
+sum of torch over such parameters, as in torch.nn.utils.clip_grad_norm_, covers only one TP rank's
+part. optim/fsdp_layout.py updates the rows.
 """
 
 from __future__ import annotations
@@ -23,17 +30,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from megatron_lite.parallel.fsdp_buffers import UnitGradients, bound_buffers_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapping:
-    """Which modules are units, by their names in the model. layers: a list of modules.
+    """The modules that are units, by their names in the model.
 
-    embedding, output: given, they are units of their own. The embedding is a lookup, whose backward needs no weight. An output
-    that has the embedding's weight, or None, for a model that reads it with `weight_of(embedding)`: one unit with the embedding.
-    reshard_after_forward: free a layer's weights after its forward, and gather them again for its backward.
+    layers: the name of a list of modules; each of them is a unit.
+    embedding: a module that is a unit. It is a lookup, whose backward needs no weight.
+    output: a module that is a unit, too. If it shares the embedding's weight, both are one unit.
+        None with an embedding: the model reads the tied weight with `weight_of(embedding)`.
+    reshard_after_forward: whether a layer's weights are freed after its forward and gathered again
+        for its backward.
     """
 
     layers: str
@@ -44,16 +55,21 @@ class Wrapping:
 
 def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, compute_dtype: torch.dtype | None = None,
                  reduce_dtype: torch.dtype | None = None, forward_methods: Sequence[str] = ()) -> None:
-    """Leaves each rank of the 1-D `mesh` 1/d of every parameter, as DTensors. Gradients are summed over the mesh, not averaged.
+    """Shards every parameter of `model` over the d ranks of the 1-D `mesh`, as DTensors.
 
-    compute_dtype: of the gathered weights; the rows are then float32. reduce_dtype: in which gradients are sent.
-    forward_methods: the model's, besides `forward`, that run it.
-    ValueError, before anything is changed: a name that is no module of the model, layers that are no list of modules.
+    Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged. Raises
+    ValueError, before it changes anything, if a name is not a module of the model or `layers` is
+    not a list of modules.
+
+    compute_dtype: the dtype of the gathered weights. If it is given, the rows are float32.
+    reduce_dtype: the dtype in which gradients are sent.
+    forward_methods: names of the model's methods, besides `forward`, that run the model.
     """
     layers = _layers(model, wrapping.layers)
     embedding, output = _module(model, wrapping.embedding), _module(model, wrapping.output)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     unit = partial(_unit, mesh=mesh, mp_policy=policy, row_dtype=None if compute_dtype is None else torch.float32)
+    # The root comes last: fully_shard gives a module the parameters that no unit inside it has.
     for layer in layers:
         unit([layer], reshard_after_forward=wrapping.reshard_after_forward)
     if embedding is not None and output is None:
@@ -68,6 +84,8 @@ def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, comp
             unit([output], reshard_after_forward=False)  # backward begins with it
     unit([model], reshard_after_forward=None)
     model.register_forward_hook(_reshard_unless_backward_follows)
+    # The clone of a view must happen inside FSDP2's wrapper, which hooks the output. The reshard
+    # must happen outside it, since the wrapper is what leaves the root whole.
     for name in forward_methods:
         setattr(model, name, partial(_call_without_view, getattr(model, name)))
         register_fsdp_forward_method(model, name)
@@ -76,12 +94,15 @@ def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, comp
 
 def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, row_dtype: torch.dtype | None,
           reshard_after_forward: bool | None) -> FSDPModule:
-    """Parameters' marks go over to their rows."""
+    """Makes one FSDP2 unit of `modules`. Each sharded parameter gets its parameter's spec."""
+    # fully_shard makes the rows in the parameters' dtype, and replaces the parameter objects. The
+    # dtype is therefore set before it, and the specs are attached again after it.
     before = _whole_parameters(modules)
     for parameter in before.values():
         if row_dtype is not None:
             parameter.data = parameter.data.to(row_dtype)
     specs = {place: getattr(parameter, "parameter_spec", None) for place, parameter in before.items()}
+    # This hook runs before FSDP2's, because it is registered first: FSDP2 sees no view.
     for module in modules:
         module.register_forward_hook(_without_view)
     fully_shard(modules[0] if len(modules) == 1 else modules, mesh=mesh, mp_policy=mp_policy,
@@ -94,8 +115,14 @@ def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisi
     unit = modules[0]
     assert isinstance(unit, FSDPModule)
     unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)  # a factor alone would become an operation that gloo does not have
+    # A divide factor alone would become a reduce operation that gloo does not have.
+    unit.set_force_sum_reduction_for_comms(True)
     unit.__dict__[STAND_INS] = _StandIns(modules)
+    gradients = UnitGradients()
+    bound_buffers_(unit, gradients)
+    # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
+    for module in modules:
+        module.register_forward_pre_hook(lambda *_: gradients.watch(_whole_parameters(modules).values()))
     return unit
 
 
@@ -110,7 +137,11 @@ def _call_and_reshard(model: nn.Module, method: Callable[..., Any], *args: Any, 
 
 
 def _reshard_unless_backward_follows(model: nn.Module, *_: Any) -> None:
-    """FSDP2 leaves the root whole, for a backward that would free it; until then its parameters would not be the rows."""
+    """Frees the gathered weights after a forward without gradients.
+
+    FSDP2 leaves the root whole, since it expects a backward that frees it. Without a backward the
+    model's parameters would stay the whole weights instead of the rows.
+    """
     if not torch.is_grad_enabled():
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -118,13 +149,20 @@ def _reshard_unless_backward_follows(model: nn.Module, *_: Any) -> None:
 
 
 def _without_view(*forward: Any) -> Any:
-    """The output, which comes last, as no view: FSDP2 warns of its hook on a view, which what writes to the view would lose."""
+    """Returns the module's output (the last argument), cloned if it is a view.
+
+    FSDP2 registers a backward hook on the output. An in-place write to a view would drop that hook,
+    and FSDP2 warns.
+    """
     output = forward[-1]
     return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._base is not None else output
 
 
 class _StandIns:
-    """The gathered parameters of a unit, for which it is gathered once."""
+    """A function that returns the gathered parameters of a unit.
+
+    The first call gathers the unit to find them. FSDP2 uses the same tensors in every step.
+    """
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
@@ -141,26 +179,33 @@ class _StandIns:
 
 
 def _whole_parameters(modules: list[nn.Module]) -> dict[tuple[int, str], nn.Parameter]:
-    """By the number of the module and the name in it: what is not sharded at the moment."""
+    """Returns the parameters that are not sharded at the moment.
+
+    The keys are the number of the module and the parameter's name in it.
+    """
     return {(number, name): parameter for number, module in enumerate(modules)
             for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
 
 
 def _read_for_output(embedding: nn.Module) -> Tensor:
-    """The tied weight, gathered; free again when backward has come through what is computed with it."""
+    """Returns the tied weight, gathered. Backward frees it after the operations that used it."""
     assert isinstance(embedding, FSDPModule)
     embedding.unshard()
     weight = embedding.weight
     assert isinstance(weight, Tensor)
     if not torch.is_grad_enabled():
         return weight
+    # The hook needs a tensor whose gradient covers this use only, hence the view.
     used = weight.view_as(weight)
     used.register_hook(partial(_free, embedding))
     return used
 
 
 def _free_between_uses(unit: FSDPModule, embedding: nn.Module, output: nn.Module) -> None:
-    """FSDP2 would keep a unit of two modules whole from the first to the second."""
+    """Frees a unit of two modules after its first use, in forward and in backward.
+
+    FSDP2 would keep the unit whole from the first module to the second.
+    """
 
     def after_lookup(*_: object) -> None:
         unit.set_reshard_after_forward(True, recurse=False)

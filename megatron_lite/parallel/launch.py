@@ -1,21 +1,32 @@
-"""Who am I among the processes of this run: read from torchrun's variables, from Slurm's, or from neither."""
+"""Reads this process's place among the processes of the run.
+
+The place comes from torchrun's environment variables or from Slurm's. Without either, the run has
+one process.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lite.config.checks import InputError
 
-# Step ids from here on are Slurm's own: the shell that salloc opens on a node is step 4294967290, and not a task of the run.
+# Slurm reserves step ids from here on. The shell that salloc opens on a node is step 4294967290 and
+# not a task of the run.
 FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process's place in the run. `launcher` is "torchrun", "slurm" or "single"."""
+    """One process's place in the run.
+
+    launcher: "torchrun", "slurm" or "single".
+    master_addr, master_port: the host and the port of the store where the ranks meet.
+    restart_count: how often the launcher has restarted the run.
+    agent_owns_store: whether torchrun's agent runs the store, not rank 0.
+    """
 
     launcher: str
     rank: int = 0
@@ -27,12 +38,20 @@ class Launch:
     agent_owns_store: bool = False
 
 
-def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """The launch that the environment describes. InputError where it is incomplete or contradicts itself.
+def read_launch(environ: Mapping[str, str] | None = None, *, local_rank: int | None = None) -> Launch:
+    """Returns the launch that the environment describes.
 
-    Slurm counts only inside an `srun` step: a batch script's own variables describe the job, not a task of it.
+    Raises InputError if the environment is incomplete or contradicts itself. Slurm's variables
+    count only inside an `srun` step: those of a batch script describe the job, not one of its
+    tasks.
+
+    local_rank: the value of --local_rank, which DeepSpeed's launcher and old launchers of torch
+        pass to each process. It is used if the environment has no local rank; otherwise it must be
+        equal to the environment's.
     """
     env = os.environ if environ is None else environ
+    if local_rank is not None:
+        return replace(read_launch(env), local_rank=_agreed_local_rank(env, local_rank))
     if ("RANK" in env) != ("WORLD_SIZE" in env):
         raise InputError("of RANK and WORLD_SIZE only one is set: start with torchrun or srun, or unset it for one process")
     if "RANK" in env:
@@ -46,6 +65,21 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     if not 0 <= launch.master_port < 2**16:
         raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
     return launch
+
+
+def _agreed_local_rank(env: Mapping[str, str], local_rank: int) -> int:
+    """Returns `local_rank`.
+
+    Raises InputError if it is negative, or if a variable of the launcher has another value.
+    """
+    if local_rank < 0:
+        raise InputError(f"--local-rank must be at least 0 (got {local_rank}): leave it out where no launcher passes it")
+    in_step = "SLURM_PROCID" in env and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP
+    name = "SLURM_LOCALID" if in_step and "RANK" not in env else "LOCAL_RANK"
+    if env.get(name) and _integer(env, name) != local_rank:
+        raise InputError(f"--local-rank {local_rank} contradicts {name} {_integer(env, name)} of the environment: leave the flag "
+                         "out, or unset the variable")
+    return local_rank
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Launch:
@@ -79,7 +113,10 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: `gpu[03-07,9],login` -> `gpu03`. InputError where it cannot be read."""
+    """Returns the first host of a Slurm node list: `gpu[03-07,9],login` -> `gpu03`.
+
+    Raises InputError if the list cannot be read.
+    """
     match = re.match(r"((?:[^\[\],\s]|\[\d[^\[\]]*\])+)(?:,|$)", nodelist.strip())
     if match is None:
         raise InputError(f"cannot read the first host of the Slurm node list {nodelist!r}: set MASTER_ADDR")

@@ -1,9 +1,11 @@
-"""What every parameter says of itself: its global shape, how it is split over TP ranks, how it starts.
+"""The description of a parameter: its global shape, its split over TP ranks, its initial values.
 
-A layer marks its parameters once; initialisation, gradient reduction, clipping, the optimizer and checkpoints read the mark.
-A parameter split over t ranks along `tp_dim` in `tp_blocks` blocks (2 for swiglu's [gate; up], else 1):
+A layer attaches the description to its parameters once. Initialisation, gradient reduction,
+clipping, the optimizer and checkpoints read it. A parameter is split over t ranks along `tp_dim`,
+in `tp_blocks` blocks (2 for swiglu's [gate; up], else 1):
 
-    global   [ block 0: r0 r1 .. | block 1: r0 r1 .. ]        rank 0 holds [ block 0: r0 | block 1: r0 ]
+    global         [ block 0: r0 r1 .. | block 1: r0 r1 .. ]
+    rank 0 holds   [ block 0: r0 | block 1: r0 ]
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Span(NamedTuple):
-    """`length` rows along tp_dim that stand at `local_start` in the shard and at `global_start` in the whole tensor."""
+    """A range of rows along tp_dim, with its place in the shard and in the whole tensor."""
 
     local_start: int
     global_start: int
@@ -24,15 +26,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """The facts of one parameter.
+    """The description of one parameter.
 
     global_shape: the unsharded shape, without vocabulary padding.
-    tp_dim: the dim that is split over TP ranks, or None where every rank holds the same values.
-    padded_length: length of tp_dim with padding, where it differs from the global shape; padding is zero and stays zero.
-    tied: first and last pipeline stage hold it alike, and add their gradients. is_copy: the last stage's, which no figure of the
-    whole model counts again.
-    sum_grad_over_tp: each TP rank's gradient covers only its tokens or heads, so that the ranks' gradients must be added.
-    init_std: standard deviation of the normal start; None starts at `init_value`.
+    tp_dim: the dim that is split over TP ranks, or None if every rank holds the same values.
+    tp_blocks: the number of blocks along tp_dim, each of which is split over the ranks.
+    padded_length: the length of tp_dim with padding, if it differs from the global shape. Padding
+        is zero and stays zero.
+    sum_grad_over_tp: whether each TP rank's gradient covers only its tokens or heads, so that the
+        ranks' gradients must be summed.
+    matrices: how the rows of a linear layer's weight form matrices. Each number is the number of
+        rows of one matrix, and the pattern repeats down the weight.
+        (1,): the weight is one matrix.
+        (q d, d, d): the query, key and value rows of linear_qkv, query group by query group.
+        (): any other parameter (embeddings, output weight, norms, biases).
+    tied: whether the first and the last pipeline stage both hold it and sum their gradients.
+    is_copy: whether it is the last stage's copy of a tied parameter. Figures of the whole model
+        count the parameter once, without the copy.
+    init_std: the standard deviation of the normal initial values. None: all are `init_value`.
     """
 
     global_shape: tuple[int, ...]
@@ -40,13 +51,17 @@ class ParameterSpec:
     tp_blocks: int = 1
     padded_length: int | None = None
     sum_grad_over_tp: bool = False
+    matrices: tuple[int, ...] = ()
     tied: bool = False
     is_copy: bool = False
     init_std: float | None = None
     init_value: float = 0.0
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of one rank's shard, padding included. ValueError where tp_dim does not divide."""
+        """Returns the shape of one rank's shard, padding included.
+
+        Raises ValueError if tp_dim is not divisible by tp_size times tp_blocks.
+        """
         if self.tp_dim is None:
             return self.global_shape
         length = self._padded()
@@ -57,7 +72,10 @@ class ParameterSpec:
         return tuple(shape)
 
     def spans(self, tp_rank: int, tp_size: int) -> list[Span]:
-        """Where the true (unpadded) rows of one rank's shard stand in the whole tensor. tp_dim must not be None."""
+        """Returns the places of the true (unpadded) rows of one rank's shard in the whole tensor.
+
+        tp_dim must not be None.
+        """
         assert self.tp_dim is not None
         block = self._padded() // self.tp_blocks
         part = block // tp_size
@@ -81,7 +99,7 @@ def mark(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
-    """The mark of a parameter. TypeError where a layer forgot it."""
+    """Returns the spec of a parameter. Raises TypeError if no layer has attached one."""
     spec = getattr(parameter, "parameter_spec", None)
     if not isinstance(spec, ParameterSpec):
         raise TypeError(f"a parameter of shape {tuple(parameter.shape)} carries no ParameterSpec")

@@ -1,4 +1,7 @@
-"""Point to point around a ring of ranks: each sends to the next of its group and receives from the one before."""
+"""Point-to-point transfers around a ring.
+
+Each rank sends to the next rank of its group and receives from the rank before.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
+from megatron_lite.parallel.waiting import WAITING
+
 
 class Shift(NamedTuple):
-    """A shift under way. Its operand, kept here, must not be written to before `wait`."""
+    """A shift under way. `operand` stays alive here and must not be written to before `wait`."""
 
     result: Tensor
     works: list[dist.Work]
     operand: Tensor
 
     def wait(self) -> Tensor:
-        """What the rank before sent, ready for this device's next kernels."""
-        for work in self.works:
-            work.wait()
+        """Returns the tensor of the rank before, which this device's next kernels may read."""
+        with WAITING:
+            for work in self.works:
+                work.wait()
         return self.result
 
 
 def start_shift(tensor: Tensor, group: ProcessGroup) -> Shift:
-    """Begins to send contiguous `tensor` to the next rank of the group, and to receive one of its size from the rank before.
+    """Begins to send `tensor` to the next rank and to receive one of its size from the rank before.
 
-    Shifts that are under way together arrive in the order in which they began, which must be the same on all ranks.
+    `tensor` must be contiguous. Several shifts under way arrive in the order in which they began.
+    That order must be the same on all ranks.
     """
     rank, size = group.rank(), group.size()
     received = torch.empty_like(tensor)

@@ -1,11 +1,14 @@
 """Named random-number streams on one device.
 
-A draw on the device's default generator belongs to the *current* stream: DEFAULT, unless a `fork` is open. DEFAULT is the
-same on every tensor-parallel rank (residual dropout, whose input is replicated); TENSOR_PARALLEL differs per rank (attention
-dropout always, and residual dropout under sequence parallelism, where each rank holds other tokens).
+A draw on the device's default generator belongs to the *current* stream, which is DEFAULT unless a
+`fork` is open.
 
-The stored state of a stream is always up to date: opening a fork first stores the state of the stream that it leaves. So a
-fork of a name inside a fork of the same name goes on with that stream, and never replays stale numbers.
+    DEFAULT           the same on every TP rank       residual dropout, whose input is replicated
+    TENSOR_PARALLEL   different on every TP rank      attention dropout; residual dropout under
+                                                      sequence parallelism, whose tokens are sharded
+
+The stored state of a stream is always up to date: a fork first stores the state of the stream that
+it leaves. A fork inside a fork of the same name continues the stream and never repeats numbers.
 """
 
 from __future__ import annotations
@@ -24,21 +27,27 @@ TENSOR_PARALLEL = "tensor_parallel"
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on every part and on their order, the same on each machine."""
+    """Returns a 63-bit seed that depends on every part and on their order.
+
+    The seed is the same on every machine.
+    """
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @dataclass(frozen=True)
 class RngSnapshot:
-    """Every stream's state, and the name of the stream that was current. Nobody writes into a state."""
+    """The state of every stream, and the name of the stream that was current.
+
+    The state tensors are shared between snapshots and must not be modified.
+    """
 
     current: str
     states: dict[str, Tensor]
 
 
 class Generators(Protocol):
-    """All that a replay may draw from, as one: its state can be read and put back."""
+    """All the generators that a replay may draw from. Their state can be read and restored."""
 
     device: torch.device
 
@@ -48,22 +57,29 @@ class Generators(Protocol):
 
 
 class RngStreams:
-    """The streams of one rank. Owns the device's default generator while it lives.
+    """The streams of one rank. They own the device's default generator while this object lives.
 
-    dp_rank: counts all ranks that hold other tokens. pp_rank: those with other layers.
+    tp_rank: this rank's place in its TP group. Only TENSOR_PARALLEL depends on it.
+    dp_rank: this rank's place among all ranks that hold different tokens.
+    pp_rank: this rank's place among the ranks that hold different layers.
     """
 
     def __init__(self, device: torch.device, *, seed: int, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0) -> None:
         self.device = device
         self.current = DEFAULT
         self._states: dict[str, Tensor] = {}
+        # DEFAULT comes last, so that the generator is left in the state of the current stream.
         for name, rank in ((TENSOR_PARALLEL, tp_rank), (DEFAULT, 0)):
             self._seed(derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else [])))
             self._states[name] = self._get()
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Draws inside come from stream `name`; the stream that was current goes on where it stopped. KeyError if unknown."""
+        """Draws from stream `name` inside the block.
+
+        On exit the stream that was current before continues at its stored state. Raises KeyError if
+        no stream has this name.
+        """
         previous = self.current
         self._switch(name)
         try:
@@ -72,12 +88,12 @@ class RngStreams:
             self._switch(previous)
 
     def state(self) -> Tensor:
-        """A copy of the current stream's state."""
+        """Returns a copy of the current stream's state."""
         return self._get()
 
     @contextmanager
     def drawn_from(self, state: Tensor) -> Iterator[None]:
-        """Draws inside repeat those after `state`; no stream notices."""
+        """Repeats the draws that followed `state` inside the block. No stream advances."""
         before = self._get()
         self._set(state)
         try:
@@ -86,12 +102,15 @@ class RngStreams:
             self._set(before)
 
     def snapshot(self) -> RngSnapshot:
-        """All streams as they are now, and will stay in the snapshot."""
+        """Returns the states of all streams. Later draws do not change the snapshot."""
         self._states[self.current] = self._get()
         return RngSnapshot(self.current, dict(self._states))
 
     def restore(self, snapshot: RngSnapshot) -> None:
-        """Puts every stream and the current name back; the snapshot stays usable. ValueError if the names differ."""
+        """Restores every stream and the name of the current one. The snapshot stays usable.
+
+        Raises ValueError if the snapshot has other stream names.
+        """
         if set(snapshot.states) != set(self._states):
             raise ValueError(f"snapshot has the streams {sorted(snapshot.states)}, this rank has {sorted(self._states)}")
         self._states = dict(snapshot.states)
@@ -106,7 +125,7 @@ class RngStreams:
         self._set(state)
         self.current = name
 
-    # The state of a CUDA generator lives on the host: none of these waits for the device.
+    # The state of a CUDA generator is in host memory: none of these methods waits for the device.
     def _get(self) -> Tensor:
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
 

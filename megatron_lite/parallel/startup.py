@@ -1,8 +1,9 @@
-"""What the ranks tell each other before the first process group is made, through the store where they meet.
+"""Checks the start of a run through the store, before the first process group is made.
 
-A rank that is missing, has other flags, or listens where no other host can reach it would show as a hang or as an error far from
-its cause. Here each rank leaves its `Arrival` in the store; rank 0 reads all of them and leaves its verdict there. No collective
-is issued: the ranks may disagree on the groups.
+A rank may be missing, have other flags, or listen at an address that no other host can reach.
+Without a check such a fault shows as a hang, or as an error far from its cause. Each rank writes
+its `Arrival` into the store. Rank 0 reads all arrivals and writes its verdict there. No collective
+is issued, since the ranks may disagree on the groups.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,8 +26,11 @@ import torch.distributed as dist
 from megatron_lite.config.checks import InputError, PeerError, flag
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.one_voice import print_line
+from megatron_lite.parallel.rank_names import ranks_text
 
-# Each node may keep indices in a place of its own; to the other paths rank 0 alone writes.
+# Flags that may differ between ranks. Each node may keep indices in its own place. Only rank 0
+# writes to the other paths.
 MAY_DIFFER = ("data_cache_path", "metrics_jsonl", "tensorboard_dir", "memory_timeline")
 NOTICE_EVERY = timedelta(seconds=30)
 READERS_HAVE = timedelta(seconds=5)
@@ -36,9 +40,12 @@ VALUES_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What one rank says of itself. gloo_address: where gloo will listen; None where GLOO_SOCKET_IFNAME decides it.
+    """The facts that one rank writes into the store.
 
-    digest: of the settings, which lie in the store beside it and are read only where digests differ.
+    gloo_address: the address where gloo will listen, or None if GLOO_SOCKET_IFNAME decides it.
+    interfaces: the names of the host's network interfaces, without lo.
+    digest: a digest of the settings. The settings are in the store too, and rank 0 reads them only
+        if digests differ.
     """
 
     host: str
@@ -48,40 +55,45 @@ class Arrival:
 
     @classmethod
     def here(cls, settings: Mapping[str, str]) -> Arrival:
-        """Of this process."""
+        """Returns the arrival of this process."""
         return cls(host=socket.gethostname(), gloo_address=None if os.environ.get("GLOO_SOCKET_IFNAME") else own_address(),
                    interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
                    digest=hashlib.sha256(_settings_text(settings).encode()).hexdigest())
 
 
 def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
-    """All that must be the same on every rank, as text: the flags, the size of the world, torch and this package's code."""
+    """Returns the settings that must be the same on every rank, as text.
+
+    They are the flags, the world size, torch's version and a digest of this package's code.
+    """
     flags = {} if run is None else {flag(name): str(value) for topic in asdict(run).values() for name, value in topic.items()
                                     if name not in MAY_DIFFER}
     return {"WORLD_SIZE": str(world_size), "torch": torch.__version__, "the code of megatron_lite": _code_digest(), **flags}
 
 
 def own_address() -> str:
-    """What this host's name resolves to, where gloo listens by itself; the loopback address where it does not resolve."""
+    """Returns the address to which this host's name resolves, where gloo listens by default.
+
+    Returns the loopback address if the name does not resolve.
+    """
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return "127.0.0.1"
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def check_start(store: dist.Store, launch: Launch, settings: Mapping[str, str], *, tp_size: int, timeout: timedelta,
                 arrival: Arrival | None = None, notice_every: timedelta = NOTICE_EVERY,
-                say: Callable[[str], object] = _say) -> None:
-    """Returns once every rank has arrived, with the same settings, where the others can reach it.
+                say: Callable[[str], object] = print_line) -> None:
+    """Returns once every rank has arrived with the same settings, at an address others can reach.
 
-    InputError on rank 0 where that is not so, PeerError on the others. Rank 0 says whom it waits for, and warns where
-    tensor-parallel groups span hosts. Costs each rank two writes and two reads of the store, rank 0 one read of all arrivals.
+    If a check fails, rank 0 raises InputError and the other ranks raise PeerError. The other ranks
+    raise InputError if rank 0 does not join in time. Rank 0 prints for which ranks it waits, and
+    warns if tensor-parallel groups span hosts. Each rank writes to the store twice and reads it
+    twice. Rank 0 reads all arrivals once.
     """
     arrival = arrival or Arrival.here(settings)
+    # The settings come first: rank 0 may read them as soon as the arrival is in the store.
     store.set(_settings_key(launch.rank), _settings_text(settings))
     store.set(_key(launch.rank), json.dumps(asdict(arrival)))
     if launch.rank > 0:
@@ -93,6 +105,7 @@ def check_start(store: dist.Store, launch: Launch, settings: Mapping[str, str], 
         _check_settings(store, arrivals)
         _check_addresses(arrivals)
     except InputError as error:
+        # The others must read the verdict before rank 0 ends, since the store may end with it.
         store.set(VERDICT, str(error))
         _await_readers(store, launch.world_size)
         raise
@@ -102,7 +115,10 @@ def check_start(store: dist.Store, launch: Launch, settings: Mapping[str, str], 
 
 
 def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> list[str]:
-    """A warning where ranks of one tensor-parallel group are on several of the `hosts` (of each rank)."""
+    """Returns a warning if ranks of one tensor-parallel group are on several hosts, else [].
+
+    hosts: the host of each rank.
+    """
     groups = [range(first, min(first + tp_size, len(hosts))) for first in range(0, len(hosts), tp_size)]
     spread = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
     if not spread:
@@ -111,18 +127,6 @@ def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> list[str]:
     return [f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first of them "
             f"{ranks_text(spread[0])} on {names}: what each layer exchanges goes over the network. Start a multiple of "
             f"--tensor-model-parallel-size {tp_size} ranks on each host"]
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 1`, `ranks 0-3, 8`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(parts)}"
 
 
 def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta, notice_every: timedelta,
@@ -136,7 +140,7 @@ def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta, noti
         try:
             store.wait([_key(rank) for rank in missing], timedelta(seconds=min(left, notice_every.total_seconds())))
             return
-        except dist.DistStoreError:  # the time is over
+        except dist.DistStoreError:  # the wait has timed out
             missing = [rank for rank in missing if not store.check([_key(rank)])]
         if missing:
             say(f"waiting for {ranks_text(missing)} of {world_size} ({time.monotonic() - started:.0f} s)")
@@ -144,7 +148,7 @@ def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta, noti
 
 def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
     try:
-        store.wait([VERDICT], timeout + NOTICE_EVERY)  # rank 0 speaks first
+        store.wait([VERDICT], timeout + NOTICE_EVERY)  # longer than rank 0 waits: it reports first
         verdict = store.get(VERDICT).decode()
     except dist.DistStoreError as error:
         raise InputError(f"rank 0 of {launch.world_size} has not joined within {_minutes(timeout)} "
@@ -157,7 +161,10 @@ def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> Non
 
 
 def _await_readers(store: dist.Store, world_size: int) -> None:
-    """Until the ranks that are here have read the verdict: the store may end with this process, and torch says so at length."""
+    """Waits until the ranks that have arrived have read the verdict, for at most READERS_HAVE.
+
+    The store may end with this process, and torch would print long errors on the other ranks.
+    """
     here = [rank for rank in range(1, world_size) if store.check([_key(rank)])]
     with suppress(dist.DistStoreError):
         store.wait([_heard_key(rank) for rank in here], READERS_HAVE)
@@ -177,7 +184,7 @@ def _check_settings(store: dist.Store, arrivals: Sequence[Arrival]) -> None:
 
 
 def _difference(name: str, found: Sequence[tuple[list[int], str | None]]) -> str | None:
-    """`--lr: 0.001 on ranks 0, 1; 0.01 on rank 3`; None where all are the same."""
+    """Returns `--lr: 0.001 on ranks 0, 1; 0.01 on rank 3`, or None if all values are equal."""
     by_value: dict[str | None, list[int]] = {}
     for ranks, value in found:
         by_value.setdefault(value, []).extend(ranks)

@@ -1,10 +1,15 @@
-"""The processes of a run as one frozen value: a (pp, dp, cp, tp) mesh, its groups, this rank's place, device and RNG streams.
+"""The processes of a run as one frozen value.
 
-    world of 4, --tensor-model-parallel-size 2        tp: 0 1      ranks 0 and 1 hold the shards of one model,
-                                                  dp: 0   0 1      ranks 0 and 2 hold the same shard and
-                                                      1   2 3      average their gradients
-Tensor-parallel ranks are neighbours, then come context-parallel, data-parallel and pipeline ranks, as in Megatron.
-A group of one rank is None, and no collective is issued for it. Nothing here is global: hand the state down.
+It holds a (pp, dp, cp, tp) mesh, the groups of the mesh, and this rank's place, device and RNG
+streams.
+
+    world of 4, --tensor-model-parallel-size 2    tp: 0 1    ranks 0 and 1 hold the shards of one
+                                              dp: 0   0 1    model; ranks 0 and 2 hold the same
+                                                  1   2 3    shard and average their gradients
+
+Tensor-parallel ranks are neighbours. Context-parallel, data-parallel and pipeline ranks follow, in
+this order, as in Megatron. A group of one rank is None, and no collective is issued for it.
+Nothing here is global: callers pass the state down as an argument.
 """
 
 from __future__ import annotations
@@ -20,26 +25,31 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.checks import InputError, PeerError, chosen
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
+from megatron_lite.parallel.rendezvous import OutOfTime, join_store, within
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.startup import check_start, settings_of
+from megatron_lite.parallel.startup import NOTICE_EVERY, READERS_HAVE, check_start, settings_of
 from megatron_lite.parallel.timeouts import SAVER
 
 Result = TypeVar("Result")
+SLACK = datetime.timedelta(seconds=10)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelState:
-    """This rank's place in the mesh. `mesh` and each group are None where they would hold one rank.
+    """This rank's place in the mesh. `mesh` and each group are None if they would hold one rank.
 
-    data_group: the ranks with the same parameters and other tokens, data-parallel and context-parallel: they add up gradients.
-    pp_lanes: groups of the pipeline's ranks, one for each direction in which tensors travel (pipeline/links.py).
-    embedding_group: first and last pipeline rank, which share a tied embedding; None on the others too.
-    saver_group: all ranks, for what a background thread sends while it writes a checkpoint, and for nothing else. gloo.
+    dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
+        The group joins the data-parallel and the context-parallel axis.
+    pp_lanes: groups of the pipeline's ranks. Each carries one direction (see pipeline/links.py).
+    embedding_group: the first and the last pipeline rank, which share a tied embedding. It is None
+        on the ranks between them.
+    saver_group: all ranks, over gloo. Only the writer of a checkpoint uses it, since it may run in
+        a background thread beside the collectives of a step.
     """
 
     device: torch.device
@@ -48,7 +58,7 @@ class ParallelState:
     tp_group: ProcessGroup | None = None
     cp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
-    data_group: ProcessGroup | None = None
+    dp_cp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
     pp_lanes: tuple[ProcessGroup, ...] = ()
     embedding_group: ProcessGroup | None = None
@@ -64,48 +74,56 @@ class ParallelState:
 
     @property
     def rank(self) -> int:
-        """Global rank. A TP group's ranks are neighbours (one node); pipeline ranks are farthest apart."""
+        """The global rank.
+
+        TP ranks are neighbours (one node); pipeline ranks are farthest apart.
+        """
         return ((self.pp_rank * self.dp_size + self.dp_rank) * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
-        """All ranks of the run."""
+        """The number of ranks in the run."""
         return self.pp_size * self.dp_size * self.cp_size * self.tp_size
 
     @property
-    def data_rank(self) -> int:
-        """The place in `data_group`."""
+    def dp_cp_rank(self) -> int:
+        """This rank's place in `dp_cp_group`."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
-    def data_size(self) -> int:
-        """The size of `data_group`."""
+    def dp_cp_size(self) -> int:
+        """The size of `dp_cp_group`."""
         return self.dp_size * self.cp_size
 
     @property
-    def data_mesh(self) -> DeviceMesh | None:
-        """`data_group` as a mesh of one axis."""
-        if self.mesh is None or self.data_group is None:
+    def dp_cp_mesh(self) -> DeviceMesh | None:
+        """`dp_cp_group` as a mesh with one axis, or None if that group is None."""
+        if self.mesh is None or self.dp_cp_group is None:
             return None
         return self.mesh["data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"]
 
     @property
     def world_group(self) -> ProcessGroup | None:
-        """The group of all ranks, None for one."""
+        """The group of all ranks, or None in a run of one rank."""
         return None if self.mesh is None else dist.group.WORLD
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank says yes. One all-reduce of one number; waits for the device."""
+        """Returns whether `yes` is true on every rank.
+
+        Issues one all-reduce of one number, and waits for the device.
+        """
         if self.mesh is None:
             return yes
         votes = torch.tensor(float(yes), device=self.device)
         return all_reduce_(votes, self.world_group, dist.ReduceOp.MIN).item() == 1.0
 
     def together(self, what: str, action: Callable[[], Result]) -> Result:
-        """`action()` of every rank, once all have done it. Where any fails, all raise: none is left waiting for another.
+        """Runs `action()` on every rank and returns this rank's result once all ranks succeeded.
 
-        InputError where it failed ("WHAT: reason", unless it is one already), PeerError elsewhere. The action must issue no
-        collective.
+        If it fails on any rank, all ranks raise, and none is left waiting for another. A failure is
+        an InputError or an OSError. A rank that failed raises InputError: its own, or the OSError
+        as "WHAT: reason". The other ranks raise PeerError. The action must issue no collective.
+        Issues one all-reduce of one number, and waits for the device.
         """
         failure: Exception | None = None
         try:
@@ -122,11 +140,14 @@ class ParallelState:
 @contextmanager
 def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None = None, run: RunConfig | None = None,
                    ) -> Iterator[ParallelState]:
-    """Joins the run, yields this rank's state, and leaves the process groups on the way out.
+    """Joins the run, yields this rank's state, and destroys the process groups on exit.
 
-    Where torch.distributed is initialised already (tests, notebooks), its default group is used and left alone.
-    InputError: a launch that cannot be read, a world size that is not a multiple of one model's ranks, more ranks on a
-    node than GPUs, and what startup.py finds. run: must be the same on every rank.
+    If torch.distributed is initialised already (tests, notebooks), its default group is used and
+    stays alive. Raises InputError if the launch cannot be read or a node has more ranks than GPUs.
+    It raises InputError too if the world size is not a multiple of one model's ranks, or if a check
+    of startup.py fails.
+
+    run: the settings of the run, which must be the same on every rank.
     """
     launch = read_launch() if launch is None else launch
     joined = dist.is_initialized()
@@ -146,13 +167,18 @@ def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None =
 
 
 def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
-    """A GPU for this local rank where there are GPUs and the backend is not gloo, else the CPU."""
-    if config.distributed_backend == "gloo" or not torch.cuda.is_available():
-        if config.distributed_backend == "nccl":
+    """Returns this local rank's GPU, or the CPU if torch sees no GPU or the backend is gloo.
+
+    Raises InputError if the backend is nccl without a GPU, or if this local rank has no own GPU.
+    """
+    wants_gpu = chosen("--distributed-backend", config.distributed_backend, {"auto": None, "gloo": False, "nccl": True})
+    if wants_gpu is False or not torch.cuda.is_available():
+        if wants_gpu:
             raise InputError("--distributed-backend nccl needs CUDA devices, and torch sees none: use gloo (or auto)")
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    # Slurm may show each task only its own GPU (--gpus-per-task): then every local rank's is number 0.
+    # Slurm may show each task only its own GPU (--gpus-per-task). That GPU has number 0 for every
+    # local rank.
     if launch.local_rank >= count and not (count == 1 and launch.launcher == "slurm"):
         raise InputError(f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. Start at most "
                          f"{count} processes per node, or use --distributed-backend gloo")
@@ -163,16 +189,18 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
 
 def _join(config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None) -> None:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    try:
-        store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, timeout=timeout,
-                              is_master=launch.rank == 0 and not launch.agent_owns_store, wait_for_workers=False)
-    except RuntimeError as error:
-        raise InputError(f"cannot meet the other ranks at {launch.master_addr}:{launch.master_port} ({error}): set MASTER_ADDR "
-                         "to rank 0's host and MASTER_PORT to a free port of it") from error
-    # A restarted run must not read the addresses that its dead predecessor left in a shared store.
+    store = join_store(launch, timeout)
+    # A restarted run must not read the addresses that the run before it left in a shared store.
     prefixed = dist.PrefixStore(f"attempt{launch.restart_count}", store)
-    check_start(dist.PrefixStore("start", prefixed), launch, settings_of(run, launch.world_size),
-                tp_size=config.tensor_model_parallel_size, timeout=timeout)
+    limit = timeout + NOTICE_EVERY + READERS_HAVE + SLACK
+    try:
+        within(limit.total_seconds(), lambda: check_start(
+            dist.PrefixStore("start", prefixed), launch, settings_of(run, launch.world_size),
+            tp_size=config.tensor_model_parallel_size, timeout=timeout))
+    except OutOfTime as error:  # a request to a store has no time limit of its own
+        raise InputError(f"the store at {launch.master_addr}:{launch.master_port} does not answer any more "
+                         f"(--distributed-timeout-minutes {config.distributed_timeout_minutes}): see what happened to rank 0's "
+                         "host") from error
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=launch.rank,
                             world_size=launch.world_size, timeout=timeout,
                             device_id=device if device.type == "cuda" else None)
@@ -186,11 +214,13 @@ def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     ranks = {axis: mesh.get_local_rank(axis) for axis in sizes}
     groups = {axis: mesh.get_group(axis) if size > 1 else None for axis, size in sizes.items()}
-    data_rank = ranks["dp"] * sizes["cp"] + ranks["cp"]
+    dp_cp_rank = ranks["dp"] * sizes["cp"] + ranks["cp"]
+    # torch requires that every rank makes all new groups in the same order, even those that it is
+    # not in. The order of the calls below is therefore the same on all ranks.
     return ParallelState(
         device=device,
-        rng=RngStreams(device, seed=seed, tp_rank=ranks["tp"], dp_rank=data_rank, pp_rank=ranks["pp"]),
-        mesh=mesh, data_group=_data_group(mesh, groups),
+        rng=RngStreams(device, seed=seed, tp_rank=ranks["tp"], dp_rank=dp_cp_rank, pp_rank=ranks["pp"]),
+        mesh=mesh, dp_cp_group=_dp_cp_group(mesh, groups),
         pp_lanes=_lanes(mesh, config), embedding_group=_embedding_group(mesh, groups["pp"]),
         saver_group=dist.new_group(backend="gloo" if device.type == "cuda" else None, group_desc=SAVER,
                                    timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes)),
@@ -199,15 +229,20 @@ def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_
     )
 
 
-def _data_group(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]) -> ProcessGroup | None:
+def _dp_cp_group(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]) -> ProcessGroup | None:
     if groups["dp"] is not None and groups["cp"] is not None:
         return mesh["dp", "cp"]._flatten("data").get_group()
     return groups["dp"] or groups["cp"]
 
 
 def _lanes(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
-    """Forward, backward; and where several stages share a rank the same for the way from the last rank to the first: with two
-    ranks that would be the way of the other direction, and NCCL runs what goes between two ranks of a group in order."""
+    """Returns four groups of the pipeline's ranks, or none without a pipeline.
+
+    Lanes 0 and 1 carry forward and backward tensors between neighbouring ranks. Lanes 2 and 3 carry
+    them between the last rank and the first, which is needed if a rank holds several stages. With
+    two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two ranks of a
+    group in order, and in one group they would wait for each other.
+    """
     if config.pipeline_model_parallel_size == 1:
         return ()
     pipelines = mesh.mesh.flatten(1).t().tolist()

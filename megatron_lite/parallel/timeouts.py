@@ -1,4 +1,4 @@
-"""How long collectives wait for a rank that does not come."""
+"""The limit of the time that collectives wait for a missing rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ SAVER = "saver"  # the description of the group whose ranks wait for the slowest
 
 
 def set_timeout(seconds: float) -> None:
-    """Of all later collectives of every group that this process is in, but that of background saves. Sends nothing; every rank
-    should call it."""
+    """Sets the timeout of all later collectives of every group that this process is in.
+
+    The group of background saves keeps its own timeout. Issues no collective; every rank should
+    call it.
+    """
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             if group.group_desc != SAVER:

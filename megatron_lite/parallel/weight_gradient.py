@@ -1,60 +1,69 @@
-"""How weight gradients of linear layers reach the float32 gradients in which micro-batches are summed, for 16-bit weights.
+"""Adds weight gradients of linear layers to the float32 sums over micro-batches.
 
-    apex         a kernel of NVIDIA apex adds dy^T x, unrounded, to the float32 sum         on CUDA, where apex is installed
-    grad_dtype   autograd takes dy^T x, rounded to 16 bits, and adds it to the float32 sum   torch that knows Tensor.grad_dtype
-    hook         the same, by a hook of optim/grad_buffer.py                                 any torch
+    path         who adds dy^T x to the sum                                needs
+    apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
+    grad_dtype   autograd rounds it to 16 bits and adds it                 torch with
+                                                                           Tensor.grad_dtype
+    hook         a hook of optim/grad_buffer.py adds the rounded one       any torch
 
-The package that is called apex on PyPI is another one: what is looked for is the extension module itself.
+Each weight has its own path. training/apex_kernels.py chooses it, and `summary` returns the log's
+line about it. The kernel writes while backward is in the layer. Autograd runs a parameter's hooks
+after its whole gradient has arrived. A hook that sends the sum to other ranks
+(--overlap-grad-reduce) therefore sends the kernel's result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All contiguous, x and dy of one dtype.
+# (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
+# and dy have the same dtype.
 AccumulatingKernel = Callable[[Tensor, Tensor, Tensor], Any]
 ATTRIBUTE = "add_weight_gradient_"
-
-
-def apex_kernel(device: torch.device) -> AccumulatingKernel | None:
-    """apex's kernel, where it can run."""
-    if device.type != "cuda" or not hasattr(Tensor, "grad_dtype"):  # without it no 16-bit weight has a float32 `.grad`
-        return None
-    try:
-        import fused_weight_gradient_mlp_cuda as apex
-    except ImportError:
-        return None
-    kernel: AccumulatingKernel = apex.wgrad_gemm_accum_fp32
-    return kernel
+FUSED, FUSED_PROJECTION = "fused", "fused projection"
+MOST_NAMES = 2  # more weights than these are counted, not named
 
 
 def accumulate_with_(kernel: AccumulatingKernel, totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """From now on backward adds the gradient of each of these linear weights to its float32 total by the kernel.
+    """Makes backward add the gradient of each of these linear weights to its float32 total.
 
-    The total becomes the parameter's `.grad`; one that is not yet counts as zero. Hooks that wait for a gradient run as always,
-    once backward has left the layer: torch calls them also where a Function gives none.
+    The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
+    total is zeroed first. Hooks that wait for a gradient run as always, once backward has left the
+    layer: torch calls them even if a Function returns no gradient. If autograd has another part of
+    the gradient (the lookup of a tied embedding), it adds that part to the same total.
     """
     for parameter, total in totals:
-        assert total.dtype == torch.float32 and total.is_contiguous() and parameter.dtype.itemsize == 2
+        assert total.dtype == torch.float32 and total.is_contiguous() and can_be_summed(parameter.dtype)
         setattr(parameter, ATTRIBUTE, partial(_add, kernel, total))
 
 
-def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-    """What adds dy^T x of (x, dy) to the weight's total; None where autograd is to get the gradient.
+def can_be_summed(dtype: torch.dtype) -> bool:
+    """Returns whether a weight of this dtype can have the float32 `.grad` that the kernel needs."""
+    return dtype == torch.float32 or (dtype in (torch.bfloat16, torch.float16) and hasattr(Tensor, "grad_dtype"))
 
-    To be asked in forward: the weight that backward reads is another tensor where hooks look at what is saved.
+
+def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
+    """Returns f(x, dy) that adds dy^T x to the weight's float32 sum, or None if autograd accumulates.
+
+    Call it in forward: saved-tensor hooks may give backward a different tensor object, without the
+    attribute.
     """
     add = getattr(weight, ATTRIBUTE, None)
     return None if add is None else partial(add, weight)
 
 
 def weight_gradient(add: Callable[[Tensor, Tensor], None] | None, hidden_states: Tensor, grad_output: Tensor) -> Tensor | None:
-    """dy^T x of y = x A^T: [out, in] from [.., in] and [.., out]. None where it is in the weight's total (add: its `own_sum`)."""
+    """Returns the gradient dy^T x of A in y = x A^T, [out, in].
+
+    hidden_states: x, [.., in]. grad_output: dy, [.., out].
+    add: the weight's `own_sum`. If it is given, the gradient is added to the weight's total, and
+        the result is None.
+    """
     rows, grad_rows = hidden_states.flatten(0, -2), grad_output.flatten(0, -2)
     if add is None:
         return grad_rows.t().matmul(rows)
@@ -62,14 +71,33 @@ def weight_gradient(add: Callable[[Tensor, Tensor], None] | None, hidden_states:
     return None
 
 
-def description(dtype: torch.dtype, *, fused: bool) -> str | None:
-    """A line for the log; None for weights that are no 16-bit ones, whose gradients have their dtype."""
+def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
+    """Returns the log's line about the paths of the weight gradients.
+
+    paths: for each weight's name FUSED, FUSED_PROJECTION, or the reason why autograd sums its
+        gradient.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        groups.setdefault(path, []).append(name)
+    by_kernel = [f"{_named(groups.pop(FUSED))}: NVIDIA apex's kernel"] if FUSED in groups else []
+    if FUSED_PROJECTION in groups:
+        by_kernel.append(f"{_named(groups.pop(FUSED_PROJECTION))}: the kernel for the output projection, {_autograd(dtype)} for "
+                         "the lookup")
+    by_autograd = [f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()]
+    rounded = "; autograd's are rounded to 16 bits in each micro-batch" if dtype.itemsize == 2 else ""
+    return f"weight gradients, added up in float32{rounded if set(paths.values()) != {FUSED} else ''}: " + "; ".join(
+        [*by_kernel, *by_autograd])
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} weights"
+
+
+def _autograd(dtype: torch.dtype) -> str:
     if dtype.itemsize != 2:
-        return None
-    if fused:
-        return "gradients of linear weights are added up in float32 by NVIDIA apex's kernel, others by autograd"
-    how = "autograd (grad_dtype)" if hasattr(Tensor, "grad_dtype") else "a hook"
-    return f"gradients are added up in float32 by {how}; each micro-batch's is rounded to 16 bits before"
+        return "autograd"
+    return "autograd (grad_dtype)" if hasattr(Tensor, "grad_dtype") else "autograd and a hook"
 
 
 def _add(kernel: AccumulatingKernel, total: Tensor, parameter: nn.Parameter, hidden_states: Tensor, grad_output: Tensor) -> None:

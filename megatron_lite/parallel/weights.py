@@ -1,6 +1,7 @@
-"""What those who read weights must know of data-parallel ranks that share them out, or are gathering them: these functions.
+"""Reads a weight that may be sharded (FSDP2) or still being gathered (ZeRO-1).
 
-A layout leaves what it needs done on modules and parameters, under the names below.
+The ranks in question are data-parallel ranks. The code that shards or gathers a weight stores
+functions on modules and dtypes on parameters, under the names below.
 """
 
 from __future__ import annotations
@@ -10,26 +11,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-READER = "weight_reader"  # () -> the module's weight, ready to compute with
-STAND_INS = "weight_stand_ins"  # () -> the tensors that stand for parameters while the module computes
-GATHERED_DTYPE = "gathered_dtype"  # of a sharded parameter: what its gathered whole is rounded to
+READER = "weight_reader"  # () -> the module's whole weight, ready to compute with
+STAND_INS = "weight_stand_ins"  # () -> the tensors that replace the parameters while it computes
+GATHERED_DTYPE = "gathered_dtype"  # a sharded parameter's dtype after the gather
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """`module.weight`, for those who compute with it and do not call the module."""
+    """Returns `module.weight`, ready to compute with, for code that does not call the module."""
     reader = module.__dict__.get(READER)
     return module.weight if reader is None else reader()  # type: ignore[return-value]
 
 
 def gathered_dtype(parameter: Tensor) -> torch.dtype:
-    """What the model computes with in place of a parameter: its own dtype, unless it is sharded and gathered in another."""
+    """Returns the dtype in which the model computes with a parameter.
+
+    It is the parameter's own dtype, unless the parameter is sharded and gathered in another one.
+    """
     return getattr(parameter, GATHERED_DTYPE, parameter.dtype)
 
 
 def weights_in_use(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters of a module, and whatever stands for them while it computes: the same storages in every step.
+    """Yields the parameters of a module, and the tensors that replace them while it computes.
 
-    The first call may gather weights, so every rank must make it.
+    They have the same storages in every step. The first call may gather weights, so every rank must
+    call it.
     """
     yield from module.parameters()
     for part in module.modules():

@@ -1,1 +1,1 @@
-"""The pipeline: which rank runs which micro-batch when, and how tensors travel between stages."""
+"""Floor 2: the pipeline, its order of micro-batches, and the transfers between its stages."""

@@ -1,4 +1,7 @@
-"""Runs a pipeline rank's list of actions: receives, computes, sends. What the actions are is pipeline/order.py's business."""
+"""Runs a pipeline rank's list of actions: receives, computes, sends.
+
+pipeline/order.py makes the list.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from megatron_lite.pipeline.order import Action
 
 
 class Forward(Protocol):
-    """One micro-batch through one of the rank's stages.
+    """A function that runs one micro-batch through one of the rank's stages.
 
-    hidden_states: what the stage before sent; None on the first stage, which reads tokens. Returns what the next stage gets, or
-    on the last stage the loss that backward starts from.
+    It returns the hidden states for the next stage; on the last stage it returns the loss, from
+    which backward starts.
+
+    hidden_states: the output of the stage before, or None on the first stage, which reads tokens.
     """
 
     def __call__(self, action: Action, hidden_states: Tensor | None) -> Tensor: ...
@@ -27,17 +32,25 @@ class Forward(Protocol):
 def run_actions(actions: Sequence[Action], forward: Forward, *, stages: Sequence[Stage], links: Links, overlap: bool = True,
                 before_backward: Callable[[Action], None] | None = None,
                 after: Callable[[Action], None] | None = None) -> list[Tensor]:
-    """All of `actions` in turn. Returns the losses of the last stage, detached, in the order of the micro-batches; else [].
+    """Runs `actions` in turn and returns the losses of the last stage.
 
-    stages: this rank's, by chunk. overlap: what an action needs is received while the one before it computes. after: called when
-    an action is done. Where gradients are off, the actions must all be forwards.
+    The losses are detached and in the order of the micro-batches; a rank without the last stage
+    returns []. If gradients are off, all actions must be forwards.
+
+    stages: this rank's stages, by chunk.
+    overlap: whether a rank receives the input of an action while the action before it computes.
+    before_backward: called with each backward action before it runs.
+    after: called with each action when it is done.
     """
     run = _Run(stages, links)
     losses = []
     for number, action in enumerate(actions):
+        # Messages carry no name, so receives are posted in the order of the actions. The other end
+        # sends in the same order.
         run.expect(action)
         if overlap and number + 1 < len(actions):
             run.expect(actions[number + 1])
+        # Tensors that have been sent are dropped before the action allocates its own.
         links.forget_sent()
         if action.kind == "forward":
             loss = run.forward(action, forward)
@@ -53,21 +66,30 @@ def run_actions(actions: Sequence[Action], forward: Forward, *, stages: Sequence
 
 
 class _Run:
-    """What is under way in one step."""
+    """The state of one step: tensors being received, and micro-batches that wait for backward."""
 
     def __init__(self, stages: Sequence[Stage], links: Links) -> None:
         self._stages, self._links = stages, links
         self._arriving: dict[Action, Arriving] = {}
-        self._ends: dict[tuple[int, int], Tensor] = {}  # by (micro-batch, chunk): where backward starts
+        # By (micro-batch, chunk): the tensor from which backward starts.
+        self._ends: dict[tuple[int, int], Tensor] = {}
 
     def expect(self, action: Action) -> None:
-        """Begins to receive what the action needs, if it does and has not begun yet."""
+        """Begins to receive the action's input, unless it needs none or the receive has begun.
+
+        The first stage's forward and the last stage's backward need no input from another rank.
+        """
         stage = self._stages[action.chunk]
         if action not in self._arriving and not (stage.is_first if action.kind == "forward" else stage.is_last):
             self._arriving[action] = self._links.receive(action.kind)
 
     def forward(self, action: Action, forward: Forward) -> Tensor | None:
-        """Returns the loss of the last stage."""
+        """Runs a forward and sends its output.
+
+        Returns the detached loss on the last stage, else None. On the other stages the output is
+        not kept: backward starts from the empty tensor that `depart` returns. The local reference
+        to the input is dropped, so the input lives only as long as a layer keeps it.
+        """
         stage = self._stages[action.chunk]
         received = None if stage.is_first else self._arriving.pop(action).wait()
         if received is not None and torch.is_grad_enabled():
@@ -77,12 +99,14 @@ class _Run:
         if not stage.is_last:
             self._links.send(output, "forward")
         if torch.is_grad_enabled():
+            # The gradient is received later; the lambda fetches it once backward runs.
             needed = action._replace(kind="backward")
             end = output if stage.is_last else depart(output, lambda: self._arriving.pop(needed).wait())
             self._ends[action.microbatch, action.chunk] = end
         return output.detach() if stage.is_last else None
 
     def backward(self, action: Action) -> None:
+        """Runs a backward. Its graph fetches the gradient of the output and sends the input's."""
         run_backward(self._ends.pop((action.microbatch, action.chunk)))
 
     def _sender(self, direction: Direction) -> Callable[[Tensor], None]:

@@ -1,8 +1,10 @@
-"""The two ends of a stage's graph: where hidden states come in, and where they leave.
+"""The two ends of a stage's graph: the hidden states enter at one and leave at the other.
 
-    stage k      arrive -> layers -> depart          backward: depart's gradient comes from stage k+1,
-                                                               arrive's goes to stage k-1
-Neither keeps the hidden states: a received input lives as long as a layer keeps it, an output until it has been sent.
+    stage k    arrive -> layers -> depart    backward: depart's gradient comes from stage k+1,
+                                                       arrive's gradient goes to stage k-1
+
+Neither end keeps the hidden states. A received input lives as long as a layer keeps it, and an
+output lives until it has been sent.
 """
 
 from __future__ import annotations
@@ -15,21 +17,32 @@ from torch import Tensor
 
 
 def arrive(received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
-    """`received` as the input of a stage. Backward hands its gradient, contiguous, to `return_grad`."""
-    return _Arrival.apply(torch.empty(0, requires_grad=True), received, return_grad)
+    """Returns `received` as the input of a stage's graph.
+
+    Backward passes the input's gradient, contiguous, to `return_grad`.
+    """
+    # Autograd runs a Function's backward only if an input requires gradients. The empty anchor
+    # does; `received` does not, so no gradient accumulates on it.
+    return _Received.apply(torch.empty(0, requires_grad=True), received, return_grad)
 
 
 def depart(output: Tensor, fetch_grad: Callable[[], Tensor]) -> Tensor:
-    """An empty tensor in place of a stage's output. Its backward begins with the gradient that `fetch_grad` then returns."""
+    """Returns an empty tensor that stands for a stage's output in backward.
+
+    Its backward calls `fetch_grad` and uses the result as the gradient of the output.
+    """
     return _Departure.apply(output, fetch_grad)
 
 
 def run_backward(end: Tensor) -> None:
-    """Backward through one micro-batch's stage. end: its loss, or what `depart` returned."""
+    """Runs backward of one micro-batch through one stage.
+
+    end: the loss, or the tensor that `depart` returned.
+    """
     torch.autograd.backward([end], [torch.ones_like(end)])
 
 
-class _Arrival(torch.autograd.Function):
+class _Received(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
         ctx.return_grad = return_grad

@@ -1,1 +1,1 @@
-"""Floor 2: activation recomputation: plans as data, and the engine that runs them (arXiv 2205.05198)."""
+"""Floor 2: activation recomputation (arXiv 2205.05198). Plans as data, and the engines for them."""

@@ -1,131 +1,228 @@
-"""Puts a recompute policy on the layers of any model, in place: the engine of this project for models that are not its own.
+"""Puts a recompute policy on the layers of any PyTorch model, in place.
 
     apply_policy_(model, layers_fqn="transformer.h", policy="every-2:full")
+    remove_policy_(model)
 
-The layers of a torch.nn.ModuleList or ModuleDict are counted in order. Each keeps its parameters and its name in the model; only
-its `forward` is wrapped. Layers are called one by one by a model that is not ours, so a unit is one layer, and named regions,
-which only our own layers have, are refused. Random numbers must come from torch's default generators.
+The layers of a torch.nn.ModuleList or ModuleDict are counted in order. Each layer keeps its
+parameters and its name in the model; only its `forward` is wrapped. A model of another library
+calls its layers one by one, so a unit is one layer. Named regions are refused, because only the
+layers of this project have them. `docs/any-model.md` lists what is supported and what is refused.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial, update_wrapper
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import parse_policy
-from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
+from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.caches import with_own_caches
+from megatron_lite.recompute.hooked import rebuild_call
+from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.offload import CudaLanes, Lanes, Offload
-from megatron_lite.recompute.ops import KeptResults, find_operators, keep_results
+from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.schedule import segments
-from megatron_lite.recompute.verify import Record
 
 
-class DefaultGenerator:
-    """torch's default generator of a device as the only stream."""
+def apply_policy_(model: nn.Module, *, layers_fqn: str, policy: str, verify: bool = False,
+                  rng: Generators | None = None) -> RecomputePlan:
+    """Wraps the layers of `model.<layers_fqn>` and returns the plan that they follow.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    config/policy.py describes the language of `policy`. Loss and gradients are bitwise those of the
+    plain model. That holds for results of any kind, and for a loss that leaves a layer by an
+    attribute or a hook. It also holds under autocast, DDP, `functional_call`, `torch.autograd.grad`
+    and second-order gradients.
 
-    def snapshot(self) -> RngSnapshot:
-        """As it is."""
-        state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-        return RngSnapshot(DEFAULT, {DEFAULT: state})
+    A recomputed layer keeps for backward the tensors among its arguments, generator states, and
+    copies of the buffers and arguments that it writes to. With @host everything a layer saves is
+    offloaded, except tensors passed after the first one (attention masks), which layers share.
 
-    def restore(self, snapshot: RngSnapshot) -> None:
-        """Puts it back."""
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(snapshot.states[DEFAULT], self.device)
-        else:
-            torch.set_rng_state(snapshot.states[DEFAULT])
+    verify: whether to compare each replay with its forward, bit by bit. A difference raises
+        RecomputeMismatch in backward.
+    rng: the named random-number streams that the layers draw from. Without it, a replay restores
+        torch's default generators of all devices in use.
 
-
-def apply_policy_(model: nn.Module, *, layers_fqn: str, policy: str, verify: bool = False) -> RecomputePlan:
-    """Wraps the layers of `model.<layers_fqn>` and returns the plan that they follow. See config/policy.py for the language.
-
-    With @host, what a layer keeps goes to host memory, but for what it is given besides its first argument: masks and the like.
-    verify: compare each replay with its forward; RecomputeMismatch where they differ.
-    ValueError, before anything is changed: no such module; one that is neither a ModuleList nor a ModuleDict; a policy that
-    cannot be read, names regions, units of several layers, a split over ranks or operators that torch does not have; a model
-    whose layers have a policy already.
+    ValueError, before anything is changed, if
+        the model has no such module, or it is neither a ModuleList nor a ModuleDict, or is empty;
+        the policy cannot be parsed, or one of its rules never applies;
+        the policy names regions, units of several layers, a split over ranks, or operators that
+        torch does not have;
+        the layers have a policy already.
+    RuntimeError in forward or backward: the message names what a replay cannot repeat.
+    It warns of a rule that names more layers than the model has, and once of a key-value cache that
+    recomputed layers do not fill.
     """
     layers = _layers(model, layers_fqn)
-    plan = RecomputePlan(tuple(segments(parse_policy(policy), len(layers))), skip_tail=False, verify=verify)
+    setting = f"policy for {layers_fqn}"
+    parsed = parse_policy(policy, setting=setting)
+    notices = check_policy_reaches(parsed, [len(layers)], setting=setting)
+    plan = RecomputePlan(tuple(segments(parsed, len(layers))), skip_tail=False, verify=verify)
     for segment in plan.segments:
-        _check(segment, layers_fqn)
-    if any(isinstance(layer.__dict__.get("forward"), _Wrapped) for layer in layers):
-        raise ValueError(f"the layers of {layers_fqn} have a recompute policy already")
-    host = _Host([segment.first_layer for segment in plan.segments if segment.on_host])
+        _check(segment, setting)
+    if any(isinstance(layer.__dict__.get("forward"), _Recomputed) for layer in layers):
+        raise ValueError(f"the layers of {layers_fqn} have a recompute policy already: take it off with remove_policy_(model)")
+    for notice in notices:
+        warnings.warn(notice, stacklevel=2)
+    shared = _Shared([segment.first_layer for segment in plan.segments if segment.on_host], rng)
     for segment, layer in zip(plan.segments, layers, strict=True):
         if segment.unit or segment.ops or segment.on_host:
-            layer.forward = _Wrapped(layer, f"{layers_fqn}.{segment.first_layer}", segment, host, verify=verify)
+            layer.forward = _Recomputed(layer, f"{layers_fqn}.{segment.first_layer}", segment, shared, verify=verify)
     return plan
 
 
-class _Wrapped:
-    """A layer's forward that keeps what its segment of the plan says."""
+def remove_policy_(model: nn.Module) -> int:
+    """Removes every recompute policy from the model and the modules inside it.
 
-    def __init__(self, layer: nn.Module, name: str, segment: Segment, host: _Host, *, verify: bool) -> None:
-        self._layer, self._forward, self._name, self._verify = layer, layer.forward, name, verify
-        self._segment, self._host = segment, host
-        update_wrapper(self, layer.forward)
+    Returns the number of layers that had one; with 0 nothing has changed. Graphs of earlier
+    forwards can still be used.
+    """
+    wrapped = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), _Recomputed)]
+    for module in wrapped:
+        while isinstance(module.__dict__.get("forward"), _Recomputed):  # a layer that stands twice in a list is wrapped twice
+            module.__dict__["forward"].take_off()
+    return len(wrapped)
 
+
+class _Recomputed:
+    """A layer's forward that keeps for backward what its segment of the plan allows.
+
+    It can be copied and pickled with its model.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, *, verify: bool) -> None:
+        self._layer, self._name, self._segment, self._shared, self._verify = layer, name, segment, shared, verify
+        self._before = layer.__dict__.get("forward")  # another library's wrapper; None for the method of the class
+        self._written: dict[tuple[bool, ...], Written] = {}
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward of the layer without this policy."""
+        forward: Callable[..., Any] = self._before or type(self._layer).forward.__get__(self._layer)
+        return forward
+
+    def take_off(self) -> None:
+        """Puts the layer's own forward back."""
+        if self._before is None:
+            del self._layer.__dict__["forward"]
+        else:
+            self._layer.__dict__["forward"] = self._before
+
+    # A compiler around the model cannot trace hooks and replays, so layers with a policy run
+    # uncompiled. Functions that a layer compiles itself stay compiled, in the forward and the
+    # replay.
+    @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        device = given[0].device if given else torch.device("cpu")
-        if not self._segment.on_host or not torch.is_grad_enabled():
-            return self._run(device, *args, **kwargs)
-        with self._host.opened(self._segment.first_layer, device, stay=[*weights_in_use(self._layer), *given[1:]]):
-            return self._run(device, *args, **kwargs)
-
-    def _run(self, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
         if not self._segment.unit and not self._segment.ops:
-            return self._forward(*args, **kwargs)
-        rng = DefaultGenerator(device)
-        forward: Callable[..., Any] = partial(_call, self._forward, tuple(kwargs), len(args))
-        if self._verify:
-            forward = Record(self._name, rng, self._layer).watch(forward)
-        if self._segment.ops:
-            results = KeptResults(self._segment.ops, skip_tail=False)
-            return keep_results(forward, *args, *kwargs.values(), results=results, rng=rng)
-        return checkpoint(forward, *args, *kwargs.values(), rng=rng)
+            with self._on_host(args, kwargs):
+                return self.__wrapped__(*args, **kwargs)
+        forward, args, kwargs = with_own_caches(self.__wrapped__, args, kwargs, self._shared.notify)
+        # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
+        # record of earlier writes is kept apart for each combination of modes.
+        training = tuple(module.training for module in self._layer.modules())
+        results = KeptResults(self._segment.ops, skip_tail=not self._verify) if self._segment.ops else None
+        with self._on_host(args, kwargs):
+            return rebuild_call(forward, args, kwargs, name=self._name, rng=self._shared.streams(self._layer, args, kwargs),
+                                layer=self._layer, written=self._written.setdefault(training, Written()), results=results,
+                                verify=self._verify)
+
+    def _on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._segment.on_host:
+            return nullcontext()
+        given = _tensors(args, kwargs)
+        device = given[0].device if given else torch.device("cpu")
+        return self._shared.offloaded(self._segment.first_layer, device, stay=[*weights_in_use(self._layer), *given[1:]])
 
 
-class _Host:
-    """Where the layers of one model with @host put what they keep. layers: their numbers, in the order of their calls."""
+class _Shared:
+    """The host memory, streams and warnings that the layers under one policy share.
 
-    def __init__(self, layers: list[int]) -> None:
-        self._layers = layers
+    host_layers: the numbers of the layers with @host, in the order of their calls.
+    rng: the named random-number streams that the layers draw from, if any.
+    """
+
+    def __init__(self, host_layers: list[int], rng: Generators | None) -> None:
+        self._host_layers, self._rng = host_layers, rng
         self._pool: Pool | None = None
         self._lanes: Lanes | None = None
         self._offload: Offload | None = None
+        self._notified: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out host memory and streams, which belong to a process; a copy makes its own."""
+        return {**self.__dict__, "_pool": None, "_lanes": None, "_offload": None}
+
+    def notify(self, text: str) -> None:
+        """Warns with `text`, but only the first time."""
+        if text not in self._notified:
+            self._notified.add(text)
+            warnings.warn(text, stacklevel=4)
+
+    def streams(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generators:
+        """Returns the generators that a layer draws from.
+
+        These are the named streams if there are any, otherwise torch's default generators of the
+        devices of its arguments and parameters.
+        """
+        if self._rng is not None:
+            return self._rng
+        if not torch.cuda.is_initialized():
+            return DefaultGenerators(set())
+        return DefaultGenerators({tensor.device for tensor in (*_tensors(args, kwargs), *layer.parameters())})
 
     @contextmanager
-    def opened(self, layer: int, device: torch.device, *, stay: list[torch.Tensor]) -> Iterator[None]:
-        """Around the forward of a layer. stay: tensors that are not moved."""
+    def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
+        """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
         if self._pool is None or self._lanes is None:
             self._pool = Pool(pinned=device.type == "cuda")
             self._lanes = CudaLanes(device) if device.type == "cuda" else Lanes()
-        if self._offload is None or layer == self._layers[0]:
+        # One Offload serves one forward of the model, in which each layer frees the originals of
+        # the layer before. So the first layer with @host starts it and the last one finishes it.
+        if self._offload is None or layer == self._host_layers[0]:
             self._offload = Offload(self._lanes, kind=device.type)
         with self._offload.segment(self._pool, stay=stay):
             yield
-        if layer == self._layers[-1]:
+        if layer == self._host_layers[-1]:
             self._offload.finish()
 
 
-def _call(forward: Callable[..., Any], keywords: tuple[str, ...], num_positional: int, *values: Any) -> Any:
-    return forward(*values[:num_positional], **dict(zip(keywords, values[num_positional:], strict=True)))
+class DefaultGenerators:
+    """torch's default generators of the devices that a layer uses, as one stream."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._cuda = sorted(device.index for device in devices if device.type == "cuda")
+        self.device = torch.device("cuda", self._cuda[0]) if self._cuda else torch.device("cpu")
+
+    def snapshot(self) -> RngSnapshot:
+        """Returns the present states."""
+        if not self._cuda:
+            return RngSnapshot(DEFAULT, {DEFAULT: torch.get_rng_state()})
+        return RngSnapshot(DEFAULT, {f"cuda:{index}": torch.cuda.get_rng_state(index) for index in self._cuda})
+
+    def restore(self, snapshot: RngSnapshot) -> None:
+        """Puts the states of a snapshot back."""
+        for name, state in snapshot.states.items():
+            if name == DEFAULT:
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, name)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
 
 
 def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
@@ -135,23 +232,24 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
         lists = [name for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
         raise ValueError(f"the model has no module {layers_fqn!r}; its lists of modules are "
                          f"{', '.join(lists) or 'none'}") from None
-    if isinstance(found, nn.ModuleDict):
-        return list(found.values())
-    if not isinstance(found, nn.ModuleList):
+    if not isinstance(found, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList or a ModuleDict of layers")
-    return list(found)
+    layers = list(found.values() if isinstance(found, nn.ModuleDict) else found)
+    if not layers:
+        raise ValueError(f"{layers_fqn!r} is empty: a policy needs at least one layer")
+    return layers
 
 
-def _check(segment: Segment, layers_fqn: str) -> None:
+def _check(segment: Segment, setting: str) -> None:
+    where = f"{setting}, layer {segment.first_layer}"
     if segment.regions:
-        raise ValueError(f"layer {segment.first_layer} of {layers_fqn}: {'+'.join(sorted(segment.regions))} are regions, and "
-                         "this model's layers name none: use full, none or ops(...)")
+        raise ValueError(f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's layers name none: use "
+                         "full, none or ops(...)")
     if segment.unit and segment.num_layers > 1:
-        raise ValueError(f"layer {segment.first_layer} of {layers_fqn}: the model calls its layers one by one, so a unit cannot "
-                         f"have {segment.num_layers}: use full")
+        raise ValueError(f"{where}: the model calls its layers one by one, so a unit cannot have {segment.num_layers}: use full")
     if segment.split:
-        raise ValueError(f"layer {segment.first_layer} of {layers_fqn}: @split needs tensor-parallel layers of this project")
+        raise ValueError(f"{where}: @split needs tensor-parallel layers of this project")
     try:
-        find_operators(segment.ops)
+        find_operators(segment.ops, setting=setting)
     except InputError as error:
-        raise ValueError(f"layer {segment.first_layer} of {layers_fqn}: {error}") from error
+        raise ValueError(str(error)) from error

@@ -1,10 +1,14 @@
 """One allocation for the kept inputs of all units, cut into slots: `--contiguous-saved-activations`.
 
-    forward    the input of a unit is copied into a slot, and the tensor itself is freed
-    backward   reads the slot, and gives it back when the unit is done
+    forward    The input of a unit is copied into a slot, and the tensor itself is freed.
+    backward   The unit's replay reads the slot. The slot is idle again when the unit is done.
 
-What lives long does not lie between what lives short then, so the allocator's memory does not break into pieces. There are as
-many slots as units in the micro-batches in flight, and never more: an arena does not grow.
+The purpose is less fragmentation: tensors that live long (the inputs) no longer lie between tensors
+that live briefly, so the allocator's memory does not break into pieces.
+
+An arena does not grow. It has one slot for each unit of each micro-batch in flight. It is made for
+the most micro-batches that the run will have in flight, even if --rampup-batch-size begins with
+fewer (stores.py, training/micro_batches.py).
 """
 
 from __future__ import annotations
@@ -15,28 +19,33 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from megatron_lite.recompute.pool import Piece, Slot
+from megatron_lite.recompute.pool import PooledMemory, Slot
 from megatron_lite.recompute.saved import bytes_of, moving
 
-ALIGNMENT = 512  # as torch's allocator of device memory
+ALIGNMENT = 512  # bytes, as in torch's allocator of device memory
 FLAG = "--contiguous-saved-activations"
 
 
 class Arena:
-    """Slots of the given sizes in one storage. On the device, its slots are used in the order of the current stream.
+    """One storage, cut into slots of the given sizes.
 
-    bytes_in_use: of the tensors in it; what is left of their slots, and other slots, do not count.
+    Slots on the device are used in the order of the current stream, so a slot may be used again
+    without waiting.
+
+    bytes_in_use: the bytes of the tensors in the slots. The unused rest of a slot and idle slots do
+        not count.
+    micro_batches: the number of micro-batches that the arena has slots for.
     """
 
-    def __init__(self, sizes: Iterable[int], device: torch.device, *, pinned: bool = False) -> None:
-        self.bytes_in_use = 0
+    def __init__(self, sizes: Iterable[int], device: torch.device, *, pinned: bool = False, micro_batches: int = 1) -> None:
+        self.bytes_in_use, self.micro_batches = 0, micro_batches
         steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sorted(sizes)]
         self._memory = torch.empty(sum(steps), dtype=torch.uint8, device=device, pin_memory=pinned)
-        self._idle = [Piece(memory) for memory in self._memory.split(steps)]  # the smallest first
+        self._idle = [PooledMemory(memory) for memory in self._memory.split(steps)]  # the smallest first
         self._num_slots, self._largest = len(steps), max(steps)
 
     def take(self, num_bytes: int) -> Slot:
-        """The smallest idle slot of at least that size. RuntimeError where there is none."""
+        """Returns the smallest idle slot of at least `num_bytes`. RuntimeError if none is idle."""
         place = next((place for place, piece in enumerate(self._idle) if piece.memory.numel() >= num_bytes), None)
         if place is not None:
             return Slot(self, self._idle.pop(place), num_bytes)
@@ -48,17 +57,20 @@ class Arena:
                            "backward or drop its loss first, or leave the flag out")
 
     def storages(self) -> set[int]:
-        """The address of its storage."""
+        """Returns the address of the arena's storage."""
         return {self._memory.untyped_storage()._cdata}
 
-    def take_back(self, piece: Piece) -> None:
-        """That of a slot which nobody needs any more."""
+    def take_back(self, piece: PooledMemory) -> None:
+        """Makes the memory of a slot idle again, when no object refers to the slot any more."""
         self._idle.append(piece)
         self._idle.sort(key=lambda piece: piece.memory.numel())
 
 
 def keeping_in(arena: Arena, *, kind: str, stay: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Inside, what is saved is kept in the arena. See saved.py for what is not moved."""
+    """Copies tensors that are saved inside the block into slots of the arena.
+
+    saved.py lists which tensors are not moved, besides `stay`.
+    """
     def move(tensor: Tensor) -> _InSlot:
         storage = tensor.untyped_storage()
         slot = arena.take(storage.nbytes())
@@ -69,7 +81,7 @@ def keeping_in(arena: Arena, *, kind: str, stay: Iterable[Tensor]) -> AbstractCo
 
 
 class _InSlot:
-    """A copy in a slot."""
+    """The copy of a storage in a slot of the arena."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot

@@ -1,10 +1,14 @@
-"""Runs a function without keeping its activations, and again in backward: the same bits, from the same random numbers.
+"""Runs a function without keeping its activations, and runs it again in backward.
 
-    forward   no_grad: run, keep the inputs (whole, or this TP rank's 1/t of the first) and the state of the randomness
-    backward  restore both, run with grad, backward through the replay, put the randomness back as it was
+    forward   Runs the function under no_grad. Keeps the inputs (whole, or this TP rank's 1/t of the
+              first one) and the states of the random-number generators.
+    backward  Restores the inputs and the states, runs the function with gradients on, and goes back
+              through the graph of this replay. Puts the generators back afterwards.
 
-Every named stream, the current stream's name, the CPU generator and autocast are restored. Nothing of the caller's is changed.
-All tensors that are kept are kept by save_for_backward, where whoever counts or moves saved tensors finds them.
+The replay gives the same bits as the forward, from the same random numbers. It restores every named
+stream, the name of the current stream, the CPU generator and autocast. It changes none of the
+caller's tensors, and puts back the generators and autocast. All kept tensors go through
+save_for_backward, so saved-tensor hooks that count or move saved tensors also see them.
 """
 
 from __future__ import annotations
@@ -25,30 +29,41 @@ from megatron_lite.recompute.phase import recomputing
 
 def checkpoint(function: Callable[..., Any], *args: Any, rng: Generators | None, replay: Callable[..., Any] | None = None,
                split_group: ProcessGroup | None = None, previous: Any = None, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations are rebuilt in backward. Returns what it returns.
+    """Returns `function(*args, **kwargs)`; backward rebuilds the activations of the function.
 
-    args and kwargs: tensors, or anything else, which is passed as it is. Tensors must come as arguments: what the function
-    captures is kept alive by it. Outputs: a tensor, or a tuple with tensors in it.
-    rng: the streams that the function draws from; None if it draws nothing.
-    replay: called in backward in place of `function`: the same graph and draws, but the values of its outputs may be anything.
-    split_group: keep only this rank's 1/t of the first argument, a tensor that is the same on every rank of the group and whose
-    size t divides; backward then issues one all-gather of it. `previous`: the grad_fn of the split checkpoint before this one,
-    whose gather this one's backward starts, to run beside the replay.
-    Where gradients are off the function simply runs. RuntimeError in backward: an input requires grad and no output depends on
-    it or on a parameter; a backward for chosen inputs only (torch.autograd.grad), since a replay's reaches every parameter.
+    If gradients are off, the function simply runs.
+
+    args, kwargs: tensors and any other objects. Other objects are passed on unchanged. Tensors must
+        come as arguments, because a tensor that the function captures stays alive with the
+        function. The function must return a tensor, or a tuple that contains tensors.
+    rng: the random-number streams that the function draws from; None if it draws nothing.
+    replay: runs in backward in place of `function`. It must build the same graph and draw the same
+        numbers. The values of its outputs may be anything.
+    split_group: if given, this rank keeps only 1/t of the first argument, and backward issues one
+        all-gather of it. That argument must be the same tensor on every rank of the group, and the
+        group size t must divide its number of elements.
+    previous: the grad_fn of the split checkpoint before this one in the forward. This checkpoint's
+        backward starts the all-gather for it, so that the gather runs beside the replay.
+
+    RuntimeError in backward: an input requires grad, but no output of the function does.
+    RuntimeError in backward: backward is for chosen inputs only (torch.autograd.grad). Backward
+    through a replay always writes to the .grad of every parameter that it reaches.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    # A Function whose inputs need no gradient would drop the gradients of the parameters inside: this keeps it in the graph.
+    # autograd leaves out a Function if none of its inputs requires grad. The parameters that the
+    # function captures would get no gradient. This empty input keeps the node in the graph.
     anchor = torch.empty(0, requires_grad=True)
-    call = _Call(function, replay or function, rng, split_group, previous, tuple(kwargs), len(args))
+    call = _RegionCall(function, replay or function, rng, split_group, previous, tuple(kwargs), len(args))
     return _Checkpoint.apply(call, anchor, *args, *kwargs.values())
 
 
 def rebuilt_outputs(node: Any) -> Any:
-    """The outputs of the checkpoint with the grad_fn `node`, by a replay that its backward will then use.
+    """Returns the outputs of the checkpoint with the grad_fn `node`, rebuilt by a replay.
 
-    For a later node of the graph, which needs them in its backward and has not kept them.
+    Operations after the checkpoint call it in backward, if a recipe stands in for the output that
+    they saved (discard.py). The first call runs the replay. Further calls and the checkpoint's own
+    backward use the same replay.
     """
     if node.replayed is None:
         node.replayed = _replay(node)
@@ -56,7 +71,13 @@ def rebuilt_outputs(node: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RegionCall:
+    """One call of `checkpoint`: its functions and settings, and how to rebuild its arguments.
+
+    keywords: the names of the keyword arguments, which follow the positional arguments.
+    num_positional: the number of positional arguments.
+    """
+
     function: Callable[..., Any]
     replay: Callable[..., Any]
     rng: Generators | None
@@ -71,13 +92,21 @@ class _Call:
 
 
 class _Checkpoint(torch.autograd.Function):
+    """The node of one checkpoint in the forward's graph.
+
+    ctx.replayed: the replay, if `rebuilt_outputs` ran it before this node's backward.
+    ctx.gather: the all-gather of the split input, if the backward of another unit started it.
+    """
+
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *values: Any) -> Any:
+    def forward(ctx: Any, call: _RegionCall, anchor: Tensor, *values: Any) -> Any:
         ctx.call, ctx.replayed, ctx.gather = call, None, None
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor)}
         ctx.places, ctx.others = tuple(tensors), [None if isinstance(value, Tensor) else value for value in values]
         ctx.inputs_require_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        ctx.autocast = _autocast_states({"cpu", *(tensor.device.type for tensor in tensors.values())})
+        ctx.autocast = autocast_states({"cpu", *(tensor.device.type for tensor in tensors.values())})
+        # The states must be read before the run, which draws. The first input is split after the
+        # run, which needs it whole.
         randomness = None if call.rng is None else Randomness.now(call.rng)
         outputs = call.run(call.function, values)
         if call.split_group is not None:
@@ -88,19 +117,23 @@ class _Checkpoint(torch.autograd.Function):
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
         fixed = [value for value in flat if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())]
         ctx.mark_non_differentiable(*fixed)
-        # A parameter handed through would get this node as its history; a view of it does not (and backward would never end).
+        # If the function returns a parameter unchanged, autograd would make this node the history
+        # of the parameter itself, and backward would never end. A view of the parameter avoids
+        # that.
         return tuple(map(_not_a_parameter, outputs)) if isinstance(outputs, tuple) else _not_a_parameter(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("recomputation works in .backward() without `inputs`: the parameters inside get their .grad there")
+        # The node drops its replay before it goes back through it. A second backward (retain_graph)
+        # needs a new one, since this backward frees the graph of the replay.
         replay = ctx.replayed or _replay(ctx)
         ctx.replayed = None
         flat = replay.outputs if isinstance(replay.outputs, tuple) else (replay.outputs,)
         pairs = [(output, grad) for output, grad in zip(flat, grads, strict=True)
                  if isinstance(output, Tensor) and output.requires_grad and grad is not None]
-        if not pairs and not any(ctx.inputs_require_grad):  # all frozen: only the anchor asked
+        if not pairs and not any(ctx.inputs_require_grad):  # only the anchor needs a gradient
             return (None,) * (2 + len(ctx.others))
         if not pairs:
             raise RuntimeError("a recomputed function has no output that requires grad: it needs no recomputation")
@@ -109,7 +142,11 @@ class _Checkpoint(torch.autograd.Function):
 
 
 class _Replay(NamedTuple):
-    """What the second run returned, with its graph, and where backward through it will put the inputs' gradients."""
+    """The outputs of a replay with their graph, and a place for the gradients of its inputs.
+
+    received: filled by backward through the replay: the gradient of each input that requires one,
+        by the number of the input among the arguments.
+    """
 
     outputs: Any
     received: dict[int, Tensor]
@@ -118,12 +155,16 @@ class _Replay(NamedTuple):
 def _replay(ctx: Any) -> _Replay:
     call, saved = ctx.call, ctx.saved_tensors
     values = list(ctx.others)
-    for place, tensor in zip(ctx.places, saved, strict=False):  # the states of the randomness follow
+    # `saved` holds the inputs first. The states of the generators follow, which strict=False leaves
+    # out.
+    for place, tensor in zip(ctx.places, saved, strict=False):
         values[place] = tensor.detach()
     if call.split_group is not None:
         values[0] = _whole_input(ctx, values[0])
     randomness = None if ctx.streams is None else Randomness(call.rng, ctx.streams, saved[len(ctx.places):])
     received: dict[int, Tensor] = {}
+    # The context covers only the run. The gradient of the replay runs after it, under the settings
+    # that backward was called with, as it would without recomputation.
     with ExitStack() as restored:
         if randomness is not None:
             restored.enter_context(randomness.replayed())
@@ -140,7 +181,10 @@ def _replay(ctx: Any) -> _Replay:
 
 
 def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
-    """The input that was split, of which `shard` is this rank's part; starts the gather that backward will need next."""
+    """Returns the whole input, all-gathered from the parts of all ranks. shard: this rank's part.
+
+    It also starts the all-gather for the split unit before, which backward reaches next.
+    """
     started = ctx.gather or start_all_gather_first_dim(shard, ctx.call.split_group)
     ctx.gather = None
     previous = ctx.call.previous
@@ -150,8 +194,12 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
 
 
 class _Receive(torch.autograd.Function):
-    """Hands gradients over as backward made them. A leaf's `.grad` would have the leaf's strides instead, and what sums over it
-    next (a norm's weight gradient) would add in another order: other bits than without recomputation."""
+    """Collects the gradients of a replay's inputs with the strides that backward gave them.
+
+    A leaf's `.grad` would get the strides of the leaf. A later sum over that gradient (the weight
+    gradient of a norm) would add in another order, and the bits would differ from a run without
+    recomputation.
+    """
 
     @staticmethod
     def forward(ctx: Any, received: dict[int, Tensor], places: list[int], *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -168,7 +216,10 @@ class _Receive(torch.autograd.Function):
 
 
 def split_for_rank(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """A copy of this rank's part of the flattened tensor: [n] with n = elements / t. The tensor itself is left alone."""
+    """Returns a copy of this rank's part of the flattened tensor: [n] with n = elements / t.
+
+    The tensor itself does not change.
+    """
     return tensor.detach().reshape(group.size(), -1)[group.rank()].clone()
 
 
@@ -177,7 +228,7 @@ def _not_a_parameter(value: Any) -> Any:
 
 
 class StreamNames(NamedTuple):
-    """The stream that was current, and the name of every stream, in the order of the states."""
+    """The name of the current stream, and the names of all streams in the order of their states."""
 
     current: str
     names: tuple[str, ...]
@@ -185,7 +236,11 @@ class StreamNames(NamedTuple):
 
 @dataclass(frozen=True)
 class Randomness:
-    """The state of every generator that a replay may draw from: one of each stream, then the CPU's where that is none of them."""
+    """The states of all generators that a replay may draw from.
+
+    states: one state for each named stream. The state of the CPU generator follows, unless the
+        streams already are on the CPU.
+    """
 
     streams: Generators
     names: StreamNames
@@ -193,19 +248,27 @@ class Randomness:
 
     @classmethod
     def now(cls, streams: Generators) -> Randomness:
-        """As it is."""
+        """Returns the present states."""
         snapshot = streams.snapshot()
-        # On a CPU run the CPU generator is the current stream's, and so in the snapshot.
+        # On the CPU the current stream uses the CPU generator, so the snapshot has its state
+        # already.
         cpu = () if streams.device.type == "cpu" else (torch.get_rng_state(),)
         return cls(streams, StreamNames(snapshot.current, tuple(snapshot.states)), (*snapshot.states.values(), *cpu))
 
     def copies(self) -> list[Tensor]:
-        """The states in storages of their own, whether or not others keep the same."""
+        """Returns copies of the states, each in its own storage.
+
+        Snapshots share the tensors of streams that did not draw in between. With copies, each call
+        keeps as many bytes as the memory model predicts for it.
+        """
         return [state.clone() for state in self.states]
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Inside, all draws repeat those after the snapshot; afterwards they go on as if nothing had been drawn."""
+        """Makes draws inside the block repeat those after the snapshot.
+
+        After the block the generators continue as if nothing had been drawn in it.
+        """
         before = Randomness.now(self.streams)
         self._restore()
         try:
@@ -219,6 +282,10 @@ class Randomness:
             torch.set_rng_state(cpu)
 
 
-def _autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
+def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
+    """Returns the present autocast settings, one for each kind of device.
+
+    Each is a dictionary of keyword arguments for torch.autocast.
+    """
     return [dict(device_type=kind, enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind),
                  cache_enabled=torch.is_autocast_cache_enabled()) for kind in sorted(kinds)]

@@ -1,10 +1,11 @@
-"""Tensors that are lent: those who save one for backward keep a note of how to rebuild it, and the tensor itself is freed.
+"""Output-discarding recomputation: a region's output is freed after the forward, and rebuilt in backward.
 
-    forward    y = norm(x), which keeps x only;   z = linear(y), which keeps the note
-    backward   of linear: the note runs norm(x) again;   of norm: goes back through that same run
+    forward    y = norm(x) keeps x only;   z = linear(y) stores a recipe for y instead of y
+    backward   of linear: the recipe runs norm(x) again;   of norm: goes back through that same run
 
-For the cheap functions between two matmuls. Nothing is resized or written in place: saved-tensor hooks, in force during one
-layer, exchange tensor and note. The hooks that were in force before get everything else.
+This serves the cheap functions between two matmuls. Nothing is resized or written in place: while a
+layer runs, saved-tensor hooks store the recipe where an operation saves the output. Hooks that were
+in force before receive every other saved tensor.
 """
 
 from __future__ import annotations
@@ -21,38 +22,48 @@ from megatron_lite.recompute.checkpoint import rebuilt_outputs
 from megatron_lite.recompute.saved import exchanging
 
 
-class Lending:
-    """The tensors lent during one layer's forward."""
+class DiscardedOutputs:
+    """The outputs that are discarded during one layer's forward."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, Tensor] = {}  # by the address of the storage, which the tensor keeps from being used again
+        self._discarded: dict[int, Tensor] = {}  # by the address of the storage; the tensor keeps it in use
 
-    def lend(self, output: Tensor) -> None:
-        """From here on, whoever saves `output`, or a view of it, keeps a note. output: that of a checkpoint(..)."""
-        self._lent[_storage(output)] = output
+    def discard(self, output: Tensor) -> None:
+        """Makes every later save of `output`, or of a view of it, store a recipe.
+
+        output: must come from checkpoint(..), since the recipe rebuilds it through its grad_fn.
+        """
+        self._discarded[_storage(output)] = output
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """The stretch in which what is lent may be saved."""
-        # No pair of Lending and note: it would be a cycle with the graph in it.
-        lent = self._lent
+        """Stores recipes for discarded outputs that operations inside the block save.
 
-        def note(tensor: Tensor) -> _Note | None:
-            owner = lent.get(_storage(tensor))
+        The discarded outputs are released at the end of the block.
+        """
+        # A recipe must not refer to this object: that would be a cycle with the graph in it.
+        discarded = self._discarded
+
+        def recipe(tensor: Tensor) -> _Recipe | None:
+            owner = discarded.get(_storage(tensor))
             if owner is None:
                 return None
-            return _Note(owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _Recipe(owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-        with exchanging(note):
+        with exchanging(recipe):
             try:
                 yield
             finally:
-                lent.clear()
+                discarded.clear()
 
 
 @dataclass(frozen=True)
-class _Note:
-    """How to get a saved view back: the checkpoint that made its storage, and the view's place in it."""
+class _Recipe:
+    """Rebuilds a saved view from the checkpoint whose output it is a view of.
+
+    node: the grad_fn of the checkpoint.
+    size, stride, offset: the place of the view in the output's storage.
+    """
 
     node: Any
     size: torch.Size

@@ -1,12 +1,15 @@
-"""What a segment keeps for backward waits in host memory: `@host` in a policy.
+"""Offloads the tensors that a segment keeps for backward to host memory: `@host` in a policy.
 
-    forward    each storage that is saved is copied to a buffer, beside the computation; the original is freed when the next
-               segment ends, so that the originals of two segments at most are on their way
-    backward   the first read of a segment starts the copies back of all that it kept and of all that the segment before it
-               kept, so that these arrive while the segment itself is computed
+    forward    Each storage that is saved is copied to a host buffer, beside the computation. The
+               original is freed when the next segment ends. So at most two segments have
+               originals on the device whose copies are under way.
+    backward   The first read of a segment starts the copies back to the device for all tensors of
+               that segment and of the segment before it. The copies for the segment before
+               arrive while this segment is computed.
 
-Nothing waits on the host: where an order matters, one stream of the device waits for an event of another. On a CPU the same code
-runs with plain copies. Parameters, what all layers share, and states of generators are not moved: see saved.py.
+The host never waits. Where an order matters, one stream of the device waits for an event of
+another. On a CPU the same code runs with plain copies. Parameters, tensors that all layers share,
+and states of generators are not moved: see saved.py.
 """
 
 from __future__ import annotations
@@ -22,51 +25,58 @@ from torch import Tensor
 from megatron_lite.recompute.pool import Memory, Slot
 from megatron_lite.recompute.saved import bytes_of, moving
 
-Mark = Any  # the end of a copy: an event of the device, None where the copy is over when it is asked for
+Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
 
 
 class Lanes:
-    """Copies between device and host, in order within each direction, beside the computation. This one is a CPU's: at once.
+    """Copies between device and host. This class serves a CPU, where each copy is synchronous.
 
-    after: a mark; the copy begins no earlier.
+    A subclass copies beside the computation, in order within each direction. Each copy begins no
+    earlier than its mark `after`, and returns the mark of its own end.
     """
 
     def out(self, host: Tensor, source: Tensor, *, after: Mark) -> Mark:
-        """Copies to the host what the computation has made so far."""
+        """Copies `source` to the host, after all computation issued so far."""
         host.copy_(source)
 
     def back(self, target: Tensor, host: Tensor, *, after: Mark) -> Mark:
-        """Copies to the device, into memory that the computation has had for itself so far."""
+        """Copies `host` to the device, after all computation issued so far.
+
+        That computation may still use the memory of `target`, if the allocator used it before.
+        """
         target.copy_(host)
 
     def wait(self, mark: Mark) -> None:
-        """From here on the computation finds the copy done."""
+        """Makes all computation issued from here on run after the copy."""
 
     def forsake(self, target: Tensor) -> None:
-        """Nobody waited for the copy back into it, and it is about to be freed."""
+        """Protects the memory of `target`, which is freed without any wait for its copy."""
 
 
 class CudaLanes(Lanes):
-    """A stream for each direction."""
+    """Copies on two side streams of a CUDA device, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def out(self, host: Tensor, source: Tensor, *, after: Mark) -> Mark:
-        """Copies to the host what the current stream has made so far."""
+        """Copies `source` to the host, after all work on the current stream so far."""
         return self._copy(self._out, host, source, after)
 
     def back(self, target: Tensor, host: Tensor, *, after: Mark) -> Mark:
-        """Copies to the device, into memory that the current stream has had for itself so far."""
+        """Copies `host` to the device, after all work on the current stream so far.
+
+        That work may still use the memory of `target`, if the allocator used it before.
+        """
         return self._copy(self._back, target, host, after)
 
     def wait(self, mark: Mark) -> None:
-        """The current stream waits."""
+        """Makes the current stream wait for the copy."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def forsake(self, target: Tensor) -> None:
-        """Its memory is not used again before the copy is over."""
+        """Keeps the allocator from using the memory of `target` again before the copy has ended."""
         target.record_stream(self._back)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark) -> Mark:
@@ -79,17 +89,21 @@ class CudaLanes(Lanes):
 
 
 class Offload:
-    """One forward's segments that keep on the host, in order. `finish` it when the last one has run."""
+    """The segments of one forward that offload, in order. Call `finish` after the last one."""
 
     def __init__(self, lanes: Lanes, *, kind: str) -> None:
         self._lanes, self._kind = lanes, kind
-        self._before: _Group | None = None  # the last segment that kept something
-        self._leaving: list[_Leaving] = []  # the originals of the last segment
+        self._before: _SegmentCopies | None = None  # the last segment that offloaded a tensor
+        self._leaving: list[_MovingOut] = []  # the originals of the last segment
 
     @contextmanager
     def segment(self, memory: Memory, *, stay: Iterable[Tensor]) -> Iterator[None]:
-        """Around the forward of a segment. memory: where on the host. stay: what is not moved; saved.py says what else."""
-        group, leaving = _Group(self._before), []
+        """Offloads the tensors that the forward of a segment saves inside the block.
+
+        memory: the host memory that the copies go to.
+        stay: tensors that are not moved. saved.py lists what else is not moved.
+        """
+        group, leaving = _SegmentCopies(self._before), []
 
         def move(tensor: Tensor) -> _OnHost:
             storage = tensor.untyped_storage()
@@ -97,9 +111,12 @@ class Offload:
             slot.last_use = self._lanes.out(slot.memory, bytes_of(storage), after=slot.last_use)
             copy = _OnHost(self._lanes, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
-            leaving.append(_Leaving(tensor.detach(), tensor._version, weakref.ref(copy), slot.last_use))
+            leaving.append(_MovingOut(tensor.detach(), tensor._version, weakref.ref(copy), slot.last_use))
             return copy
 
+        # The originals stay alive for one more segment. Without that the current stream would have
+        # to wait for the copies at the end of each segment, before the allocator may use their
+        # memory.
         try:
             with moving(move, kind=self._kind, stay=stay):
                 yield
@@ -109,18 +126,28 @@ class Offload:
             self._before = group if group.copies else self._before
 
     def finish(self) -> None:
-        """Frees the originals that are still on their way, once they are on the host."""
+        """Frees the originals of the last segment, after the current stream waits for their copies.
+
+        An original that was written to since it was saved may have been copied half-written. Its
+        copy is marked as torn, and a read of it raises.
+        """
         if self._leaving:
             self._lanes.wait(self._leaving[-1].mark)
         for original in self._leaving:
             copy = original.copy()
             if copy is not None and original.tensor._version != original.version:
                 copy.torn = True
-        self._leaving.clear()  # the list itself: the graph holds the hooks, and they hold it
+        self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
 
 
-class _Leaving(NamedTuple):
-    """tensor: keeps the memory until the copy is over. version: of the tensor when it was saved."""
+class _MovingOut(NamedTuple):
+    """An original whose copy to the host is under way.
+
+    tensor: keeps the original's memory in use until the copy has ended.
+    version: the version of the tensor when it was saved.
+    copy: the host copy, as long as the graph needs it.
+    mark: the end of the copy.
+    """
 
     tensor: Tensor
     version: int
@@ -128,16 +155,21 @@ class _Leaving(NamedTuple):
     mark: Mark
 
 
-class _Group:
-    """The copies of one segment. Held by them, and not the other way round: they live as long as the graph needs them."""
+class _SegmentCopies:
+    """The copies of one segment. It refers to them weakly, while each copy holds its group.
 
-    def __init__(self, before: _Group | None) -> None:
+    So a copy lives only as long as the graph needs it.
+
+    before: the group of the segment before, if one offloaded a tensor.
+    """
+
+    def __init__(self, before: _SegmentCopies | None) -> None:
         self.before = before
         self.copies: list[weakref.ref[_OnHost]] = []
         self._called = False
 
     def call_back(self) -> None:
-        """Starts the copies back, in the order of backward."""
+        """Starts the segment's copies back to the device, in the order of backward. Runs once."""
         if self._called:
             return
         self._called = True
@@ -148,23 +180,33 @@ class _Group:
 
 
 class _OnHost:
-    """The copy of a storage, from its way to the host until the graph no longer needs it."""
+    """The host copy of one storage, which lives as long as the graph needs it.
 
-    def __init__(self, lanes: Lanes, slot: Slot, group: _Group, device: torch.device) -> None:
+    torn: whether the original was written to while it was being copied.
+    """
+
+    def __init__(self, lanes: Lanes, slot: Slot, group: _SegmentCopies, device: torch.device) -> None:
         self._lanes, self._slot, self._group, self._device = lanes, slot, group, device
         self._returned: Tensor | None = None
         self._is_awaited = True
         self.torn = False
 
     def call_back(self) -> None:
-        """Starts the copy back, if nobody has. The host's is kept: where the graph is retained, the device's is too."""
+        """Starts the copy back to the device, unless it was started before.
+
+        The host memory is kept as well. If the graph is retained, so is the memory on the device.
+        """
         if self._returned is None:
             self._returned = torch.empty(self._slot.memory.numel(), dtype=torch.uint8, device=self._device)
             self._slot.last_use = self._lanes.back(self._returned, self._slot.memory, after=self._slot.last_use)
             self._is_awaited = False
 
     def memory(self) -> Tensor:
-        """Its bytes on the device."""
+        """Returns the bytes of the storage on the device, ready for the current stream.
+
+        It also starts the copies of the rest of its segment and of the segment before.
+        RuntimeError: the original was written to while it was being copied to the host.
+        """
         if self.torn:
             raise RuntimeError("a tensor that was saved for backward has been modified by an inplace operation while it was "
                                "being copied to host memory")

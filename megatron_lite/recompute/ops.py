@@ -1,102 +1,212 @@
-"""Keeps the results of chosen operators of a layer and rebuilds everything else: `ops(...)` of a recompute policy.
+"""Keeps the results of chosen operators of a layer and rebuilds the rest: `ops(...)` in a policy.
 
-    forward   the layer runs under torch's selective checkpoint, which keeps the results that `KeptResults` chooses
-    backward  the layer runs again, as far as backward reads; an operator whose result was kept returns it and does not run
+    forward   The layer runs under a dispatch mode, which keeps the results that `KeptResults`
+              chooses.
+    backward  The layer runs again, as far as backward reads. An operator whose result was kept
+              returns that result and does not run.
 
-What torch does not do by itself is done here: the named random-number streams are restored; kept results go through the
-saved-tensor hooks in force, so that whoever counts or moves saved tensors finds them; backward may run twice. What torch
-would do wrongly in silence is refused: keeping what an operator returns that writes into its arguments, or that draws
-random numbers (it would not draw them in the replay, and later draws would be others).
+Kept results go through the saved-tensor hooks in force, so hooks that count or move saved tensors
+also see them. Backward may run twice.
+
+Two kinds of operators are refused, because their kept results would give wrong gradients:
+    An operator that writes into its arguments.
+    An operator that draws random numbers. The replay would skip its draws, so all later draws in
+    the replay would differ from the forward's. An attention kernel may be chosen, but a call with
+    dropout runs again in the replay.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, Choice, parse_entry
-from megatron_lite.parallel.rng import Generators
-from megatron_lite.recompute.checkpoint import Randomness
-from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.saved import hooks_in_force
+from megatron_lite.parallel.collectives import KeepsResults
+from megatron_lite.recompute.saved import SavedValue
+from megatron_lite.recompute.versions import version_of
 
-OLDEST_TORCH = (2, 13)  # whose selective checkpoint has its results in `storage`, by operator and number; older ones: not tried
+Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
+Run = Callable[[Place, tuple[Any, ...], dict[str, Any]], Any]
+Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 class KeptResults:
-    """Which results of one run of one layer are kept.
+    """The kept results of one run of one layer, and the choice of which results are kept.
 
-    skip_tail: a replay ends where backward has all it reads, and nothing is kept of what follows `enter_tail`.
-    InputError: an operator that torch does not have, or whose result cannot be kept.
+    ops: the entries of the policy's `ops(...)`, such as matmul/2.
+    skip_tail: whether a replay ends as soon as it has rebuilt all that backward reads. If so, no
+        result of an operator after `enter_tail` is kept.
+    InputError: torch does not have an operator of `ops`, or its result cannot be kept.
     """
 
     def __init__(self, ops: Sequence[str], *, skip_tail: bool) -> None:
         self.skip_tail = skip_tail
         self._operators = find_operators(ops)
         self._choice = Choice(ops)
-        self._mode = ExitStack()
+        self._open = ExitStack()
+        self._counting: KeepsResults | None = None
+        self._kept: dict[Place, Any] = {}
+        self._storages: dict[int, _Result] = {}
 
-    @contextmanager
-    def under(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
-        """Runs the layer under one of torch's two modes, as far as the tail."""
-        with ExitStack() as self._mode:
-            self._mode.enter_context(mode)
-            yield
+    def keeping(self) -> AbstractContextManager[None]:
+        """Keeps the chosen results of the forward inside the block, up to the layer's tail."""
+        return self._under(self._keep)
+
+    def save(self, name: str) -> None:
+        """Passes the kept results to the saved-tensor hooks in force. Call it after the forward.
+
+        name: the name of the layer in messages.
+        RuntimeError: the layer wrote to a kept result.
+        """
+        self._storages.clear()
+        for place, result in self._kept.items():
+            self._kept[place] = tree_map(lambda value, place=place: _saved(value, place[0], name), result)
+
+    def reusing(self) -> AbstractContextManager[None]:
+        """Returns kept results in place of calls inside the block, up to the layer's tail.
+
+        The block is around a replay. A replay may also happen inside the forward, if the forward
+        runs a backward of its own.
+        """
+        return self._under(self._reuse)
 
     def enter_tail(self) -> None:
-        """From here on the replay runs less than the forward: what only the layer's output needs. The mode ends before it."""
+        """Marks the start of the layer's tail: the operations that only the layer's output needs.
+
+        With `skip_tail` a replay leaves them out, so the numbers of its calls would differ from the
+        forward's. Therefore the mode ends here, in the forward and in the replay.
+        """
         if self.skip_tail:
-            self._mode.close()
+            self._open.close()
 
-    def decide(self, _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """The policy function of torch's selective checkpoint."""
-        name = self._operators.get(operator)
-        if name is None or _draws_dropout(operator, args, kwargs) or not self._choice.keeps(name):
-            return CheckpointPolicy.MUST_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+    def keeps(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the result of this call is kept.
+
+        It counts the calls (matmul/2 keeps every second), so every call in the forward must ask
+        once, in order.
+        """
+        return not _draws_dropout(operator, args, kwargs) and self._choice.keeps(self._operators[operator])
+
+    @contextmanager
+    def _under(self, run: Run) -> Iterator[None]:
+        # A replay inside the forward has a mode of its own. The forward's mode stays on torch's
+        # stack below it and would see the same calls, so it counts only while it is the present
+        # one.
+        outer = self._counting, self._open
+        self._counting = _Numbering(self._operators, run, self._see_write, lambda mode: mode is self._counting)
+        try:
+            with ExitStack() as self._open:
+                self._open.enter_context(self._counting)
+                yield
+        finally:
+            self._counting, self._open = outer
+
+    def _keep(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operator, _ = place
+        result = operator(*args, **kwargs)
+        if self.keeps(operator, args, kwargs):
+            self._kept[place] = kept = tree_map(_Result, result)
+            self._storages |= {each.storage: each for each in tree_leaves(kept) if each.storage is not None}
+        return result
+
+    def _see_write(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Marks the kept results that an operator is about to write to.
+
+        Versions alone would miss some writes: the results of torch's `unsafe_` view operators do
+        not share the version of the tensor that they are a part of.
+        """
+        arguments = operator._schema.arguments
+        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        for argument in arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(given.get(argument.name)):
+                    result = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+                    if result is not None:
+                        result.is_written = True
+
+    def _reuse(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kept = self._kept.get(place)
+        if kept is None:
+            return place[0](*args, **kwargs)
+        return tree_map(lambda saved: saved.tensor() if isinstance(saved, (SavedValue, _Result)) else saved, kept)
 
 
-def keep_results(function: Callable[..., Any], *args: Any, results: KeptResults, rng: Generators,
-                 replay: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of whose activations the chosen results and the tensors among `args` are kept.
+class _Numbering(KeepsResults):
+    """A dispatch mode that numbers the calls of the operators and passes them to `run`.
 
-    Parameters as of recompute.checkpoint.checkpoint. results: made for this call. replay: saves the same tensors as `function`.
-    The first operator that runs under a selective checkpoint costs seconds of imports, once per process.
+    operators: the operators whose calls are numbered, with their names.
+    run: called as `run(place, args, kwargs)` in place of each call; returns its result.
+    watch: called before every other operator that writes into its arguments.
+    counts: whether the mode is in use at the moment. Otherwise every call runs as it is.
     """
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    run = _Run(function, replay or function, results, rng)
-    output = torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts,
-                              early_stop=results.skip_tail, **kwargs)
-    run.save_results()
-    return output
+
+    def __init__(self, operators: dict[Any, str], run: Run, watch: Watch, counts: Callable[[KeepsResults], bool]) -> None:
+        super().__init__()
+        self._operators, self._run, self._watch, self._counts = operators, run, watch, counts
+        self._numbers = Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func not in self._operators or not self._counts(self):
+            if func._schema.is_mutable and self._counts(self):
+                self._watch(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+        self._numbers[func] += 1
+        return self._run((func, self._numbers[func]), args, kwargs or {})
 
 
-def find_operators(ops: Sequence[str]) -> dict[Any, str]:
-    """The torch operators that the entries of `ops(...)` name, with their names. Of a group, those that this torch has.
+class _Result:
+    """A kept result, until the forward ends and `save` passes it to the saved-tensor hooks."""
 
-    InputError: as `KeptResults`.
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.storage: int | None = None
+        self.is_written = False
+        if isinstance(value, Tensor):
+            self.storage = value.untyped_storage()._cdata
+            # Without the guard the detached tensor would have a version of its own. Then writes to
+            # the tensor that the layer holds would not show in it.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                self.value = value.detach()
+            self.version = version_of(self.value)
+
+    def tensor(self) -> Any:
+        """Returns the result to a replay that happens inside the forward."""
+        return self.value.detach() if isinstance(self.value, Tensor) else self.value
+
+
+def _saved(result: _Result, operator: Any, name: str) -> Any:
+    if not isinstance(result.value, Tensor):
+        return result.value
+    if result.is_written or version_of(result.value) != result.version:
+        raise RuntimeError(f"{name}: the result of {operator} is to be kept for backward, but was written to later in the layer. "
+                           "Leave the operator out of ops(...), or use full")
+    return SavedValue(result.value)
+
+
+def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -> dict[Any, str]:
+    """Returns the torch operators that the entries of `ops(...)` name, with their names.
+
+    A group gives those of its operators that this version of torch has.
+
+    setting: the name of the policy in messages.
+    InputError: torch lacks an operator that is named by itself, or its result cannot be kept.
     """
-    if ops and tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-        raise InputError(f"--recompute-policy ops(...) needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, of which it uses "
-                         f"inner parts (this is {torch.__version__})")
     found = {}
     for entry in map(parse_entry, ops):
         for name in entry.operators:
             operator = _operator(name)
             if operator is not None:
-                _check(operator, name)
+                _check(operator, name, setting)
                 found[operator] = name
             elif entry.name not in GROUPS:
-                raise InputError(f"--recompute-policy ops({entry.name}): torch {torch.__version__} has no operator {name}")
+                raise InputError(f"{setting} ops({entry.name}): torch {torch.__version__} has no operator {name}")
     return found
 
 
@@ -106,106 +216,19 @@ def _operator(name: str) -> Any:
     return getattr(packet, overload, None)
 
 
-def _check(operator: Any, name: str) -> None:
+def _check(operator: Any, name: str, setting: str) -> None:
     if operator._schema.is_mutable:
-        raise InputError(f"--recompute-policy ops({name}): it writes into its argument, and what it returns cannot be kept")
+        raise InputError(f"{setting} ops({name}): it writes into its argument, and what it returns cannot be kept")
+    # Attention kernels carry this tag too, although they draw only with dropout. They are in a
+    # group, and `keeps` decides on them call by call.
     if torch.Tag.nondeterministic_seeded in operator.tags and name not in IN_GROUPS:
-        raise InputError(f"--recompute-policy ops({name}): it draws random numbers. In a replay without it all later draws would "
+        raise InputError(f"{setting} ops({name}): it draws random numbers. In a replay without it all later draws would "
                          "be others, and the gradients wrong")
 
 
 def _draws_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention kernel draws random numbers."""
+    """Whether this call is of an attention kernel with dropout, which draws random numbers."""
     names = [argument.name for argument in operator._schema.arguments]
     if "dropout_p" not in names:
         return False
     return dict(zip(names, args, strict=False), **kwargs).get("dropout_p", 0.0) > 0.0
-
-
-class _Run:
-    """The function that torch's checkpoint runs, in forward and again in backward, and what it keeps besides its arguments."""
-
-    def __init__(self, function: Callable[..., Any], replay: Callable[..., Any], results: KeptResults, rng: Generators) -> None:
-        self._function, self._replay, self._results, self._rng = function, replay, results, rng
-        randomness = Randomness.now(rng)
-        self._streams = randomness.names
-        self._states = [_Saved(state) for state in randomness.copies()]
-        self._kept: dict[Any, dict[int, Any]] = {}
-        self._replaying = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._replay if self._replaying else self._function)(*args, **kwargs)
-
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around the forward, and around each replay."""
-        keeping, reusing = create_selective_checkpoint_contexts(self._results.decide)
-        self._kept = keeping.storage
-        return self._results.under(keeping), _Reentrant(lambda: self._replayed(reusing))
-
-    def save_results(self) -> None:
-        """After the forward: hands what was kept to the saved-tensor hooks. RuntimeError: one was written to in the meantime."""
-        for operator, calls in self._kept.items():
-            for number, result in calls.items():
-                calls[number] = tree_map(lambda value, operator=operator: _SavedResult.of(value, operator), result)
-
-    @contextmanager
-    def _replayed(self, reusing: Any) -> Iterator[None]:
-        randomness = Randomness(self._rng, self._streams, [state.tensor() for state in self._states])
-        # torch takes out each result that it has used: from a copy, so that another backward finds it again.
-        reusing.storage = {operator: dict(calls) for operator, calls in self._kept.items()}
-        self._replaying = True
-        try:
-            with randomness.replayed(), recomputing(), self._results.under(reusing):
-                yield
-        finally:
-            self._replaying = False
-
-
-class _Saved:
-    """A tensor handed to the saved-tensor hooks in force, as autograd does. Lives as long as the graph needs it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        hooks = hooks_in_force()
-        self._packed = tensor if hooks is None else hooks.pack(tensor)
-        self._unpack = None if hooks is None else hooks.unpack
-        self._version = tensor._version
-
-    def tensor(self) -> Tensor:
-        """The tensor, apart from any graph. RuntimeError: it was written to; with hooks in force that is theirs to notice."""
-        if self._unpack is not None:
-            return self._unpack(self._packed).detach()
-        if self._packed._version != self._version:
-            raise RuntimeError(f"a tensor {list(self._packed.shape)} kept for backward has been modified by an inplace "
-                               f"operation: is at version {self._packed._version}, expected {self._version}")
-        return self._packed.detach()
-
-
-class _SavedResult(_Saved):
-    """A kept result, in its place among those of torch's selective checkpoint."""
-
-    @classmethod
-    def of(cls, value: Any, operator: Any) -> Any:
-        """In place of a value that torch keeps: what was a tensor. (The rest are numbers, and marks of results not kept.)"""
-        tensor = getattr(value, "val", None)
-        if not isinstance(tensor, Tensor):
-            return value
-        if tensor._version != value.version:
-            raise RuntimeError(f"the result of {operator} is to be kept for backward, but was written to later in the layer")
-        return cls(tensor)
-
-    def get_val(self, _: bool) -> Tensor:
-        """The tensor; called by torch in a replay."""
-        return self.tensor()
-
-
-class _Reentrant:
-    """A context that can be entered again: torch enters the replay's once for every backward."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._stack = make, ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(self._make())
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._stack.__exit__(*exception)

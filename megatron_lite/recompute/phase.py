@@ -1,4 +1,4 @@
-"""Whether this thread is rebuilding activations: side effects (counters, logs) look here, so that they happen once."""
+"""Whether this thread runs a replay. Side effects (counters, logs) check it to happen only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_recomputing() -> bool:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Marks a replay. Nests, and ends with the block, by an exception too."""
+    """Marks the block as a replay. Blocks may nest, and an exception ends the mark too."""
     _phase.depth = getattr(_phase, "depth", 0) + 1
     try:
         yield

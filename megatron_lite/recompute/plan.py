@@ -1,6 +1,7 @@
-"""A recompute plan: for every layer of a pipeline stage, what is rebuilt in backward and where what is kept lives.
+"""The recompute plan: which activations of a stage backward rebuilds, and where kept tensors live.
 
-Plain data, read alike by what runs it, prices it and explains it. Equal plans compare equal. Standard library only.
+A plan is plain data. The code that runs it, the code that predicts its memory and the code that
+explains it read the same object. Equal plans compare equal. Standard library only.
 """
 
 from __future__ import annotations
@@ -9,20 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lite.config.policy import Action, Layers, Policy, Rule
+from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 
 Store = Literal["device", "split", "host", "split+host"]
-CORE_ATTENTION, LAYERNORM, MLP_REGION, ACTIVATION, DROPOUT = "core_attn", "layernorm", "mlp", "activation", "dropout"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """`num_layers` consecutive layers from `first_layer` (counted within the stage) that are treated alike.
+    """Consecutive layers of a stage that the plan treats alike.
 
-    unit: the layers form one unit: only its input is kept, and all of it runs again in backward.
-    regions: names of regions inside each layer that run again; empty in a unit.
-    ops: operators of which results are kept while all others run again; empty in a unit and beside regions. One layer.
-    store: where what is kept lives: on this device, in host memory, or, of a unit's input, 1/t on each tensor-parallel rank.
+    first_layer: the number of the first layer, counted within the stage.
+    num_layers: how many layers the segment has.
+    unit: whether the layers form one unit. A unit keeps only its input, and backward runs all of
+        its layers again.
+    regions: names of the regions inside each layer that backward runs again. Empty in a unit.
+    ops: the entries of an `ops(...)` policy. Results of these operators are kept, and all other
+        operators run again. Empty in a unit or with regions. A segment with ops has one layer.
+    store: where the kept tensors live: on this device or in host memory. "split" is for the input
+        of a unit: each tensor-parallel rank keeps 1/t of it. "split+host" combines both.
     """
 
     first_layer: int
@@ -39,27 +44,29 @@ class Segment:
 
     @property
     def split(self) -> bool:
-        """Whether each tensor-parallel rank keeps its share."""
+        """Whether each tensor-parallel rank keeps only its 1/t of the unit's input."""
         return self.store.startswith("split")
 
     @property
     def on_host(self) -> bool:
-        """Whether what is kept goes to host memory."""
+        """Whether the kept tensors go to host memory."""
         return self.store.endswith("host")
 
     @property
-    def action(self) -> Action:
-        """What it does, as a policy says it."""
-        return Action(unit=self.num_layers if self.unit else 0, regions=tuple(sorted(self.regions)), ops=self.ops)
+    def action(self) -> LayerAction:
+        """The segment's action, as the policy language expresses it."""
+        return LayerAction(unit=self.num_layers if self.unit else 0, regions=tuple(sorted(self.regions)), ops=self.ops)
 
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The segments of one stage, in order, which cover each of its layers once.
+    """The segments of one stage, in order. They cover each layer of the stage once.
 
-    skip_tail: a replay does not compute what only its own output needs: the last matmul, its collective, the addition after it.
-    verify: a replay is compared with its forward, bit by bit; then nothing is skipped.
-    contiguous: the kept inputs of units lie in one allocation.
+    skip_tail: whether a replay leaves out the operations that only its own output needs. These are
+        the last matmul, its collective, and the addition after it.
+    verify: whether each replay is compared with its forward, bit by bit. A verified replay leaves
+        nothing out, so `skip_tail` must be False.
+    contiguous: whether the kept inputs of units lie in one allocation.
     """
 
     segments: tuple[Segment, ...]
@@ -76,21 +83,25 @@ class RecomputePlan:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the stage."""
+        """The number of layers of the stage."""
         return sum(segment.num_layers for segment in self.segments)
 
     def __str__(self) -> str:
-        """A policy that gives this plan, such as "0-3:full/2@split; 4-5:none"."""
+        """Returns a policy that gives this plan, such as "0-3:full/2@split; 4-5:none"."""
         return str(Policy(tuple(_rules(self.segments))))
 
 
 def keep_everything(num_layers: int) -> RecomputePlan:
-    """The plan that rebuilds nothing."""
+    """Returns the plan that rebuilds nothing."""
     return RecomputePlan(tuple(Segment(first_layer=layer) for layer in range(num_layers)))
 
 
 def _rules(segments: tuple[Segment, ...]) -> Iterator[Rule]:
-    """One rule for each run of alike segments. A shorter unit after units belongs to them: they did not divide their layers."""
+    """Yields one rule for each run of consecutive segments that are alike.
+
+    A shorter unit directly after longer units belongs to their rule. The unit size did not divide
+    the number of layers: full/2 on five layers ends with a unit of one layer.
+    """
     start = 0
     while start < len(segments):
         first, stop = segments[start], start + 1

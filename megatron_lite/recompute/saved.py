@@ -1,7 +1,8 @@
-"""Saved-tensor hooks that keep something else in place of a tensor that is saved for backward.
+"""Saved-tensor hooks that keep another object in place of a tensor that is saved for backward.
 
-torch applies only the innermost pair of hooks. What these do not exchange goes to the pair that was in force before: regions that
-are lent, tensors that are moved, and whoever counts bytes can all look at the same forward.
+torch applies only the innermost pair of hooks. The hooks here pass each tensor that they do not
+exchange to the pair that was in force before. So hooks that discard outputs, hooks that move
+tensors and hooks that count bytes all see the same forward.
 """
 
 from __future__ import annotations
@@ -15,32 +16,40 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_lite.recompute.versions import check_unwritten, version_of
 
-class Kept(Protocol):
-    """What the graph holds in place of a tensor."""
+
+class SavedHandle(Protocol):
+    """The object that the graph holds in place of a saved tensor."""
 
     def tensor(self) -> Tensor:
-        """The tensor, which backward needs now."""
+        """Returns the tensor, which backward needs now."""
 
 
 class Moved(Protocol):
-    """A copy of a storage. Lives as long as the graph needs any view of it."""
+    """A copy of a storage. It lives as long as the graph needs any view of the storage."""
 
     def memory(self) -> Tensor:
-        """Its bytes, on the device of the original, ready to be read."""
+        """Returns its bytes on the device of the original, ready for the current stream."""
 
 
 @contextmanager
-def exchanging(exchange: Callable[[Tensor], Kept | None]) -> Iterator[None]:
-    """Inside, whatever saves a tensor keeps `exchange(tensor)`; where that is None, what the hooks in force make of it."""
+def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[None]:
+    """Keeps `exchange(tensor)` in place of each tensor that is saved inside the block.
+
+    If that is None, the tensor goes to the hooks that were in force before.
+    """
     outer = hooks_in_force()
 
-    def pack(tensor: Tensor) -> Kept:
+    def pack(tensor: Tensor) -> SavedHandle:
         kept = exchange(tensor)
         if kept is not None:
             return kept
-        # An output that is kept as it is keeps its graph, which keeps the output: a cycle.
-        return _Passed(tensor.detach(), None) if outer is None else _Passed(outer.pack(tensor), outer.unpack)
+        # An operation may save its own output. Kept as it is, the output would hold its graph, and
+        # the graph would hold the output: a cycle.
+        if outer is None:
+            return _Passed(tensor.detach(), None, version_of(tensor))
+        return _Passed(outer.pack(tensor), outer.unpack, None)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _tensor):
         yield
@@ -48,21 +57,25 @@ def exchanging(exchange: Callable[[Tensor], Kept | None]) -> Iterator[None]:
 
 @contextmanager
 def moving(move: Callable[[Tensor], Moved], *, kind: str, stay: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, what is saved is kept as `move(tensor)`: the copy of its whole storage, made once for all views of it.
+    """Keeps `move(tensor)` in place of each tensor that is saved inside the block.
 
-    Not moved are the tensors `stay` and views of them, tensors on another kind of device, and bytes: states of generators, which
-    live in host memory on every device.
+    A move copies the whole storage, once for all views of it.
+
+    kind: the kind of device ("cuda") whose tensors are moved.
+    stay: these tensors and views of them are not moved. Tensors of bytes (uint8) are not moved
+        either: they are states of generators, which are in host memory on every device.
     """
     fixed = {tensor.untyped_storage()._cdata for tensor in stay}
-    moved: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], Moved]] = {}
+    moved: dict[tuple[int, int, tuple[int, ...]], tuple[weakref.ref[torch.UntypedStorage], Moved]] = {}
 
-    def exchange(tensor: Tensor) -> Kept | None:
+    def exchange(tensor: Tensor) -> SavedHandle | None:
         storage = tensor.untyped_storage() if _can_move(tensor, kind) else None
         if storage is None or storage._cdata in fixed or storage.nbytes() == 0:
             return None
-        place = storage._cdata, tensor._version  # written to since: no longer what was copied
+        # A write after the copy raises the version, so the storage is copied again.
+        place = storage._cdata, tensor._version, _unknown_part(tensor, storage)
         known = moved.get(place)
-        if known is None or known[0]() is not storage:  # an address is used again
+        if known is None or known[0]() is not storage:  # another storage at the same address
             known = moved[place] = weakref.ref(storage), move(tensor)
         return _View.of(tensor, known[1])
 
@@ -81,29 +94,67 @@ class Hooks(NamedTuple):
 
 
 def hooks_in_force() -> Hooks | None:
-    """The innermost pair. torch has no public way to ask for it."""
+    """Returns the innermost pair of hooks, or None. torch has no public function for it."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else Hooks(*top)
 
 
+class SavedValue:
+    """A tensor kept through the saved-tensor hooks in force, as autograd keeps its saved tensors.
+
+    The tensor stays kept as long as this object lives.
+    """
+
+    __slots__ = ("_packed", "_unpack", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        hooks = hooks_in_force()
+        self._packed: Any = tensor.detach() if hooks is None else hooks.pack(tensor)
+        self._unpack = None if hooks is None else hooks.unpack
+        self._version = version_of(tensor)
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor, detached from any graph.
+
+        RuntimeError: it was written to since. If hooks were in force, that check is left to them.
+        """
+        if self._unpack is not None:
+            return self._unpack(self._packed).detach()
+        check_unwritten(self._packed, self._version)
+        return self._packed.detach()
+
+
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The storage as a tensor of bytes."""
+    """Returns the storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Passed(NamedTuple):
-    """What the hooks that were in force made of a tensor; without any, the tensor."""
+    """A saved tensor as the hooks that were in force before packed it, or the tensor itself.
+
+    version: the version of the tensor if there were no such hooks. torch does not check versions
+        if hooks are in force, so these hooks do.
+    """
 
     packed: Any
     unpack: Callable[[Any], Tensor] | None
+    version: int | None
 
     def tensor(self) -> Tensor:
-        return self.packed if self.unpack is None else self.unpack(self.packed)
+        if self.unpack is not None:
+            return self.unpack(self.packed)
+        check_unwritten(self.packed, self.version)
+        tensor: Tensor = self.packed
+        return tensor
 
 
 @dataclass(frozen=True)
 class _View:
-    """A moved storage, and the place of a tensor in it."""
+    """A view of a moved storage.
+
+    moved: the copy of the storage.
+    dtype, size, stride, offset: the place of the tensor in it.
+    """
 
     moved: Moved
     dtype: torch.dtype
@@ -122,12 +173,24 @@ class _View:
         return tensor.set_(memory.untyped_storage(), first, self.size, self.stride)
 
 
-def _tensor(kept: Kept) -> Tensor:
+def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, ...]:
+    """Returns the place of a tensor that is a part of its storage, but no view to torch; else ().
+
+    unsafe_chunk makes such parts (in nn.GRU). Each part has its own version counter. So equal
+    versions of two parts do not show that the storage was not written to in between.
+    """
+    if tensor._is_view() or tensor.numel() * tensor.element_size() == storage.nbytes():
+        return ()
+    return int(tensor.storage_offset()), *tensor.shape
+
+
+def _tensor(kept: SavedHandle) -> Tensor:
     return kept.tensor()
 
 
 def _can_move(tensor: Tensor, kind: str) -> bool:
     if tensor.device.type != kind or tensor.dtype == torch.uint8:
         return False
-    # Whether dtype, sizes and strides say all that its memory does not.
+    # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
+    # for a tensor subclass, nor for a lazy conjugate or negation.
     return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()

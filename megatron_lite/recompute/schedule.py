@@ -1,6 +1,7 @@
-"""From the recompute flags to the plan of one pipeline stage. Standard library only.
+"""Derives the recompute plan of one pipeline stage from the recompute flags. Standard library only.
 
-Policies count layers within a stage, and stages in the order of the model: each virtual stage is one of its own, as in Megatron.
+Policies count layers within a stage. Stages are numbered in the order of the model, and each
+virtual stage is a stage of its own, as in Megatron.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import cast
 
-from megatron_lite.config.policy import Action, Layers, Policy, Rule
+from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule, parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import without_nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.recompute.plan import ACTIVATION, MLP_REGION, RecomputePlan, Segment, Store
+from megatron_lite.recompute.plan import RecomputePlan, Segment, Store
 
-KEEP = Rule(layers=(Layers(),), action=Action())
+KEEP = Rule(layers=(Layers(),), action=LayerAction())
 
 
 def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> RecomputePlan:
-    """The plan of a stage of `num_layers` layers.
+    """Returns the plan of a stage of `num_layers` layers.
 
-    uniform: units of --recompute-num-layers layers, the last one shorter where they do not divide the stage.
-    block: the first --recompute-num-layers layers of the stage are units of one; the others keep everything.
-    selective: the named regions of every layer. activation lies inside mlp, which rebuilds it anyway.
+    uniform: all layers are in units of --recompute-num-layers layers. The last unit is shorter if
+        that number does not divide the layers of the stage.
+    block: each of the first --recompute-num-layers layers of the stage is a unit of one layer. The
+        other layers keep everything.
+    selective: backward runs the named regions of every layer again. A named region inside another
+        named region is dropped from the plan, because it runs again with the outer one.
     """
     return RecomputePlan(tuple(segments(config.policy, num_layers, stage)), verify=config.recompute_verify,
                          skip_tail=config.recompute_tail_skip and not config.recompute_verify,
@@ -32,7 +37,10 @@ def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> Reco
 
 
 def plan_model(config: RunConfig) -> RecomputePlan:
-    """The plans of all stages, one behind the other: what all ranks of a pipeline recompute together."""
+    """Returns the plans of all stages joined into one, with layers counted over the whole model.
+
+    It covers what all ranks of a pipeline recompute together.
+    """
     whole: list[Segment] = []
     for stage in stages(config.parallel, config.model.num_layers):
         plan = plan_stage(config.recompute, stage.num_layers, stage.number)
@@ -40,9 +48,26 @@ def plan_model(config: RunConfig) -> RecomputePlan:
     return replace(plan, segments=tuple(whole))
 
 
+def policy_by_stage(config: RunConfig) -> str:
+    """Returns a policy with the same effect as the run's own flags.
+
+    Its rules name their stages, unless all stages have the same rules.
+    """
+    plans = [(stage.number, str(plan_stage(config.recompute, stage.num_layers, stage.number)))
+             for stage in stages(config.parallel, config.model.num_layers)]
+    if len({text for _, text in plans}) == 1:
+        return plans[0][1]
+    return str(Policy(tuple(replace(rule, stage=number) for number, text in plans for rule in parse_policy(text).rules)))
+
+
 def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:
-    """Every layer once, in order. Which layer does what follows from its number alone."""
+    """Yields segments that cover every layer of the stage once, in order.
+
+    The rule of a layer follows from the numbers of the layer and of its stage alone.
+    """
     decided = [(layer, policy.rule_of(layer, stage) or KEEP) for layer in range(num_layers)]
+    # Units are cut within a run of consecutive layers under one rule, so a unit never spans a layer
+    # that another rule decides. "2:none; *:full/2" has the units 0-1, 3-4, and so on.
     for rule, run in itertools.groupby(decided, key=lambda pair: pair[1]):
         yield from _treated(rule, [layer for layer, _ in run])
 
@@ -52,7 +77,5 @@ def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
     if action.unit:
         return (Segment(first_layer=first, num_layers=min(action.unit, layers[-1] + 1 - first), unit=True, store=store)
                 for first in layers[:: action.unit])
-    regions = frozenset(action.regions)
-    if MLP_REGION in regions:
-        regions -= {ACTIVATION}
+    regions = without_nested(action.regions)
     return (Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers)

@@ -1,4 +1,4 @@
-"""Where the layers of one stage put what they keep for backward, if not simply on the device: host memory, an arena, or both."""
+"""The memory for the kept tensors of one stage: host memory, an arena on the device, or both."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ Opened = Callable[[Segment, Iterable[Any]], AbstractContextManager[None]]
 
 
 class Stores:
-    """The memory that a model's layers use again in every forward. Nothing is allocated before the first.
+    """The memory that the layers of a stage use again in every forward.
 
-    micro_batches: whose forwards may run before the first one's backward, of which the arenas' sizes follow.
+    Nothing is allocated before the first forward.
+
+    micro_batches: how many micro-batches may be in flight: forwards before the backward of the
+        first one. An arena has slots for that many.
     """
 
     def __init__(self, device: torch.device, *, micro_batches: int = 1) -> None:
@@ -34,10 +37,22 @@ class Stores:
     def __deepcopy__(self, memo: dict[int, Any]) -> Stores:
         return Stores(self.device, micro_batches=self.micro_batches)
 
+    def reserve(self, micro_batches: int) -> None:
+        """Makes room for `micro_batches` in flight from the next forward on. Room never shrinks.
+
+        A forward replaces an arena that is too small, if none of its slots is in use. That is
+        always the case between steps.
+        """
+        self.micro_batches = max(self.micro_batches, micro_batches)
+
     @contextmanager
     def forward(self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int) -> Iterator[Opened]:
-        """Around all segments. What it gives is called around each, with the segment and what it shares with others: its layers,
-        whose parameters are not moved, and what they get, in which no tensor is moved."""
+        """Prepares the memory for one forward. Call it around all segments of the plan.
+
+        It yields a function `opened(segment, shared)`, whose result goes around each segment.
+        `shared` lists objects whose tensors are not moved: the segment's layers with their
+        parameters, and the further arguments of the layers.
+        """
         if not torch.is_grad_enabled() or not (plan.contiguous or any(segment.on_host for segment in plan.segments)):
             yield lambda segment, shared: nullcontext()
             return
@@ -56,31 +71,39 @@ class Stores:
 
     @property
     def device_bytes(self) -> int:
-        """In use now, on the device: of the tensors in the slots of the arena there."""
+        """The bytes of all tensors that are in slots of the arena on the device now."""
         return sum(arena.bytes_in_use for on_host, arena in self._arenas.items() if not on_host)
 
     @property
     def host_bytes(self) -> int:
-        """In use now, on the host."""
+        """The bytes of all tensors that are in host memory now."""
         return self.pool.bytes_in_use + sum(arena.bytes_in_use for on_host, arena in self._arenas.items() if on_host)
 
     def storages(self) -> set[int]:
-        """Addresses of all storages, in use or not."""
+        """Returns the addresses of all storages, in use or not."""
         return self.pool.storages().union(*(arena.storages() for arena in self._arenas.values()))
 
     @cached_property
     def lanes(self) -> Lanes:
-        """How copies are made."""
+        """The object that copies between device and host."""
         return CudaLanes(self.device) if self.device.type == "cuda" else Lanes()
 
     def _arena(self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool) -> Arena:
-        """That of the units which keep on the host, or of the others. Made for the inputs of the first forward."""
-        if on_host not in self._arenas:
+        """Returns the arena for units that keep their input on the host, or for the other units.
+
+        The input of the first forward gives the sizes of the slots: [s/t or s, b, h] for a whole
+        input, 1/t of it for a split input.
+        """
+        arena = self._arenas.get(on_host)
+        if arena is None or (arena.micro_batches < self.micro_batches and not arena.bytes_in_use):
+            self._arenas.pop(on_host, None)  # frees the memory of the smaller arena before the larger one is allocated
+            del arena
             whole = hidden_states.untyped_storage().nbytes()
             sizes = [whole // tp_size if segment.split else whole for segment in plan.segments
                      if segment.unit and segment.on_host == on_host]
             device = torch.device("cpu") if on_host else self.device
-            self._arenas[on_host] = Arena(sizes * self.micro_batches, device, pinned=on_host and self.device.type == "cuda")
+            self._arenas[on_host] = Arena(sizes * self.micro_batches, device, pinned=on_host and self.device.type == "cuda",
+                                          micro_batches=self.micro_batches)
         return self._arenas[on_host]
 
 

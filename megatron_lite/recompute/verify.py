@@ -1,29 +1,37 @@
-"""Compares a replay with its forward, value by value: hashes of what each region returned, and of the random streams.
+"""Compares a replay with its forward, by hashes of tensors and of random-number streams.
 
-For `--recompute-verify`. Each comparison waits for the device. Without the flag nothing here runs.
+`Record` serves the layers of this project: it compares the outputs of their regions. `Witness`
+serves any function: it compares the tensors that the function saves for backward. Both run only
+with `--recompute-verify` or `apply_policy_(..., verify=True)`, since each comparison waits for the
+device.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from megatron_lite.parallel.rng import Generators
-
-CHUNK = 2**20
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+from megatron_lite.parallel.tensor_hash import tensor_hash
 
 
 class RecomputeMismatch(RuntimeError):
-    """A replay computed something else than its forward: gradients from it would be wrong."""
+    """A replay computed something else than its forward, so its gradients would be wrong."""
 
 
 class Seen(NamedTuple):
-    """What was at one place: the tensors' hashes, and those of the streams' states at that moment."""
+    """One entry of a record: the tensors at one place, and the random-number streams then.
+
+    place: the name of the place, for messages.
+    tensors: the hash of each tensor.
+    shapes: the shape of each tensor.
+    streams: the hash of each stream's state, by the name of the stream.
+    """
 
     place: str
     tensors: tuple[int, ...]
@@ -32,9 +40,11 @@ class Seen(NamedTuple):
 
 
 class Record:
-    """What one unit or region saw in its forward, and the comparison of every replay with it.
+    """The entries of one forward of a unit or region. Every replay is compared with them in order.
 
-    module: what runs inside, whose buffers must not change.
+    what: the name of the unit or region in messages.
+    rng: the random-number streams to compare; None for a function that draws nothing.
+    module: the module that runs inside, whose buffers must not change.
     """
 
     def __init__(self, what: str, rng: Generators | None, module: nn.Module | None = None) -> None:
@@ -44,10 +54,14 @@ class Record:
         self._position = 0
 
     def watch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose first call is noted and whose later calls are compared: arguments, what `see` is told, results."""
+        """Returns `function` with comparison: the first call is recorded, later calls are compared.
+
+        It covers the arguments, the values passed to `see` inside the call, and the results.
+        RecomputeMismatch: a later call differs from the first one, or a call changes a buffer.
+        """
 
         def watched(*args: Any) -> Any:
-            self._position = 0
+            self.restart()
             self.see(f"{self.what}, input", args)
             buffers = self._buffers()
             outputs = function(*args)
@@ -55,49 +69,121 @@ class Record:
             if changed:
                 raise RecomputeMismatch(f"{self.what} changes its buffer {changed[0]}: a replay would change it a second time")
             self.see(f"{self.what}, output", outputs)
-            self._complete = True
+            self.complete()
             return outputs
 
         return watched
 
-    def see(self, place: str, values: Any) -> None:
-        """Takes the tensors among `values` (a tensor, or a sequence). RecomputeMismatch where a replay differs."""
+    def restart(self) -> None:
+        """Begins the forward, or a replay, at the first entry of the record."""
+        self._position = 0
+
+    def complete(self) -> None:
+        """Ends the forward. Values passed to `see` from here on belong to a replay."""
+        self._complete = True
+
+    def see(self, place: str, values: Any, *, streams: bool = True) -> None:
+        """Records the tensors among `values`, or compares them if this is a replay.
+
+        values: a tensor, or a tuple or list that contains tensors.
+        streams: whether to include the random-number streams.
+        RecomputeMismatch: the replay differs from the forward.
+        """
         tensors = [value for value in (values if isinstance(values, (tuple, list)) else (values,)) if isinstance(value, Tensor)]
-        now = Seen(place, tuple(map(digest, tensors)), tuple(tuple(tensor.shape) for tensor in tensors), self._streams())
+        now = Seen(place, tuple(map(_hash, tensors)), tuple(tuple(tensor.shape) for tensor in tensors),
+                   self._streams() if streams else {})
         if not self._complete:
             self._seen.append(now)
             return
+        if self._position == len(self._seen):
+            raise RecomputeMismatch(f"recomputation took another path: the forward ended before {place}")
         before = self._seen[self._position]
         self._position += 1
         if now != before:
             raise RecomputeMismatch(_difference(before, now))
 
     def _buffers(self) -> dict[str, int]:
-        return {} if self._module is None else {name: digest(buffer) for name, buffer in self._module.named_buffers()}
+        return {} if self._module is None else {name: _hash(buffer) for name, buffer in self._module.named_buffers()}
 
     def _streams(self) -> dict[str, int]:
         if self.rng is None:
             return {}
-        return {name: digest(state) for name, state in self.rng.snapshot().states.items()}
+        return {name: _hash(state) for name, state in self.rng.snapshot().states.items()}
 
 
-def digest(tensor: Tensor) -> int:
-    """A 64-bit hash of the tensor's bits and of their places."""
-    flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(INTEGERS[flat.element_size()])
-    if bits.device.type == "cpu":
-        return int.from_bytes(hashlib.blake2b(bytes(bits.view(torch.uint8).numpy()), digest_size=8).digest(), "little")
-    return digest_by_places(bits)
+class Witness:
+    """The record of one call of any function. Every replay is compared with it.
+
+    The record covers the arguments, each tensor that is saved for backward, the results, and the
+    random-number streams before and after the call. It also covers which arguments and parameters
+    the graph of the results reaches, because a lost edge would silently lose a gradient.
+    """
+
+    def __init__(self, name: str, rng: Generators | None, layer: nn.Module | None) -> None:
+        self._record = Record(name, rng)
+        self._layer = layer
+        self._name = name
+        self._saved = 0
+        self._reached: frozenset[str] | None = None
+        self._inputs: dict[tuple[Any, int], str] = {}
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins the forward or a replay, and records or compares its arguments."""
+        self._saved = 0
+        self._record.restart()
+        paths = [(keystr(path).partition("]")[2], value) for path, value in tree_flatten_with_path((args, kwargs))[0]]
+        self._record.see(f"{self._name}, input", [value for _, value in paths])
+        self._inputs = {(gradient_edge.node, gradient_edge.output_nr): f"argument {path}" for path, gradient_edge in (
+            (path, get_gradient_edge(value)) for path, value in paths if isinstance(value, Tensor) and value.requires_grad)}
+
+    def save(self, tensor: Tensor) -> None:
+        """Records a tensor that is saved for backward, or compares it if this is a replay."""
+        self._record.see(f"{self._name}, saved tensor {self._saved}", tensor, streams=False)
+        self._saved += 1
+
+    def end(self, outputs: Any) -> None:
+        """Ends the forward or a replay, and records or compares its results and their graph.
+
+        RecomputeMismatch: the replay differs from the forward.
+        """
+        self._record.see(f"{self._name}, output", tree_leaves(outputs))
+        reached = frozenset(self._reaches(outputs))
+        if self._reached is None:
+            self._reached = reached
+            self._record.complete()
+        elif reached != self._reached:
+            lost, new = sorted(self._reached - reached), sorted(reached - self._reached)
+            raise RecomputeMismatch(f"{self._name}: the graph of a replay is not the forward's: it "
+                                    + " and ".join([*([f"lost {', '.join(lost)}"] if lost else []),
+                                                    *([f"has {', '.join(new)} besides"] if new else [])]))
+
+    def _reaches(self, outputs: Any) -> Iterator[str]:
+        parameters = {} if self._layer is None else {id(parameter): name for name, parameter in self._layer.named_parameters()}
+        edges: list[tuple[Any, int]] = [(value.grad_fn, value.output_nr) for value in tree_leaves(outputs)
+                 if isinstance(value, Tensor) and value.grad_fn is not None]
+        # The search goes back through the graph and stops at the arguments: their own history is
+        # that of the caller, and a replay does not have it. A node with a `variable` accumulates
+        # the gradient of that leaf.
+        seen = set()
+        while edges:
+            edge = edges.pop()
+            node = edge[0]
+            if node is None or edge in seen:
+                continue
+            seen.add(edge)
+            if edge in self._inputs:
+                yield self._inputs[edge]
+                continue
+            if hasattr(node, "variable"):
+                yield parameters.get(id(node.variable), "a tensor that is no parameter of the layer")
+            edges += node.next_functions
 
 
-def digest_by_places(bits: Tensor) -> int:
-    """For integers of at most 32 bits on any device: the sum of each times an odd number of its place, modulo 2^64."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].long() + 1
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=bits.device)
-        total += (part * (2 * (places * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01) + 1)).sum()  # wraps around
-    return int(total.item())
+def _hash(tensor: Tensor) -> int:
+    """Returns a 64-bit hash of the tensor's bits and their places. Waits for the device."""
+    # A mode that keeps the results of operators must neither count nor replace these operators.
+    with _disable_current_modes():
+        return int(tensor_hash(tensor).item())
 
 
 def _difference(before: Seen, now: Seen) -> str:

@@ -1,10 +1,15 @@
-"""The matmul behind an f or a sequence gather, with its backward written out, so that less is kept and collectives overlap.
+"""The matmul of a column-parallel layer, with a handwritten backward.
 
-    sequence parallel     forward   gather x [s/t] -> [s], y = x A^T                 keeps only this rank's [s/t] of x
-                          backward  gather x again  ||  dx = dy A,   then  reduce-scatter dx  ||  dA = dy^T x
-    else                  backward  dx = dy A,                       then  all-reduce dx      ||  dA = dy^T x
+The backward lets the layer keep less, and overlaps collectives with matmuls.
 
-(2205.05198 sec. 4.2.2: the gathered input is not stored. `||`: the collective runs beside the matmul.)
+    sequence parallel   forward    gather x [s/t] -> [s],  y = x A^T    keeps this rank's [s/t] of x
+                        backward   gather x again     ||  dx = dy A,  then
+                                   reduce-scatter dx  ||  dA = dy^T x
+    else                backward   dx = dy A,  then
+                                   all-reduce dx      ||  dA = dy^T x
+
+`||`: the collective runs beside the matmul. The gathered input is not stored (2205.05198 sec.
+4.2.2).
 """
 
 from __future__ import annotations
@@ -27,17 +32,19 @@ from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 
 def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
                            sequence_parallel: bool) -> Tensor:
-    """[s/t under sequence parallelism else s, b, n] -> [s, b, m/t]; weight [m/t, n], bias [m/t].
+    """Returns x A^T plus the bias: this rank's output features of all tokens, [s, b, m/t].
 
-    Keeps hidden_states and the weight. Collectives as in the module's table; none where the group is None.
+    hidden_states: [s, b, n], under sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
+    Collectives are in the module's table; a group of None issues none. Keeps hidden_states and the
+    weight.
     """
     if tp_group is None and own_sum(weight) is None:
         return F.linear(hidden_states, weight, bias)
-    return _ColumnParallelLinear.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel)
+    return _ColumnParallelMatmul.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel)
 
 
 class Operands(NamedTuple):
-    """Of a linear layer."""
+    """The operands of a linear layer."""
 
     hidden_states: Tensor
     weight: Tensor
@@ -45,7 +52,10 @@ class Operands(NamedTuple):
 
 
 def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
-    """The operands in autocast's dtype, if it is on: what F.linear would do. The casts stay in the graph."""
+    """Returns the operands in autocast's dtype if autocast is on, as F.linear would cast them.
+
+    The casts are part of the graph.
+    """
     kind = hidden_states.device.type
     if not torch.is_autocast_enabled(kind):
         return Operands(hidden_states, weight, bias)
@@ -53,7 +63,7 @@ def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None
     return Operands(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-class _ColumnParallelLinear(torch.autograd.Function):
+class _ColumnParallelMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
                 sequence_parallel: bool) -> Tensor:
@@ -66,6 +76,8 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # dx comes first: the gather of x runs beside this matmul, and dx is on its way to the other
+        # ranks while dA is computed.
         gather = None
         if needs_weight and ctx.sequence_parallel:
             gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)

@@ -1,10 +1,13 @@
-"""Cross-entropy over logits whose vocabulary is split over the TP ranks; the logits are never gathered.
+"""Cross-entropy over logits whose vocabulary is sharded over the TP ranks.
 
-    forward    row_statistics       of any rows of logits: maximum, sum of exponentials, label logit     this rank's columns
-               combined             all rows at once: two all-reduces, then the losses
-    backward   write_gradient_      of any rows of logits: softmax - one_hot                             this rank's columns
+The logits are never gathered.
 
-linear_cross_entropy.py puts the same steps together for logits that exist a chunk at a time.
+    forward    row_statistics    any rows, this rank's columns: the maximum, the sum of
+                                 exponentials and the label's logit
+               combined          all rows at once: two all-reduces, then the losses
+    backward   write_gradient_   any rows, this rank's columns: softmax - one_hot
+
+linear_cross_entropy.py combines the same steps for logits that exist one chunk at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +24,22 @@ from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None, first_id: int,
                                  num_ids: int) -> Tensor:
-    """The negative log-likelihood of each label, float32 (float64 for float64 logits) [s, b], the same on every TP rank.
+    """Returns the negative log-likelihood of each label, [s, b], the same on every TP rank.
 
-    logits: [s, b, padded V / t], this rank's columns. labels: [s, b], global ids, each below the true V.
-    first_id: global id of column 0. num_ids: how many columns stand for true ids; the rest is padding, takes no part in the
-    softmax and has gradient 0, so that the loss does not depend on the padding and so not on t.
-    Computed in that dtype, a few rows at a time: no such copy of all logits exists.
-    Forward: all-reduces of three [s, b] tensors (maximum, then label logit and sum of exponentials in one). Keeps the logits
-    (in their own dtype), the labels, one byte per label, and per row this rank's share of the softmax.
+    The losses are float32 (float64 for float64 logits). The computation has this dtype too and
+    covers a few rows at a time, so no copy of all logits in this dtype exists.
+
+    logits: [s, b, padded V / t], this rank's columns.
+    labels: [s, b], global ids, each below the true V.
+    first_id: the global id of column 0.
+    num_ids: the number of this rank's columns that have true ids. The other columns are padding.
+        They take no part in the softmax and have gradient 0, so the loss does not depend on the
+        padding, nor on t.
+
+    Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
+    sums of exponentials [2, s b]. Backward issues none.
+    Keeps the logits (in their own dtype), the labels, one byte per label, and for each row this
+    rank's share of the softmax.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, num_ids)
 
@@ -54,16 +65,22 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 class LocalLabels(NamedTuple):
-    """Of each row, [n]: the label's column on this rank, and whether it is here at all (if not, the column is any)."""
+    """The place of each row's label among this rank's columns.
+
+    column: [n], the label's column, or an arbitrary one if the label is on another rank.
+    here: [n], whether the label's column is on this rank.
+    """
 
     column: Tensor
     here: Tensor
 
 
 class RowStatistics(NamedTuple):
-    """Of this rank's columns, [n]: the maximum, the sum of exp(logit - maximum), the logit in the label's column.
+    """Statistics of each row over this rank's columns.
 
-    -inf, 0 and 0 for rows without columns.
+    maximum: [n], the largest logit; -inf if the rank has no columns.
+    total: [n], the sum of exp(logit - maximum); 0 if the rank has no columns.
+    at_label: [n], the logit in the label's column; 0 if the rank has no columns.
     """
 
     maximum: Tensor
@@ -72,39 +89,48 @@ class RowStatistics(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """[n]: the losses, and this rank's part of the softmax's mass (1 for a group of one)."""
+    """The losses of all rows, and the share of the softmax on this rank.
+
+    losses: [n].
+    share: [n], the sum of the softmax over this rank's columns (1 for a group of one).
+    """
 
     losses: Tensor
     share: Tensor
 
 
 class GradientFactors(NamedTuple):
-    """[n, 1] each: a row's gradient is softmax of this rank's columns x `softmax`, plus `at_label` in the label's `column`."""
+    """The factors of each row's gradient, [n, 1] each.
+
+    The gradient of a row is `softmax` times the softmax over this rank's columns, plus `at_label`
+    in the label's `column`.
+    """
 
     softmax: Tensor
     at_label: Tensor
     column: Tensor
 
     def of_rows(self, rows: slice) -> GradientFactors:
-        """Those of some rows."""
+        """Returns the factors of some rows."""
         return GradientFactors(*(factor[rows] for factor in self))
 
 
 def local_labels(labels: Tensor, first_id: int, num_ids: int) -> LocalLabels:
-    """Global ids of any shape -> columns of this rank, flat."""
+    """Returns this rank's columns for global ids of any shape, flattened."""
     local = labels.flatten() - first_id
     return LocalLabels(local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids))
 
 
 def row_statistics(rows: Tensor, column: Tensor) -> RowStatistics:
-    """[n, ids], [n] -> three of [n], at least float32. Sends nothing.
+    """Returns the statistics of `rows` [n, ids], given the label's column of each row [n].
 
-    The largest softmax of a row is 1 / total, and torch's softmax is faster than its exp.
+    Each statistic is [n], at least float32. Issues no collective.
     """
     dtype = torch.promote_types(torch.float32, rows.dtype)
     maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
     if rows.shape[1]:
+        # The largest softmax of a row is 1 / total, and torch's softmax is faster than its exp.
         for part in cached_rows(rows):
             maximum[part] = rows[part].amax(-1).to(dtype)
             total[part] = torch.softmax(rows[part], -1, dtype=dtype).amax(-1).reciprocal_()
@@ -113,7 +139,10 @@ def row_statistics(rows: Tensor, column: Tensor) -> RowStatistics:
 
 
 def combined(statistics: RowStatistics, labels: LocalLabels, tp_group: ProcessGroup | None) -> Combined:
-    """The losses, from what every rank knows of its columns. All-reduces of [n] (maximum) and [2, n] (sums)."""
+    """Returns the losses, combined from the statistics of all ranks.
+
+    Issues two all-reduces: of [n] (the maxima) and of [2, n] (the sums).
+    """
     maximum = all_reduce(statistics.maximum, tp_group, dist.ReduceOp.MAX)
     share = statistics.total * (statistics.maximum - maximum).exp_()
     sums = torch.stack((torch.where(labels.here, statistics.at_label - maximum, 0.0), share))
@@ -122,13 +151,16 @@ def combined(statistics: RowStatistics, labels: LocalLabels, tp_group: ProcessGr
 
 
 def gradient_factors(grad_losses: Tensor, share: Tensor, labels: LocalLabels) -> GradientFactors:
-    """Of all rows, from the incoming gradient of each."""
+    """Returns the factors of all rows, from the incoming gradient of each row's loss."""
     grad = grad_losses.flatten().to(share.dtype)
     return GradientFactors(*(factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column)))
 
 
 def write_gradient_(grad: Tensor, logits: Tensor, factors: GradientFactors, *, num_ids: int) -> None:
-    """Fills grad [n, columns], which may be the logits themselves. Columns from num_ids on get 0."""
+    """Fills grad [n, columns], which may be the same tensor as the logits.
+
+    The columns from num_ids on are padding and get 0.
+    """
     grad[:, num_ids:] = 0.0
     rows = logits[:, :num_ids]
     for part in cached_rows(rows) if num_ids else ():
@@ -138,7 +170,10 @@ def write_gradient_(grad: Tensor, logits: Tensor, factors: GradientFactors, *, n
 
 
 def cached_rows(rows: Tensor) -> list[slice]:
-    """Row ranges whose float32 form stays in a CPU core's cache, or takes at most 256 MiB of a GPU."""
+    """Returns row ranges whose float32 copy fits in a CPU core's cache (1 MiB).
+
+    On a GPU the copy of a range takes at most 256 MiB.
+    """
     limit = 2**20 if rows.device.type == "cpu" else 2**28
     step = max(1, limit // (4 * rows.shape[-1]))
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

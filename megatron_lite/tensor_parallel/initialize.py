@@ -1,7 +1,9 @@
-"""Initial weights that depend on the seed, the parameter's name and its global shape only: the same at every TP size.
+"""Initial weights that are the same at every TP size.
 
-The whole tensor is cut into at most 64 blocks along its split dim, each drawn on the CPU in float32 from a generator of its
-own. A rank draws only the blocks that touch its shard, so that t ranks share the work of a large model.
+They depend only on the seed, the parameter's name and its global shape. The whole tensor is cut
+into at most 64 blocks along its split dim. Each block is drawn on the CPU in float32, from its own
+generator. A rank draws only the blocks that overlap its shard, so t ranks share the work of a large
+model.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ NUM_BLOCKS = 64
 
 @torch.no_grad()
 def initialize_parameters_(model: nn.Module, *, seed: int, tp_rank: int, tp_size: int) -> None:
-    """Fills every parameter of `model` as its mark says. Draws from no stream of the run."""
+    """Fills every parameter of `model` as its ParameterSpec describes.
+
+    Draws from none of the run's random-number streams.
+    """
     for name, parameter in model.named_parameters():
         parameter.copy_(initial_values(spec_of(parameter), seed=seed, name=name, tp_rank=tp_rank, tp_size=tp_size))
 
 
 def initial_values(spec: ParameterSpec, *, seed: int, name: str, tp_rank: int, tp_size: int) -> Tensor:
-    """float32 CPU values of one rank's shard; vocabulary padding is zero."""
+    """Returns the values of one rank's shard, float32 on the CPU. Vocabulary padding is zero."""
     local = torch.full(spec.local_shape(tp_size), spec.init_value, dtype=torch.float32)
     if spec.init_std is None:
         return local
@@ -37,7 +42,7 @@ def initial_values(spec: ParameterSpec, *, seed: int, name: str, tp_rank: int, t
 
 
 def _normal_rows(spec: ParameterSpec, dim: int, start: int, length: int, *, seed: int, name: str) -> Tensor:
-    """Rows [start, start + length) along `dim` of the whole tensor's normal draw."""
+    """Returns the normal draw of indices [start, start + length) of the whole tensor's `dim`."""
     assert spec.init_std is not None
     total = spec.global_shape[dim]
     block = -(-total // NUM_BLOCKS)

@@ -1,11 +1,14 @@
 """Linear layers and the token embedding, sharded over the TP group.
 
-    ColumnParallelLinear  Y = X A^T      A split by output rows:    [ A_0 ; A_1 ]     Y comes out split by columns
-    RowParallelLinear     Y = X A^T + b  A split by input columns:  [ A_0 | A_1 ]     partial Ys are summed, then b once
+    ColumnParallelLinear   Y = X A^T       A split by output rows      Y is split by columns
+                                           [ A_0 ; A_1 ]
+    RowParallelLinear      Y = X A^T + b   A split by input columns    partial Ys are summed,
+                                           [ A_0 | A_1 ]               and b is added once
 
-Between the two nothing is communicated. Without sequence parallelism X of the first and Y of the second are [s, b, ...],
-the same on every rank; with it they are [s/t, b, ...], and the sum is a reduce-scatter. Parameters are left
-uninitialised: `initialize.py` fills a whole model from its marks.
+Between the two layers nothing is communicated. Without sequence parallelism, X of the first and Y
+of the second are [s, b, ...], the same on every rank. The sum is then an all-reduce. With sequence
+parallelism they are [s/t, b, ...], and the sum is a reduce-scatter. The layers leave their
+parameters uninitialised; `initialize.py` fills a whole model from the parameters' specs.
 """
 
 from __future__ import annotations
@@ -18,40 +21,52 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
 
 
-def new_parameter(spec: ParameterSpec, context: TensorParallelContext) -> nn.Parameter:
-    """An uninitialised, marked parameter that holds this rank's shard."""
+def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
+    """Returns an uninitialised parameter that holds this rank's shard and carries `spec`."""
     local = torch.empty(spec.local_shape(context.size), dtype=context.params_dtype, device=context.device)
     return mark(nn.Parameter(local), spec)
 
 
 class ColumnParallelLinear(nn.Module):
-    """[s/t under sequence parallelism else s, b, input_size] -> [s, b, output_size/t].
+    """A linear layer whose output features are sharded over the TP group.
 
-    Weight [output_size/t, input_size], bias [output_size/t]; in `tp_blocks` blocks each split over the ranks.
-    padded_output_size: rows to split, where they are more than output_size (a padded vocabulary; without bias).
-    Forward: an all-gather of the input under sequence parallelism, else nothing. Backward: the gather again and a
-    reduce-scatter, or an all-reduce, of the input's gradient. Keeps the input as it came: [s/t] or [s].
+    Input [s, b, input_size], under sequence parallelism [s/t, b, input_size]. Output
+    [s, b, output_size/t]. Weight [output_size/t, input_size], bias [output_size/t].
+
+    tp_blocks: the rows form this many blocks, and each block is split over the ranks.
+    padded_output_size: the number of rows to split, if it is greater than output_size (a padded
+        vocabulary; without bias).
+    matrices: see ParameterSpec; () for an output weight.
+
+    Forward issues an all-gather of the input under sequence parallelism, else no collective.
+    Backward issues an all-reduce of the input's gradient. Under sequence parallelism it issues the
+    all-gather again and a reduce-scatter instead. Keeps the input as received: [s/t] or [s].
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: TensorParallelContext,
-                 tp_blocks: int = 1, padded_output_size: int | None = None) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: RankContext,
+                 tp_blocks: int = 1, padded_output_size: int | None = None, matrices: tuple[int, ...] = (1,)) -> None:
         super().__init__()
         self.context = context
         self.weight = new_parameter(ParameterSpec(global_shape=(output_size, input_size), tp_dim=0, tp_blocks=tp_blocks,
-                                                  padded_length=padded_output_size, init_std=init_std), context)
+                                                  padded_length=padded_output_size, matrices=matrices, init_std=init_std),
+                                    context)
         self.bias = new_parameter(ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks),
                                   context) if bias else None
 
     def forward(self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-        """function: what to return of hidden_states and the weight in place of their product."""
+        """Returns the sharded product, or `function(hidden_states, weight)` if a function is given.
+
+        A function replaces the matmul, for example by linear_cross_entropy.py, which never holds
+        the whole product.
+        """
         if function is not None:
             return function(hidden_states, self.weight)
         return column_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
@@ -59,44 +74,59 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[s, b, input_size/t] -> [s/t under sequence parallelism else s, b, output_size].
+    """A linear layer whose input features are sharded over the TP group.
 
-    Weight [output_size, input_size/t]; the bias [output_size] is whole on every rank and added once, after the sum.
-    Under sequence parallelism each rank adds it to its own tokens only, so its gradient is summed over the ranks.
-    Forward: a reduce-scatter of the output under sequence parallelism, else an all-reduce. Backward: an all-gather or
-    nothing. Keeps the input.
+    Input [s, b, input_size/t]. Output [s, b, output_size], under sequence parallelism
+    [s/t, b, output_size]. Weight [output_size, input_size/t].
+    The bias [output_size] is whole on every rank and is added once, after the sum. Under sequence
+    parallelism each rank adds it to its own tokens only, so its gradient is summed over the ranks.
+
+    Forward issues an all-reduce of the output, or a reduce-scatter under sequence parallelism.
+    Backward issues an all-gather under sequence parallelism, else no collective. Keeps the input.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: TensorParallelContext) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: RankContext) -> None:
         super().__init__()
         self.context = context
-        self.weight = new_parameter(ParameterSpec(global_shape=(output_size, input_size), tp_dim=1, init_std=init_std), context)
+        self.weight = new_parameter(ParameterSpec(global_shape=(output_size, input_size), tp_dim=1, matrices=(1,),
+                                                  init_std=init_std), context)
         self.bias = new_parameter(ParameterSpec(global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel),
                                   context) if bias else None
 
-    def forward(self, hidden_states: Tensor, unread: bool = False) -> Tensor:
-        """unread: only the graph is needed; neither matmul nor collective is done, and the values are anything."""
+    def forward(self, hidden_states: Tensor, skip_tail: bool = False) -> Tensor:
+        """Returns the summed product.
+
+        With skip_tail it only builds the graph, for a replay whose output is never used. It runs
+        neither the matmul nor the collective, and the values are undefined.
+        """
         return row_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
-                                   sequence_parallel=self.context.sequence_parallel, unread=unread)
+                                   sequence_parallel=self.context.sequence_parallel, skip_tail=skip_tail)
 
 
-def leave_row_parallel(partial: Tensor, context: TensorParallelContext) -> Tensor:
-    """The sum of the ranks' partial outputs: whole on every rank, or this rank's tokens under sequence parallelism."""
+def leave_row_parallel(partial: Tensor, context: RankContext) -> Tensor:
+    """Returns the sum of the ranks' partial outputs.
+
+    The sum is whole on every rank; under sequence parallelism it covers this rank's tokens.
+    """
     if context.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial, context.group)
     return reduce_from_tensor_parallel_region(partial, context.group)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h].
+    """The token embedding, whose rows (the vocabulary) are sharded over the TP group.
 
-    Weight [padded V / t, h], split by rows; ids of other ranks' rows contribute zeros to the sum over ranks.
-    Forward: a reduce-scatter or an all-reduce of [s, b, h]; backward: an all-gather under sequence parallelism, else nothing.
-    Keeps the ids, and under tensor parallelism one byte per id.
+    Input: token ids [b, s]. Output: hidden states [s, b, h], under sequence parallelism
+    [s/t, b, h]. Weight [padded V / t, h]. An id whose row is on another rank contributes zeros to
+    the sum over ranks.
+
+    Forward issues an all-reduce of [s, b, h], or a reduce-scatter under sequence parallelism.
+    Backward issues an all-gather under sequence parallelism, else no collective. Keeps the ids, and
+    under tensor parallelism one byte per id.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, padded_vocab_size: int, init_std: float,
-                 context: TensorParallelContext) -> None:
+                 context: RankContext) -> None:
         super().__init__()
         self.context = context
         self.weight = new_parameter(ParameterSpec(global_shape=(vocab_size, hidden_size), tp_dim=0,

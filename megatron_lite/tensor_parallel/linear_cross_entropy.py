@@ -1,12 +1,19 @@
-"""The output projection and its cross-entropy, a chunk of tokens at a time: logits [s, b, V/t] never exist, only [N, V/t].
+"""The output projection and its cross-entropy, computed for one chunk of tokens at a time.
 
-    forward     per chunk of N tokens   logits = x A^T, row statistics             then all-reduces of all rows at once
-    backward    per chunk               logits again, overwritten by their gradient g,   dx = g A,   dA += g^T x
-                beside the last dA      all-reduce or reduce-scatter of dx
+All logits [s, b, V/t] never exist at once, only those of a chunk, [N, V/t].
 
-Costs a fourth matmul beside the three of a linear layer. What would spare it, taking both gradients in forward, is right only for
-one gradient that all losses share: dA sums over tokens, so each token's incoming gradient must be known before. cross_entropy.py
-has the arithmetic of the rows, and column_linear.py the same linear layer with its logits kept.
+    forward    each chunk of N tokens   logits = x A^T, row statistics
+               all rows at once         all-reduces of the statistics
+    backward   each chunk               logits again, overwritten by their gradient g
+                                        dx = g A,  dA += g^T x
+               beside the last dA       all-reduce or reduce-scatter of dx
+
+A linear layer has three matmuls; this one has a fourth, for the logits in backward. It could be
+avoided by computing both gradients in forward, if all losses had the same incoming gradient. But
+dA sums over tokens, so each token's incoming gradient must be known before the sum.
+
+The arithmetic of the rows is in cross_entropy.py. The same linear layer with its logits kept is in
+column_linear.py.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import all_gather_first_dim, start_all_reduce_, start_reduce_scatter_first_dim
+from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 from megatron_lite.tensor_parallel.cross_entropy import (
     LocalLabels,
@@ -35,14 +43,31 @@ from megatron_lite.tensor_parallel.cross_entropy import (
 def vocab_parallel_linear_cross_entropy(hidden_states: Tensor, weight: Tensor, labels: Tensor, *, chunk_size: int,
                                         tp_group: ProcessGroup | None, sequence_parallel: bool, first_id: int,
                                         num_ids: int) -> Tensor:
-    """vocab_parallel_cross_entropy of column_parallel_linear: the losses [s, b], for any incoming gradient of each.
+    """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
-    hidden_states: [s/t under sequence parallelism else s, b, h]. weight: [padded V / t, h]. labels, first_id, num_ids: as there.
-    chunk_size: how many of the s b tokens, in that order, have logits at a time; the last chunk may be shorter.
-    Keeps hidden_states, the weight, and of the logits only the labels, one byte per label and this rank's share of each softmax.
-    Sends what those two send, in as many collectives, whatever the chunk size. RuntimeError under create_graph.
-    dA is summed over the chunks in float32 (float64); for a bf16 weight each chunk's part is rounded to bf16 before, and
-    the sum is a [V/t, h] float32 tensor that lives until autograd has added it to the weight's gradient.
+    The result equals vocab_parallel_cross_entropy of column_parallel_linear. Each loss may have its
+    own incoming gradient. Raises RuntimeError under create_graph.
+
+    hidden_states: [s, b, h], under sequence parallelism [s/t, b, h].
+    weight: [padded V / t, h].
+    labels, first_id, num_ids: see vocab_parallel_cross_entropy.
+    chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in this
+        order, and the last chunk may be shorter.
+
+    Issues the collectives of those two functions, in the same number at every chunk size.
+    Keeps hidden_states and the weight. In place of the logits it keeps the labels, one byte per
+    label and this rank's share of each softmax.
+
+    dA is summed over the chunks in float32 (float64). A bf16 weight has each chunk's part rounded
+    to bf16 before the sum. The sum is a [V/t, h] float32 tensor that lives until autograd has added
+    it to the weight's gradient. If the weight has a float32 sum (parallel/weight_gradient.py), each
+    chunk's part is added to it unrounded, and that tensor does not exist.
+
+    In bf16, chunks change nothing else: the losses and the gradient of hidden_states have the same
+    bits as without chunks. Without a float32 sum of the weight, dA differs from the unchunked dA by
+    less than 2^-8 of its norm (seen 3e-3). Its norm differs by less than 2^-9 (seen 8e-4). Both
+    bounds are tested on a grid. An unrounded product would need a float32 matmul, which takes six
+    times as long on a CPU.
     """
     operands = autocast_operands(hidden_states, weight, None)
     return _VocabParallelLinearCrossEntropy.apply(operands.hidden_states, operands.weight, labels, chunk_size, tp_group,
@@ -59,6 +84,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                  for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, chunk_size)]
         losses, share = combined(RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group)
         ctx.save_for_backward(hidden_states, weight, *local, share)
+        ctx.add = own_sum(weight)
         ctx.chunk_size, ctx.tp_group, ctx.sequence_parallel, ctx.num_ids = chunk_size, tp_group, sequence_parallel, num_ids
         return losses.view(labels.shape)
 
@@ -70,8 +96,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         whole = all_gather_first_dim(hidden_states, ctx.tp_group) if ctx.sequence_parallel else hidden_states
         rows = whole.flatten(0, 1)
         grad_rows = torch.empty_like(rows) if needs_input else None
-        grad_weight = torch.empty_like(weight, dtype=share.dtype) if needs_weight else None
+        grad_weight = torch.empty_like(weight, dtype=share.dtype) if needs_weight and ctx.add is None else None
         reduction = None
+        # Each chunk's logits are computed again and overwritten with their gradient. After the last
+        # chunk's dx the reduction starts, and runs beside that chunk's dA.
         for tokens, logits in _logits_by_chunk(rows, weight, ctx.chunk_size):
             write_gradient_(logits, logits, factors.of_rows(tokens), num_ids=ctx.num_ids)
             if grad_rows is not None:
@@ -81,18 +109,27 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                     reduction = start(grad_rows.view(whole.shape), ctx.tp_group)
             if grad_weight is not None:
                 _add_product_(grad_weight, logits.t(), rows[tokens], first=tokens.start == 0)
+            elif needs_weight:
+                weight_gradient(ctx.add, rows[tokens], logits)
         return None if reduction is None else reduction.wait(), grad_weight, *[None] * 6
 
 
 class _ChunkOfLogits(NamedTuple):
-    """tokens: which rows. logits: [N, V/t], overwritten by the next chunk's."""
+    """The logits of one chunk of tokens.
+
+    tokens: the rows of the chunk.
+    logits: [N, V/t]. The next chunk overwrites them.
+    """
 
     tokens: slice
     logits: Tensor
 
 
 def _logits_by_chunk(rows: Tensor, weight: Tensor, chunk_size: int) -> Iterator[_ChunkOfLogits]:
-    """[n, h], [V/t, h] -> the logits of all rows, in one buffer: a new one for each would cost its page faults on a CPU."""
+    """Yields the logits of `rows` [n, h] with `weight` [V/t, h], one chunk at a time.
+
+    All chunks share one buffer. On a CPU a new buffer for each chunk would cost page faults.
+    """
     num_rows = rows.shape[0]
     buffer = rows.new_empty((min(chunk_size, num_rows), weight.shape[0]))
     for start in range(0, num_rows, chunk_size):
@@ -101,7 +138,10 @@ def _logits_by_chunk(rows: Tensor, weight: Tensor, chunk_size: int) -> Iterator[
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Adds left x right to the total, which is not read if `first`. A bf16 product is added while it is still in the cache."""
+    """Adds left x right to `total`, or overwrites `total` if `first`.
+
+    A bf16 product is computed a few rows at a time, and added while it is still in the cache.
+    """
     if total.dtype == right.dtype:
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
         return

@@ -1,13 +1,21 @@
-"""The conjugate mappings between replicated, sharded and partial tensors (arXiv 1909.08053 sec. 3, 2205.05198 sec. 4.2.2).
+"""The conjugate mappings between replicated, sharded and partial tensors.
 
-    name                                            forward            backward           bytes received per rank, forward
-    copy_to_tensor_parallel_region (f, 1909.08053)  identity           all-reduce         0
-    reduce_from_tensor_parallel_region (g, same)    all-reduce         identity           2 (t-1)/t of the tensor
-    gather_from_sequence_parallel_region (g, 2205.) all-gather dim 0   reduce-scatter     (t-1)/t of the gathered tensor
-    reduce_scatter_to_sequence_parallel_region      reduce-scatter     all-gather         (t-1)/t of the full tensor
-    gather_from_tensor_parallel_region              all-gather last    this rank's slice  (t-1)/t of the gathered tensor
+Papers: arXiv 1909.08053 sec. 3 and 2205.05198 sec. 4.2.2. The last column is what each rank
+receives in forward.
 
-Each wrapper returns its input where the group is None; no Function keeps a tensor for backward.
+    name                                        forward        backward         received
+    reduce_from_tensor_parallel_region          all-reduce     identity         2 (t-1)/t of the
+      (g of 1909.08053)                                                         tensor
+    gather_from_sequence_parallel_region        all-gather,    reduce-scatter   (t-1)/t of the
+      (g of 2205.05198)                         dim 0                           gathered tensor
+    reduce_scatter_to_sequence_parallel_region  reduce-        all-gather       (t-1)/t of the
+                                                scatter                         full tensor
+    gather_from_tensor_parallel_region          all-gather,    this rank's      (t-1)/t of the
+                                                last dim       slice            gathered tensor
+
+Each wrapper returns its input if the group is None. No Function keeps a tensor for backward. The
+dual of the first mapping is f of 1909.08053: identity forward, all-reduce backward. It has no
+function here, because column_linear.py overlaps that all-reduce with a matmul.
 """
 
 from __future__ import annotations
@@ -21,46 +29,38 @@ from torch.distributed import ProcessGroup
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
 
 
-def copy_to_tensor_parallel_region(hidden_states: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """f: the same tensor on every TP rank, whose gradient is the sum of the ranks' gradients."""
-    return hidden_states if tp_group is None else _Copy.apply(hidden_states, tp_group)
-
-
 def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """g: the sum of the ranks' partial tensors, the same on every rank."""
+    """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053)."""
     return partial if tp_group is None else _Reduce.apply(partial, tp_group)
 
 
 def gather_from_sequence_parallel_region(hidden_states: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """[s/t, ...] -> [s, ...]. For inputs of column-parallel layers: each rank's gradient is partial, so they are summed."""
+    """Gathers [s/t, ...] of each rank into [s, ...], for the input of a column-parallel layer.
+
+    Each rank's gradient of that input is partial, so backward sums them (reduce-scatter).
+    """
     return hidden_states if tp_group is None else _GatherSequence.apply(hidden_states, tp_group)
 
 
 def reduce_scatter_to_sequence_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """[s, ...] partial sums -> this rank's [s/t, ...] of the sum. ValueError where t does not divide s."""
+    """Sums [s, ...] partial tensors over the ranks and returns this rank's [s/t, ...] of the sum.
+
+    Raises ValueError if t does not divide s.
+    """
     return partial if tp_group is None else _ReduceScatterSequence.apply(partial, tp_group)
 
 
 def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """[..., n/t] -> [..., n]: all columns on every rank. Every rank must then compute the same from it."""
+    """Gathers [..., n/t] of each rank into [..., n], with all columns on every rank.
+
+    Every rank must compute the same from the result, because backward takes a slice and sums
+    nothing.
+    """
     return sharded if tp_group is None else _GatherColumns.apply(sharded, tp_group)
 
 
-class _Copy(torch.autograd.Function):
-    """Dual of _Reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, tp_group: ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return hidden_states.view_as(hidden_states)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad_output, ctx.tp_group), None  # out of place: autograd may share grad_output
-
-
 class _Reduce(torch.autograd.Function):
-    """Dual of _Copy."""
+    """All-reduce forward, identity backward. The dual (f) is part of a column-parallel layer."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, tp_group: ProcessGroup) -> Tensor:
@@ -72,7 +72,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Dual of _ReduceScatterSequence."""
+    """All-gather forward, reduce-scatter backward: the dual of _ReduceScatterSequence."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, tp_group: ProcessGroup) -> Tensor:
@@ -85,7 +85,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
-    """Dual of _GatherSequence."""
+    """Reduce-scatter forward, all-gather backward: the dual of _GatherSequence."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, tp_group: ProcessGroup) -> Tensor:
@@ -98,7 +98,11 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 class _GatherColumns(torch.autograd.Function):
-    """What follows runs alike on every rank, so each rank's gradient is already whole: the dual is a slice."""
+    """All-gather of the columns forward, this rank's slice backward.
+
+    The operations after the gather are the same on every rank. Each rank's gradient is therefore
+    complete, and backward needs no collective.
+    """
 
     @staticmethod
     def forward(ctx: Any, sharded: Tensor, tp_group: ProcessGroup) -> Tensor:

@@ -1,9 +1,11 @@
-"""The matmul before a g or a reduce-scatter, the sum over the ranks and the bias: one Function, whose forward can be left out.
+"""One autograd Function for a row-parallel matmul, the sum over the ranks and the bias.
 
-    forward   partial = x A^T,  all-reduce or reduce-scatter partial,  + b        keeps x
-    backward  gather dy under sequence parallelism,  dx = dy A,  dA = dy^T x,  db = sum of this rank's dy
+    forward   partial = x A^T,  all-reduce or reduce-scatter partial,  + b        keeps x and A
+    backward  gather dy under sequence parallelism,  dx = dy A,  dA = dy^T x,
+              db = sum of this rank's dy
 
-Backward never reads the output. So a replay whose output nobody reads needs neither the matmul nor the collective.
+Backward never reads the output. A replay whose output is never used can therefore skip the matmul
+and the collective.
 """
 
 from __future__ import annotations
@@ -27,28 +29,32 @@ from megatron_lite.tensor_parallel.column_linear import autocast_operands
 
 
 def row_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
-                        sequence_parallel: bool, unread: bool = False) -> Tensor:
-    """[s, b, n/t] -> [s/t under sequence parallelism else s, b, m]; weight [m, n/t], bias [m] added once.
+                        sequence_parallel: bool, skip_tail: bool = False) -> Tensor:
+    """Returns x A^T summed over the TP ranks, plus the bias once.
 
-    Keeps hidden_states and the weight. unread: only the graph is made; the values are anything.
+    hidden_states: [s, b, n/t]. weight: [m, n/t]. bias: [m]. The result is [s, b, m], under sequence
+    parallelism [s/t, b, m]. Collectives are in the module's table; a group of None issues none.
+    Keeps hidden_states and the weight.
+    skip_tail: builds only the graph; the values of the result are undefined.
     """
-    return _RowParallelLinear.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, unread)
+    return _RowParallelMatmul.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, skip_tail)
 
 
-class _RowParallelLinear(torch.autograd.Function):
+class _RowParallelMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
-                sequence_parallel: bool, unread: bool) -> Tensor:
+                sequence_parallel: bool, skip_tail: bool) -> Tensor:
         ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel and tp_group is not None, own_sum(weight)
         ctx.save_for_backward(hidden_states, weight)
-        if unread:
+        if skip_tail:
+            # One element, expanded: the result has the right shape and takes no memory.
             s, *others = hidden_states.shape[:-1]
             rows = s // tp_group.size() if ctx.sequence_parallel and tp_group is not None else s
             return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
         if tp_group is None:
             return F.linear(hidden_states, weight, bias)
         partial = F.linear(hidden_states, weight)
-        if results_may_be_kept():  # of each of these steps: so none is written over
+        if results_may_be_kept():  # a kept result must not be overwritten by the next step
             output = (reduce_scatter_first_dim if sequence_parallel else all_reduce)(partial, tp_group)
             return output if bias is None else output + bias
         output = reduce_scatter_first_dim(partial, tp_group) if sequence_parallel else all_reduce_(partial, tp_group)
@@ -58,6 +64,8 @@ class _RowParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Under sequence parallelism the bias was added to this rank's tokens only. Its gradient
+        # therefore uses dy before the gather.
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
         if ctx.sequence_parallel:
             grad_output = all_gather_first_dim(grad_output, ctx.tp_group)

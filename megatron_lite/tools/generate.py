@@ -1,9 +1,10 @@
-"""`python -m megatron_lite.tools.generate --load DIR --prompt TEXT`: continues a text with the model of a checkpoint.
+"""Continues a text: `python -m megatron_lite.tools.generate --load DIR --prompt TEXT`.
 
-The tensor-parallel size is the number of ranks that were started (torchrun --nproc_per_node N), whatever the checkpoint was
-saved at. Model and tokenizer are the checkpoint's own. Each new token runs the model over the whole context again: there is no
-key-value cache. The context is the last --seq-length tokens, as long as the model has seen in training: past that, the oldest
-tokens drop out and positions count from the first one that is left.
+The model and the tokenizer are those of the checkpoint. The tensor-parallel size is the number of
+ranks that were started (torchrun --nproc_per_node N), at any parallel size of the checkpoint. The
+tool has no key-value cache: each new token runs the model over the whole context again. The context
+is the last --seq-length tokens, the length that the model saw in training. A longer text loses its
+oldest tokens, and positions count from the first token that is left.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lite.checkpointing.files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.config.checks import InputError, require_at_least
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import CheckpointConfig, TokenizerConfig
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
@@ -33,7 +35,7 @@ from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tools.command import exit_status, rank_0_speaks
-from megatron_lite.training.build import build_model
+from megatron_lite.training.build_trainer import build_model
 
 TOKENIZER_FILES = {"NullTokenizer": (), "HuggingFaceTokenizer": ("tokenizer_model",),
                    "GPT2BPETokenizer": ("vocab_file", "merge_file")}
@@ -41,8 +43,11 @@ TOKENIZER_FILES = {"NullTokenizer": (), "HuggingFaceTokenizer": ("tokenizer_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Applied in this order: temperature, the top_k likeliest (0: all), then of those the
-    fewest whose probabilities reach top_p. `greedy` takes the likeliest."""
+    """The rule that chooses the next token.
+
+    The order is: divide by the temperature, keep the top_k likeliest tokens (0: all), then keep the
+    fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
+    """
 
     greedy: bool = False
     temperature: float = 1.0
@@ -58,21 +63,27 @@ class Sampling:
 
 
 def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The probability of each token after temperature, top-k and top-p: float64, sums to 1. logits: [V]."""
+    """Returns the probability of each token after temperature, top-k and top-p.
+
+    The result is [V] float64 and sums to 1. logits: [V].
+    """
     ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
-    ordered = (ordered - ordered[0]) / sampling.temperature  # from 0 down: no temperature makes it overflow upwards
+    # At most 0: a low temperature cannot overflow upwards.
+    ordered = (ordered - ordered[0]) / sampling.temperature
     if sampling.top_k:
         ordered[sampling.top_k :] = -torch.inf
     kept = ordered.softmax(0)
     if sampling.top_p < 1.0:
-        kept[kept.cumsum(0) - kept >= sampling.top_p] = 0.0  # a token goes where those before it reach top_p already
+        # A token is dropped if the tokens before it reach top_p already.
+        kept[kept.cumsum(0) - kept >= sampling.top_p] = 0.0
     return torch.zeros_like(kept).scatter_(0, ids, kept / kept.sum())
 
 
 def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token id. logits: [V], on the CPU. Draws one number from the generator, unless greedy.
+    """Returns one token id. logits: [V], on the CPU.
 
-    Ranks whose logits differ in rounding alone draw the same token, but for a draw right on the border between two.
+    Draws one number from the generator, unless greedy. If the logits of two ranks differ only in
+    rounding, both draw the same token, except for a draw exactly on the border between two tokens.
     """
     if sampling.greedy:
         return int(logits.argmax())
@@ -83,9 +94,11 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
 
 def generate_tokens(model: Callable[[Tensor], Tensor], prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int,
                     window: int, eod: int | None, generator: torch.Generator, parallel: ParallelState) -> Iterator[int]:
-    """Yields new tokens until `eod`, which is not among them, or max_new_tokens. model: [1, n] ids -> [1, n, V] logits.
+    """Yields at most `max_new_tokens` new tokens. Ends before `eod`, which it does not yield.
 
-    Every rank must consume it in step. One broadcast of one number per token. InputError where logits are not finite.
+    model: maps [1, n] ids to [1, n, V] logits.
+    Every rank must consume the iterator in step: each token is one broadcast over the TP group.
+    Raises InputError if the logits are not finite.
     """
     tokens = list(prompt)
     for _ in range(max_new_tokens):
@@ -102,7 +115,10 @@ def generate_tokens(model: Callable[[Tensor], Tensor], prompt: Sequence[int], *,
 
 
 def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """What each token adds to the text; a character whose bytes are spread over tokens comes with the last of them."""
+    """Yields the text that each token adds.
+
+    A character whose bytes are spread over several tokens comes with the last of them.
+    """
     tokens_so_far, shown, text = list(prompt), tokenizer.detokenize(prompt), ""
     for token in tokens:
         tokens_so_far.append(token)
@@ -116,8 +132,11 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
 # --- the checkpoint ---
 
 def find_step(load: str, iteration: int | None) -> Found:
-    """The step to read, once its checksums are compared: the newest good one, or that of an iteration. InputError where there is
-    none, or where that one is damaged."""
+    """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
+
+    Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
+    `iteration` does not exist or is damaged.
+    """
     root = Path(load)
     saved = saved_steps(root)
     if iteration is None:
@@ -134,19 +153,26 @@ def find_step(load: str, iteration: int | None) -> Found:
 
 
 def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfig:
-    """The saved run as `num_ranks` tensor-parallel ranks. InputError where the model does not divide.
+    """Returns the saved run's config for `num_ranks` tensor-parallel ranks.
 
-    Without sequence parallelism, which needs context lengths that the ranks divide.
+    Sequence parallelism is off, because it needs context lengths that the ranks divide. The norms
+    are torch's, which run anywhere. Recomputation is off: no backward runs, and a policy may name
+    stages that these ranks do not have.
+    Raises InputError if the model does not divide over the ranks.
     """
     parallel = ParallelConfig(tensor_model_parallel_size=num_ranks, distributed_backend=backend)
     try:
-        return replace(saved, parallel=parallel, checkpoint=CheckpointConfig())
+        return replace(saved, parallel=parallel, recompute=RecomputeConfig(), checkpoint=CheckpointConfig(),
+                       model=replace(saved.model, norm_impl="torch"))
     except ValueError as error:
         raise InputError(f"{error}: the tensor-parallel size is the number of ranks started, start another number") from error
 
 
 def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -> TokenizerConfig:
-    """The saved tokenizer, its files elsewhere. InputError for a file that this type of tokenizer has not."""
+    """Returns the saved tokenizer's config with other paths of its files.
+
+    Raises InputError for a file that this type of tokenizer does not have.
+    """
     moved = {name: path for name, path in files.items() if path is not None}
     for name in moved:
         if name not in TOKENIZER_FILES[str(saved.tokenizer_type)]:
@@ -155,7 +181,7 @@ def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -
 
 
 def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTModel:
-    """This rank's shard of the saved model, without dropout."""
+    """Returns this rank's shard of the saved model, in evaluation mode (no dropout)."""
     model = build_model(config, parallel)
     load_weights(step, Metadata.read(step), parallel, model)
     model.eval()
@@ -181,7 +207,8 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
             print(*notices, sep="\n", file=sys.stderr, flush=True)
         for number, text in enumerate(args.prompt):
             prompt = read_prompt(parallel) if text == "-" else text
-            tokens = tokenizer.tokenize(prompt) or ([] if eod is None else [eod])  # nothing: the start of a document
+            # An empty prompt is the start of a document.
+            tokens = tokenizer.tokenize(prompt) or ([] if eod is None else [eod])
             if not tokens:
                 raise InputError("--prompt is empty and the tokenizer has no end-of-document token to start from: give a text")
             window = config.data.seq_length
@@ -195,9 +222,10 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
 
 
 def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> None:
-    """Prints prompt and continuation, after a rule unless first: piece by piece on a terminal, else at once.
+    """Prints the prompt and its continuation, after a rule unless `first`.
 
-    Consumes the pieces even where it prints nothing: the other ranks wait for this one.
+    A terminal gets them piece by piece, anything else at once. A silent rank prints nothing but
+    still consumes the pieces, because the other ranks wait for it.
     """
     streams = sys.stdout.isatty()
     text = prompt if first else f"{'-' * 40}\n{prompt}"
@@ -213,7 +241,10 @@ def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> No
 
 
 def read_prompt(parallel: ParallelState) -> str:
-    """Standard input of rank 0, on every rank, less the line's end that a shell puts there. InputError unless it is UTF-8."""
+    """Returns rank 0's standard input on every rank, without the final newline that a shell adds.
+
+    Two broadcasts over the TP group. Raises InputError unless the input is UTF-8.
+    """
     data = sys.stdin.buffer.read() if parallel.rank == 0 else b""
     size = int(broadcast_(torch.tensor([len(data)], device=parallel.device), parallel.tp_group))
     characters = torch.tensor(list(data) or [0] * size, dtype=torch.uint8, device=parallel.device)
@@ -224,7 +255,7 @@ def read_prompt(parallel: ParallelState) -> str:
 
 
 def end_of_document(tokenizer: Tokenizer) -> int | None:
-    """The id that ends a document, None for a tokenizer that has none."""
+    """Returns the id that ends a document, or None if the tokenizer has none."""
     try:
         return tokenizer.eod
     except InputError:
@@ -232,7 +263,10 @@ def end_of_document(tokenizer: Tokenizer) -> int | None:
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
-    """The flags, and how they say to sample. Ends the process with status 2 where they break a rule."""
+    """Returns the flags and the sampling that they ask for.
+
+    Ends the process with status 2 if they break a rule.
+    """
     parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.generate", allow_abbrev=False,
                                      description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
                                                  "ranks as are started.")
@@ -264,7 +298,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command line. Returns the exit status."""
     with rank_0_speaks():
         args, sampling = parse(argv)
     return exit_status(lambda: run(args, sampling))

@@ -1,7 +1,9 @@
-"""`python -m megatron_lite.tools.plot_memory A.json B.json ... --output memory.svg`: the memory of policies, side by side.
+"""Draws the memory of several recompute policies side by side:
+`python -m megatron_lite.tools.plot_memory A.json B.json ... --output memory.svg`
 
-Each panel shows the live bytes of one forward and backward against the operators run, stacked by category; below them, which
-phase is running and which layer. Needs matplotlib, which the extra `plot` installs. No torch.
+Each panel shows the live bytes of one forward and backward against the operators run, stacked by
+category. Two strips below it show the running phase and layer. The tool needs matplotlib, which the
+extra `plot` installs. It does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.memory.timeline import (
+from megatron_lite.data.durable_files import replacing
+from megatron_lite.memory.measure.timeline import (
     ACTIVATION,
     BACKWARD,
     CATEGORIES,
@@ -33,10 +36,10 @@ from megatron_lite.tools.command import exit_status
 
 ENDINGS = (".svg", ".png")
 PANELS_IN_A_ROW = 4
-MAX_EVENTS = 2000  # of one panel: more would not be seen, and make an SVG large
+MAX_EVENTS = 2000  # in one panel: more would not be visible, and would make an SVG large
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
          "svg.hashsalt": "memory"}  # the salt: the same file from the same timelines
-# Paul Tol's "bright", which tells apart for colour-blind eyes too.
+# Paul Tol's "bright" scheme, whose colours a colour-blind reader can tell apart.
 CATEGORY_COLORS = {ACTIVATION: "#4477AA", REBUILT: "#EE6677", GRADIENT: "#CCBB44", TEMPORARY: "#BBBBBB"}
 CATEGORY_LABELS = {ACTIVATION: "activations kept from forward", REBUILT: "activations rebuilt by a replay",
                    GRADIENT: "parameter gradients", TEMPORARY: "temporary"}
@@ -54,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plot_memory(paths: Sequence[str], output: str) -> None:
-    """Draws the timelines of the files. InputError for a file or an ending that will not do, and without matplotlib."""
+    """Draws the timelines of the files into `output`.
+
+    Raises InputError for a file that is no timeline, for another ending than .svg or .png, and if
+    matplotlib is not installed.
+    """
     ending = os.path.splitext(output)[1]
     if ending not in ENDINGS:
         raise InputError(f"--output must end in {' or '.join(ENDINGS)} (got {output!r})")
@@ -63,18 +70,12 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
     except ImportError:
         raise InputError("plot_memory needs matplotlib: pip install 'megatron-lite[plot]'") from None
     timelines = [read_timeline(path) for path in paths]
-    unfinished = f"{output}.tmp-{os.getpid()}"
-    try:
-        with matplotlib.rc_context(STYLE):
-            draw(timelines).savefig(unfinished, format=ending[1:], dpi=150, metadata={"Date": None} if ending == ".svg" else None)
-        os.replace(unfinished, output)
-    finally:
-        if os.path.exists(unfinished):
-            os.unlink(unfinished)
+    with replacing(output) as unfinished, matplotlib.rc_context(STYLE):
+        draw(timelines).savefig(unfinished, format=ending[1:], dpi=150, metadata={"Date": None} if ending == ".svg" else None)
 
 
 def draw(timelines: Sequence[Timeline]) -> Any:
-    """The matplotlib figure."""
+    """Returns the matplotlib figure."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -149,7 +150,7 @@ def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: _Unit) 
 
 
 class _Unit:
-    """The largest binary unit of which `most` bytes are at least one."""
+    """The largest binary unit that is not larger than `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self.most = max(most, 1)
@@ -158,13 +159,16 @@ class _Unit:
 
 
 def _thinned(events: Sequence[Event]) -> list[Event]:
-    """At most MAX_EVENTS of them: the one with the most bytes of each stretch."""
+    """Returns at most MAX_EVENTS events: of each stretch the event with the most bytes.
+
+    A peak is therefore never dropped.
+    """
     length = -(-len(events) // MAX_EVENTS)
     return [max(events[start : start + length], key=lambda event: event.total_bytes) for start in range(0, len(events), length)]
 
 
 def _runs(events: Sequence[Event], key: Any) -> Iterator[tuple[int, int, Any]]:
-    """(first number, number after, value) of each stretch of events with one value of `key`."""
+    """Yields (first number, number after, value) of each stretch of events with equal `key`."""
     start = events[0].number
     for value, stretch in groupby(zip(events, [*events[1:], events[-1]], strict=True), lambda pair: key(pair[0])):
         stop = list(stretch)[-1][1].number
@@ -173,13 +177,13 @@ def _runs(events: Sequence[Event], key: Any) -> Iterator[tuple[int, int, Any]]:
 
 
 def _layer(module: str) -> int | None:
-    """The first number in a module's name, which is its layer."""
+    """Returns the first number in a module's name, which is its layer, or None."""
     found = re.search(r"(?:^|\.)(\d{1,6})(?:\.|$)", module)
     return int(found[1]) if found else None
 
 
 def _shortened(text: str, length: int) -> str:
-    """One line of printable text: its end, where it is too long."""
+    """Returns `text` as one printable line. A text that is too long keeps its end."""
     line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
     return line if len(line) <= length else "…" + line[1 - length :].lstrip(".")
 

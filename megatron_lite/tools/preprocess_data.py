@@ -1,26 +1,31 @@
-"""Text to token ids: `python -m megatron_lite.tools.preprocess_data --input corpus.jsonl --output-prefix my-corpus ...`
+"""Converts text to token ids:
+`python -m megatron_lite.tools.preprocess_data --input corpus.jsonl --output-prefix my-corpus ...`
 
-Reads one JSON object per line and writes PREFIX_KEY_document.bin and .idx for every key of --json-keys; `--data-path
-PREFIX_text_document` then trains on them. The output is the same for any number of --workers. A bad line ends the run with
-its number, and leaves no files behind.
+The tool reads one JSON object per line. It writes PREFIX_KEY_document.bin and .idx for every key of
+--json-keys; `--data-path PREFIX_text_document` trains on them. The output is the same for any
+number of --workers. A bad line, a full disk or a signal ends the run with one message and leaves no
+files.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import numpy as np
@@ -29,15 +34,20 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import TOKENIZER_TYPES, TokenizerConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.jsonl import parse_line
+from megatron_lite.tools.jsonl import Line, add_max_line_bytes, lines_of, parse_line
 
 CHUNK_BYTES = 1 << 18
+PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What is done to every line. It travels to the workers with every chunk."""
+    """The settings for encoding a line. They are sent to the workers with every chunk.
+
+    source: the input file, for messages.
+    """
 
     tokenizer: TokenizerConfig
     json_keys: tuple[str, ...]
@@ -45,13 +55,8 @@ class Encoding:
     source: str
 
 
-class Line(NamedTuple):
-    number: int
-    content: bytes
-
-
 class Encoded(NamedTuple):
-    """documents[line][key]: token ids. num_bytes: size of the lines they come from."""
+    """documents[line][key]: token ids. num_bytes: the size of the lines that they come from."""
 
     documents: list[list[np.ndarray]]
     num_bytes: int
@@ -63,13 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Writes the datasets that the flags ask for. InputError: a fault in the flags, the tokenizer's files or a line."""
+    """Writes the datasets that the flags ask for.
+
+    Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
+    """
     try:
         config = TokenizerConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model,
                                  vocab_file=args.vocab_file, merge_file=args.merge_file, vocab_size=args.vocab_size)
     except ValueError as error:
         raise InputError(str(error)) from error
-    for name in ("workers", "partitions", "log_interval"):
+    for name in ("workers", "partitions", "log_interval", "max_line_bytes"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})")
     if args.workers % args.partitions:
@@ -80,14 +88,15 @@ def preprocess(args: argparse.Namespace) -> None:
         raise InputError(f"--input {args.input}: no such file (one JSON object per line)")
     tokenizer = build_tokenizer(config)
     if args.append_eod:
-        _ = tokenizer.eod  # a tokenizer without one says so before any work is done
+        _ = tokenizer.eod  # a tokenizer without one raises InputError here, before any work is done
     encoding = Encoding(config, tuple(args.json_keys), args.append_eod, args.input)
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in encoding.json_keys}
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
                    for prefix in prefixes.values()]
         progress = stack.enter_context(_progress(os.path.getsize(args.input), args.log_interval))
-        for encoded in _encode_all(encoding, _chunks(args.input, args.partitions), args.workers):
+        chunks = _chunks(args.input, args.partitions, args.max_line_bytes)
+        for encoded in stack.enter_context(contextlib.closing(_encode_all(encoding, chunks, args.workers))):
             for document in encoded.documents:
                 for writer, ids in zip(writers, document, strict=True):
                     writer.add_document(ids)
@@ -101,32 +110,40 @@ def preprocess(args: argparse.Namespace) -> None:
         print(f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of {writer.dtype.name}", flush=True)
 
 
-def _chunks(path: str, partitions: int) -> Iterator[list[Line]]:
-    """The lines of the file in pieces of about CHUNK_BYTES. Partition p holds every line n with n % partitions == p, and all
-    of one partition comes before the next: the order that Megatron's tool gives when it merges its partitions."""
+def _chunks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
+    """Yields the lines of the file in pieces of about CHUNK_BYTES.
+
+    Partition p holds every line n with n % partitions == p, counted from 0. All lines of one
+    partition come before the next one. Megatron's tool gives this order when it merges its
+    partitions.
+    """
     for partition in range(partitions):
         chunk, size = [], 0
-        with open(path, "rb") as file:
-            for place, content in enumerate(file):
-                if place % partitions != partition or not content.strip():
-                    continue
-                chunk.append(Line(place + 1, content))
-                size += len(content)
-                if size >= CHUNK_BYTES:
-                    yield chunk
-                    chunk, size = [], 0
+        for line in lines_of(path, max_line_bytes):
+            if (line.number - 1) % partitions != partition:
+                continue
+            chunk.append(line)
+            size += len(line.content)
+            if size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
         if chunk:
             yield chunk
 
 
-def _encode_all(encoding: Encoding, chunks: Iterable[list[Line]], workers: int) -> Iterator[Encoded]:
-    """The encoded chunks in order. At most four per worker are in memory, however large the file is."""
+def _encode_all(encoding: Encoding, chunks: Iterable[list[Line]], workers: int) -> Generator[Encoded, None, None]:
+    """Yields the encoded chunks in order. At most four per worker are in memory.
+
+    If the generator is closed before its end, it kills its workers: one long text would keep a
+    worker busy for a minute.
+    """
     encode = functools.partial(_encode, encoding)
     if workers == 1:
         yield from map(encode, chunks)
         return
+    others = active_children()
     # spawn: the tokenizer library's threads and the progress bar's do not survive a fork
-    with ProcessPoolExecutor(workers, get_context("spawn"), _leave_interrupts_to_parent) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _follow_parent) as pool:
         pending: deque[Future[Encoded]] = deque()
         try:
             for chunk in chunks:
@@ -136,9 +153,14 @@ def _encode_all(encoding: Encoding, chunks: Iterable[list[Line]], workers: int) 
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise InputError("a worker process was killed, perhaps for want of memory: use fewer --workers") from None
+            raise InputError("a worker process was killed, perhaps for want of memory: use fewer --workers, or a lower "
+                             "--max-line-bytes") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            if pending:
+                for worker in active_children():
+                    if worker not in others:
+                        worker.kill()
 
 
 def _encode(encoding: Encoding, lines: list[Line]) -> Encoded:
@@ -161,18 +183,37 @@ def _encode(encoding: Encoding, lines: list[Line]) -> Encoded:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Loaded once in each worker."""
+    """Returns the tokenizer. Each worker loads it once."""
     return build_tokenizer(config)
 
 
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _follow_parent() -> None:
+    """Makes this worker ignore signals, which are the parent's, and end when the parent is gone.
+
+    The worker ends also if the parent was killed.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # The thread cannot run while the tokenizer holds Python's lock, a minute for a long text. On
+    # Linux the kernel therefore kills this worker when the parent ends.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent.pid:  # the parent ended before this call
+            os._exit(1)
 
 
-class _Progress:
-    """Counts documents and bytes as they are written; `report` is called after every change."""
+class _Counter:
+    """Counts documents and bytes as they are written. It calls `report` after every change."""
 
-    def __init__(self, report: Callable[[_Progress], None]) -> None:
+    def __init__(self, report: Callable[[_Counter], None]) -> None:
         self.documents = self.num_bytes = 0
         self._report, self._started = report, time.monotonic()
 
@@ -188,18 +229,21 @@ class _Progress:
 
 
 @contextlib.contextmanager
-def _progress(total_bytes: int, log_interval: int) -> Iterator[_Progress]:
-    """A progress bar on a terminal; elsewhere a line after every `log_interval` documents."""
+def _progress(total_bytes: int, log_interval: int) -> Iterator[_Counter]:
+    """Yields a counter that shows the progress.
+
+    A terminal gets a progress bar, any other output a line after every `log_interval` documents.
+    """
     if not sys.stderr.isatty():
         marks = itertools.count(log_interval, log_interval)
         upcoming = [next(marks)]
 
-        def log(progress: _Progress) -> None:
+        def log(progress: _Counter) -> None:
             if progress.documents >= upcoming[0]:
                 print(f"processed {progress.rate()}", file=sys.stderr, flush=True)
                 upcoming[0] = next(mark for mark in marks if mark > progress.documents)
 
-        yield _Progress(log)
+        yield _Counter(log)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -207,7 +251,7 @@ def _progress(total_bytes: int, log_interval: int) -> Iterator[_Progress]:
     with Progress(TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
                   TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total_bytes, rate="")
-        yield _Progress(lambda progress: bar.update(task, completed=progress.num_bytes, rate=progress.rate()))
+        yield _Counter(lambda progress: bar.update(task, completed=progress.num_bytes, rate=progress.rate()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
     add("--partitions", type=int, default=1, help="the order of documents: lines n with equal n %% PARTITIONS together")
     add("--log-interval", type=int, default=1000, help="documents between two log lines (default: 1000)")
+    add_max_line_bytes(parser)
     return parser
 
 

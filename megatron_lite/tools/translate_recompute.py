@@ -1,51 +1,65 @@
-"""`python -m megatron_lite.tools.translate_recompute --from deepspeed --json ds_config.json --tp 2`: their config as our flags.
+"""Translates another system's config into our flags:
+`python -m megatron_lite.tools.translate_recompute ds_config.json --tp 2`
 
-The file holds the config of the other system, or the part of it that `recompute/presets.py` names, as JSON. The flags go to
-stdout, quoted for a shell; a note on each value without a counterpart goes to stderr. No torch.
+The file is a whole config of torchtune, torchtitan, Modalities, DeepSpeed or OSLO, or its part on
+activation checkpointing, as JSON, TOML or YAML. The tool prints the flags on stdout, quoted for a
+shell. It prints a note on stderr for each value without a counterpart, and for each key elsewhere
+in the file that concerns recomputation, offloading or wrapping. It does not import torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.recompute import presets
-from megatron_lite.recompute.presets import Translation
 from megatron_lite.tools.command import exit_status
-
-MAX_FILE_BYTES = 2**20
-PARTITIONING: dict[str, Callable[..., Translation]] = {"deepspeed": presets.from_deepspeed, "oslo": presets.from_oslo}
-SYSTEMS: dict[str, Callable[..., Translation]] = {"torchtune": presets.from_torchtune, "torchtitan": presets.from_torchtitan,
-                                                  "modalities": presets.from_modalities, **PARTITIONING}
+from megatron_lite.tools.config_file import read_config_file
+from megatron_lite.tools.modalities import layers_of
+from megatron_lite.tools.presets import PARTITIONING, SYSTEMS, systems_of
+from megatron_lite.tools.translation import Translation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_lite.tools.translate_recompute", allow_abbrev=False,
         description="Prints the recompute flags that do what another system's activation checkpointing config asks for.")
-    parser.add_argument("--from", dest="system", required=True, choices=SYSTEMS, help="whose config it is")
-    parser.add_argument("--json", required=True, metavar="FILE", help="the config, or its part on activation checkpointing")
-    parser.add_argument("--tp", type=int, metavar="N", help="deepspeed, oslo: the tensor-parallel size of the run (default: 1)")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the config, or its part on activation checkpointing: .json, "
+                        ".toml or .yaml; a file with another ending is told by its contents")
+    parser.add_argument("--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag")
+    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="whose config it is (default: what its keys tell)")
+    parser.add_argument("--num-layers", type=int, metavar="N", help="the layers of the model, or of its longest pipeline stage: "
+                        "rules that would name no layer are left out (default: n_layer of a file of Modalities)")
+    parser.add_argument("--tp", type=int, metavar="N", help="deepspeed, oslo: the tensor-parallel size of the run (default: that "
+                        "of the file)")
+    parser.add_argument("--component", metavar="NAME", help="modalities: the component to read, where several recompute")
     args = parser.parse_args(argv)
-    if args.tp is not None and args.system not in PARTITIONING:
-        parser.error(f"--tp belongs to {' and '.join(PARTITIONING)} (got --from {args.system})")
-    return exit_status(lambda: translate(args.system, args.json, args.tp))
+    if (args.file is None) == (args.named_file is None):
+        parser.error("give the config once: FILE, or --json FILE")
+    if args.system is not None:
+        try:
+            _check_options(args.system, args.tp, args.component)
+        except InputError as error:
+            parser.error(str(error))
+    return exit_status(lambda: translate(args.system, args.file or args.named_file, args.tp, num_layers=args.num_layers,
+                                         component=args.component))
 
 
-def translate(system: str, path: str, tp_size: int | None) -> None:
-    """Prints the flags and notes. OSError if the file cannot be read; InputError, which names it, for what is in it."""
-    convert = SYSTEMS[system]
-    if system in PARTITIONING:
-        convert = partial(convert, tp_size=1 if tp_size is None else tp_size)
-    config = _read(path)
+def translate(system: str | None, path: str, tp_size: int | None = None, *, num_layers: int | None = None,
+              component: str | None = None) -> None:
+    """Prints the flags and the notes.
+
+    Raises OSError if the file cannot be read. Raises InputError, which names the file, for a fault
+    in its contents.
+    """
+    if num_layers is not None and num_layers < 1:
+        raise InputError(f"--num-layers must be at least 1 (got {num_layers})")
+    config = read_config_file(path)
     try:
-        translation = convert(config)
+        translation = translated(config, _system(config, system), tp_size, num_layers=num_layers, component=component)
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     for note in translation.notes:
@@ -53,25 +67,50 @@ def translate(system: str, path: str, tp_size: int | None) -> None:
     print(shlex.join(translation.flags))
 
 
-def _read(path: str) -> Any:
-    with open(path, "rb") as file:
-        text = file.read(MAX_FILE_BYTES + 1)
-    if len(text) > MAX_FILE_BYTES:
-        raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB, so not a config")
-    try:
-        return json.loads(text, object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError; deep nesting ends in the other
-        raise InputError(f"{path}: not JSON ({error})") from None
+def translated(config: Any, system: str, tp_size: int | None = None, *, num_layers: int | None = None,
+               component: str | None = None) -> Translation:
+    """Returns the translation of a config.
+
+    num_layers: the layers of the model. None takes `n_layer` of a Modalities file; without either,
+    the translation is for any number of layers and may have a note on the fewest that it needs.
+    Raises ValueError for a fault in the config.
+    """
+    _check_options(system, tp_size, component)
+    options: dict[str, Any] = {"tp_size": tp_size} if system in PARTITIONING else {}
+    if component is not None:
+        options["component"] = component
+    translation = SYSTEMS[system](config, **options)
+    count = layers_of(config) if num_layers is None and system == "modalities" else num_layers
+    if count is not None:
+        return translation.for_layers(count)
+    needed = translation.layers_needed
+    if needed == 1:
+        return translation
+    return translation._replace(notes=(*translation.notes, f"{translation.policy} needs a stage of {needed} layers or more: with "
+                                       "fewer the launcher refuses it; give --num-layers N for the flags of a smaller model"))
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. ValueError where a key stands in it twice, of which json would drop one."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key[:40]!r} stands twice in one object")
-        found[key] = value
-    return found
+def _system(config: Any, named: str | None) -> str:
+    """Returns the system whose config it is.
+
+    Raises ValueError if the keys do not decide, or if they contradict the system the user named.
+    """
+    found = systems_of(config)
+    if named is not None:
+        if found and named not in found:
+            raise ValueError(f"this is a config of {' or '.join(found)}, not of {named}: leave --from {named} out")
+        return named
+    if len(found) == 1:
+        return found[0]
+    told = f"its keys fit {' and '.join(found)}" if found else "none of its keys tells"
+    raise ValueError(f"whose config is this? {told}: give --from {{{','.join(SYSTEMS)}}}")
+
+
+def _check_options(system: str, tp_size: int | None, component: str | None) -> None:
+    if tp_size is not None and system not in PARTITIONING:
+        raise InputError(f"--tp belongs to {' and '.join(PARTITIONING)} (got a config of {system})")
+    if component is not None and system != "modalities":
+        raise InputError(f"--component belongs to modalities (got a config of {system})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""`python -m megatron_lite.tools.unigram_entropy PREFIX`: the loss, in nats per token, of predicting by frequency alone."""
+"""Prints the entropy of a dataset's token ids:
+`python -m megatron_lite.tools.unigram_entropy PREFIX`
+
+The entropy is the loss, in nats per token, of a prediction by token frequency alone.
+"""
 
 from __future__ import annotations
 

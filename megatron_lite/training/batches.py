@@ -17,7 +17,7 @@ from megatron_lite.parallel.state import ParallelState
 
 
 class SampleDataset(Protocol):
-    """A map from a sample's number to its s+1 token ids, int64."""
+    """A dataset that maps a sample's number to its s+1 token ids, int64."""
 
     def __len__(self) -> int: ...
 
@@ -25,7 +25,7 @@ class SampleDataset(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """tokens and labels [b, s], of this rank's chunks [b, s/c]: labels are the tokens one position later."""
+    """tokens and labels: token ids, each [b, s/c]. Labels are the tokens one position later."""
 
     tokens: Tensor
     labels: Tensor
@@ -41,20 +41,26 @@ class Batches(Protocol):
 
 def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device, *, cp_rank: int = 0,
           cp_size: int = 1) -> MicroBatch:
-    """The named samples, or one context-parallel rank's chunks of them. The copy to a GPU waits for no kernel."""
+    """Returns the samples `indices`, or one context-parallel rank's chunks of them.
+
+    The copy to a GPU is asynchronous, from pinned memory.
+    """
     samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
     if device.type == "cuda":
         samples = samples.pin_memory().to(device, non_blocking=True)
-    # Copies also of a single sample, whose slice is contiguous: backward keeps the tokens, and would keep the whole sample.
+    # `select` copies even where a slice is contiguous (a batch of one sample). Backward saves the
+    # tokens, and a view would keep the storage of the whole sample alive.
     spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)
     return MicroBatch(*(select(part, spans, 1) for part in (samples[:, :-1], samples[:, 1:])))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
-    """This rank's micro-batches of the iteration that starts after `consumed_samples`, read when asked for.
+    """This rank's micro-batches of the iteration that starts after `consumed_samples`.
 
-    InputError, with `where` in front, of a sample that cannot be: PeerError on the ranks that read what another reads too.
+    Each is read when it is indexed. A sample that cannot be read raises InputError, whose message
+    starts with `where`. Tensor- and context-parallel ranks read the same samples; all of them but
+    the first raise PeerError, so that one rank reports the fault.
     """
 
     dataset: SampleDataset

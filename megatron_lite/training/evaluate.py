@@ -10,11 +10,11 @@ import torch
 
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.training.batches import MicroBatches, SampleDataset
-from megatron_lite.training.runner import StageRunner
+from megatron_lite.training.micro_batches import StageRunner
 
 
 class Evaluation(NamedTuple):
-    """loss: nats per token. perplexity: exp(loss), infinite past a loss of 700."""
+    """loss: nats per token. perplexity: exp(loss), infinite from a loss of 700 on."""
 
     loss: float
     perplexity: float
@@ -23,10 +23,13 @@ class Evaluation(NamedTuple):
 def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int, num_microbatches: int,
              micro_batch_size: int, where: str = "evaluation",
              stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
-    """The mean loss over the first `num_iterations` global batches: every evaluation of a run sees the same samples.
+    """Returns the mean loss over the first `num_iterations` global batches, or None if stopped.
 
-    Dropout is off and no random number is drawn, so training goes on as if it had not happened. stops: asked before each batch,
-    on all ranks alike; where it says yes, the result is None. where: for errors in the data.
+    Every evaluation of a run sees the same samples. Dropout is off and no random number is drawn,
+    so an evaluation does not change the training after it.
+    Two all-reduces of the 0-d sum: over `dp_cp_group` and over `pp_group`.
+    where: the beginning of messages about faults in the data.
+    stops: called before each batch. It must return the same on all ranks; True ends the evaluation.
     """
     parallel = runner.parallel
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
@@ -37,6 +40,6 @@ def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int
         total += runner.evaluate(MicroBatches(dataset=dataset, consumed_samples=iteration * batch_size, parallel=parallel,
                                               micro_batch_size=micro_batch_size, num_microbatches=num_microbatches,
                                               where=where))
-    total = all_reduce_(all_reduce_(total, parallel.data_group), parallel.pp_group)
-    loss = total.item() / (num_iterations * num_microbatches * parallel.data_size)
+    total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
+    loss = total.item() / (num_iterations * num_microbatches * parallel.dp_cp_size)
     return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

@@ -1,18 +1,21 @@
-"""What a person and a program read while training: Megatron's lines, a progress bar, JSON lines, TensorBoard.
+"""The log of a run: Megatron's lines, a progress bar, JSON lines and TensorBoard.
 
-Only rank 0 writes; the other ranks hold a RunLog that stays silent, so that no caller asks for its rank.
+Only rank 0 writes. The other ranks hold a RunLog that writes nothing, so no caller needs to check
+its rank.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from datetime import datetime
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType, TracebackType
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -22,20 +25,25 @@ from rich.progress import Progress as ProgressBar
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import LoggingConfig
-from megatron_lite.memory.flops import peak_flops
+from megatron_lite.memory.predict.flops import peak_flops
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
 from megatron_lite.training.skipped import SkippedUpdate
+from megatron_lite.training.tensorboard import ScalarFile
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
 
 
 class RunFacts(NamedTuple):
-    """What log lines need to know of the run. num_samples: consumed at its end. batch_size: the full one.
+    """The facts of a run that its log lines use.
 
-    tokens, flops (model FLOPs), hardware_flops: of one iteration with the full batch, over all ranks. peak_flops: what one GPU
-    can do in a second, if known.
+    num_samples: the samples consumed at the end of the run.
+    batch_size: the full global batch size, after any ramp.
+    tokens: the tokens of one iteration with the full batch, over all ranks.
+    flops, hardware_flops: the model FLOPs and hardware FLOPs of such an iteration, over all ranks.
+    peak_flops: the FLOP/s of one GPU, if known.
+    spared_flops: by global batch size, the hardware FLOPs that an iteration need not run, because
+        some micro-batches save all activations. A size that is not a key spares none.
     """
 
     num_iterations: int
@@ -47,6 +55,7 @@ class RunFacts(NamedTuple):
     hardware_flops: int
     peak_flops: float | None
     device: torch.device
+    spared_flops: Mapping[int, int] = MappingProxyType({})
 
 
 class LogExtras(NamedTuple):
@@ -57,40 +66,40 @@ class LogExtras(NamedTuple):
 
 
 class RunLog:
-    """The log of one run. `start`: how far it had come before; later rows and points of an interrupted run are dropped.
+    """The log of one run. A log that can no longer be written does not end the run.
 
-    skipped_batches: file for what `skipped` is told; without a skipped update there is none.
+    start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
+    skipped_batches: the file for skipped updates. The first skipped update creates it.
+    keep_last: --save-keep-last, which also limits how many earlier versions of these files stay.
     """
 
     def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: Progress,
-                 skipped_batches: str | None = None) -> None:
+                 skipped_batches: str | None = None, keep_last: int | None = None) -> None:
         self._config = config
         self._facts = facts
         self._enabled = enabled
         self._interval: list[IterationRecord] = []
         self._stack = ExitStack()
         self._progress: ProgressBar | None = None
+        self._output_is_lost = False
         self._metrics: MetricsFile | None = None
-        self._tensorboard: SummaryWriter | None = None
-        self._skipped_batches = skipped_batches
+        self._tensorboard: ScalarFile | None = None
+        self._skipped_batches, self._keep_last = skipped_batches, keep_last
         self._skipped_rows: MetricsFile | None = None
         if not enabled:
             return
         if skipped_batches is not None and os.path.exists(skipped_batches):
-            self._skipped_rows = self._stack.enter_context(MetricsFile(skipped_batches, after_iteration=start.iteration))
+            self._skipped_rows = self._open_rows(skipped_batches, start.iteration, flag="--save")
         if config.metrics_jsonl:
-            self._metrics = self._stack.enter_context(MetricsFile(config.metrics_jsonl, after_iteration=start.iteration))
+            self._metrics = self._open_rows(config.metrics_jsonl, start.iteration, flag="--metrics-jsonl")
         if config.tensorboard_dir:
-            try:
-                os.makedirs(config.tensorboard_dir, exist_ok=True)
-            except OSError as error:
-                raise InputError(f"--tensorboard-dir {config.tensorboard_dir}: cannot be written ({error.strerror})") from error
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = self._stack.enter_context(SummaryWriter(config.tensorboard_dir, purge_step=start.iteration + 1))
-            # A writer of its own: its steps are samples, and the other's purge_step counts iterations.
-            self._by_samples = self._stack.enter_context(SummaryWriter(
-                os.path.join(config.tensorboard_dir, "by_samples"), purge_step=start.consumed_samples + 1))
+            self._tensorboard = ScalarFile(config.tensorboard_dir, purge_step=start.iteration + 1)
+            self._stack.callback(self._tensorboard.close)
+            # A separate file: its steps count samples, the first file's steps count iterations.
+            self._by_samples = ScalarFile(os.path.join(config.tensorboard_dir, "by_samples"),
+                                          purge_step=start.consumed_samples + 1)
+            self._stack.callback(self._by_samples.close)
+            self._warn(self._tensorboard.opening, self._by_samples.opening)
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
                        TimeElapsedColumn())
@@ -102,6 +111,11 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
+        if self._output_is_lost:
+            try:
+                sys.stdout.flush()
+            except OSError:  # else Python's own flush at exit fails, and the status is 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def line(self, text: str) -> None:
         """Prints one line."""
@@ -110,17 +124,48 @@ class RunLog:
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False)
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """Prints `text`. If standard output is full or closed, warns once on standard error."""
+        try:
             print(text, flush=True)
+        except OSError as error:
+            if not self._output_is_lost:
+                self._output_is_lost = True
+                with suppress(OSError):
+                    print(f"warning: standard output cannot be written ({error.strerror}); training goes on", file=sys.stderr,
+                          flush=True)
+
+    def _open_rows(self, path: str, iteration: int, *, flag: str) -> MetricsFile | None:
+        """Returns the file, or None with a warning if its disk is full, which ends no run.
+
+        Raises InputError for any other reason why the file cannot be opened.
+        """
+        try:
+            return self._stack.enter_context(MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=self._keep_last))
+        except InputError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL):
+                raise
+            self._warn(f"warning: {error}; this run writes no rows to it")
+            return None
+
+    def _warn(self, *warnings: str | None) -> None:
+        for warning in filter(None, warnings):
+            self.line(warning)
 
     def iteration(self, record: IterationRecord, extras: LogExtras) -> None:
-        """Takes one iteration's figures; prints Megatron's line, averaged since the last one, every --log-interval iterations."""
+        """Writes one iteration's figures to the files.
+
+        Every --log-interval iterations it also prints Megatron's line, averaged since the last one.
+        """
         if not self._enabled:
             return
         if self._metrics is not None:
-            self._metrics.write(record)
+            self._warn(self._metrics.write(record))
         if self._tensorboard is not None:
-            _write_scalars(self._tensorboard, record, extras, self._facts, self._config)
-            self._by_samples.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples)
+            self._warn(*_write_scalars(self._tensorboard, record, extras, self._facts, self._config),
+                       self._by_samples.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples))
         if self._progress is not None:
             self._progress.update(self._task, completed=record.iteration, status=(
                 f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | "
@@ -131,16 +176,20 @@ class RunLog:
             self._interval.clear()
 
     def skipped(self, update: SkippedUpdate) -> None:
-        """Takes a skipped update: a line in the log, and a row in its file. An overflow of a float16 run has the row alone."""
+        """Writes a line in the log and a row in the file about a skipped update.
+
+        An overflow of a float16 run writes the row alone.
+        """
         if not self._enabled:
             return
         if update.reason != "overflow":
             self.line(update.line())
         if self._skipped_batches is not None and self._skipped_rows is None:
-            self._skipped_rows = self._stack.enter_context(
-                MetricsFile(self._skipped_batches, after_iteration=update.iteration - 1))
+            self._skipped_rows = self._open_rows(self._skipped_batches, update.iteration - 1, flag="--save")
+            if self._skipped_rows is None:
+                self._skipped_batches = None
         if self._skipped_rows is not None:
-            self._skipped_rows.write(update)
+            self._warn(self._skipped_rows.write(update))
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
@@ -149,13 +198,16 @@ class RunLog:
         rule = "-" * len(text)
         self.line(f"{rule}\n{text}\n{rule}")
         if self._tensorboard is not None:
-            self._tensorboard.add_scalar(f"lm loss {name}", result.loss, iteration)
+            self._warn(self._tensorboard.add_scalar(f"lm loss {name}", result.loss, iteration))
             if self._config.log_validation_ppl_to_tensorboard:
-                self._tensorboard.add_scalar(f"lm loss {name} ppl", result.perplexity, iteration)
+                self._warn(self._tensorboard.add_scalar(f"lm loss {name} ppl", result.perplexity, iteration))
 
 
 def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool) -> str:
-    """Megatron's iteration line over the records since the last one, with its fields in its order, then our own."""
+    """Returns Megatron's iteration line over the records since the last line.
+
+    Megatron's fields come first, in its order, and our own fields come after them.
+    """
     last = records[-1]
     ms, full_ms = sum(record.iteration_ms for record in records) / len(records), _full_batch_ms(records, facts)
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
@@ -174,7 +226,7 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
         f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
         f"number of nan iterations: {sum(record.nan for record in records):3d}",
         f"tokens/s/GPU: {facts.tokens / (full_ms / 1000.0) / facts.world_size:.1f}",
-        *(f"{name}: {percent:.1f}%" for name, percent in _utilization(full_ms, facts).items()),
+        *(f"{name}: {percent:.1f}%" for name, percent in _utilization(records, facts).items()),
         _activation_bytes(last),
         f"peak GiB: {peak_gib(facts.device):.2f}",
         f"ETA: {_eta(last, facts, full_ms)}",
@@ -183,7 +235,10 @@ def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogE
 
 
 def known_peak_flops(config: LoggingConfig, device: torch.device, *, bf16: bool) -> float | None:
-    """FLOP/s of one GPU: --peak-tflops-per-gpu, or found by the GPU's name. None where neither says it, as on a CPU."""
+    """Returns the FLOP/s of one GPU: from --peak-tflops-per-gpu, else from the GPU's name.
+
+    Returns None if the flag is not given and the name is not known, and on a CPU.
+    """
     if config.peak_tflops_per_gpu is not None:
         return config.peak_tflops_per_gpu * 1e12
     if device.type != "cuda":
@@ -192,7 +247,10 @@ def known_peak_flops(config: LoggingConfig, device: torch.device, *, bf16: bool)
 
 
 def peak_gib(device: torch.device) -> float:
-    """The most memory this process has held: allocated on the GPU, or resident on a CPU run."""
+    """Returns the most memory that this process has held, in GiB.
+
+    On a GPU it is allocated memory of the device; on a CPU it is the resident set.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -200,20 +258,25 @@ def peak_gib(device: torch.device) -> float:
 
 
 def _full_batch_ms(records: list[IterationRecord], facts: RunFacts) -> float:
-    """What an iteration with the full batch takes at the speed of these."""
+    """Returns the milliseconds of an iteration with the full batch at the speed of `records`."""
     return facts.batch_size * sum(record.iteration_ms for record in records) / sum(record.global_batch_size for record in records)
 
 
-def _utilization(ms: float, facts: RunFacts) -> dict[str, float]:
-    """MFU and HFU in percent of the peak: model and hardware FLOPs (see memory/flops.py). Empty where the peak is unknown."""
+def _utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, float]:
+    """Returns MFU and HFU of these iterations in percent of the peak, or {} if the peak is unknown.
+
+    MFU counts model FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py).
+    """
     if facts.peak_flops is None:
         return {}
-    available = facts.peak_flops * facts.world_size * (ms / 1000.0)
-    return {"MFU": 100.0 * facts.flops / available, "HFU": 100.0 * facts.hardware_flops / available}
+    available = facts.peak_flops * facts.world_size * (_full_batch_ms(records, facts) / 1000.0)
+    samples = sum(record.global_batch_size for record in records)
+    spared = sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records) * facts.batch_size / samples
+    return {"MFU": 100.0 * facts.flops / available, "HFU": 100.0 * (facts.hardware_flops - spared) / available}
 
 
 def _activation_bytes(record: IterationRecord) -> str | None:
-    """Bytes kept for backward, predicted/measured."""
+    """Returns the kept bytes of one micro-batch, predicted/measured, or None if not measured."""
     predicted, measured = record.activation_bytes_predicted, record.activation_bytes_measured
     if predicted is None or measured is None:
         return None
@@ -226,7 +289,7 @@ def _teraflops(ms: float, facts: RunFacts) -> float:
 
 
 def _shown(teraflops: float) -> str:
-    """One decimal, as Megatron; more for a CPU's few."""
+    """Returns one decimal as Megatron does, and four for the small figures of a CPU."""
     return f"{teraflops:.1f}" if teraflops >= 10.0 else f"{teraflops:.4f}"
 
 
@@ -235,8 +298,8 @@ def _eta(record: IterationRecord, facts: RunFacts, full_ms: float) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def _write_scalars(writer: SummaryWriter, record: IterationRecord, extras: LogExtras, facts: RunFacts,
-                   config: LoggingConfig) -> None:
+def _write_scalars(writer: ScalarFile, record: IterationRecord, extras: LogExtras, facts: RunFacts,
+                   config: LoggingConfig) -> list[str | None]:
     full_ms = _full_batch_ms([record], facts)
     scalars: dict[str, float | None] = {
         "learning-rate": record.learning_rate, "batch-size": record.global_batch_size, "lm loss": record.lm_loss,
@@ -245,10 +308,8 @@ def _write_scalars(writer: SummaryWriter, record: IterationRecord, extras: LogEx
         "throughput": _teraflops(full_ms, facts) if config.log_throughput else None,
         "iteration-time": record.iteration_ms / 1000.0 if config.log_timers_to_tensorboard else None,
         "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
-        **_utilization(full_ms, facts),
+        **_utilization([record], facts),
     }
-    for name, value in scalars.items():
-        if value is not None:
-            writer.add_scalar(name, value, record.iteration)
+    return [writer.add_scalar(name, value, record.iteration) for name, value in scalars.items() if value is not None]
 
 

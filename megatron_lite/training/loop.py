@@ -1,6 +1,7 @@
-"""The training loop: step, record, evaluate, save, until the run or its --exit-interval ends.
+"""The training loop: step, record, evaluate, save, until the run ends or something ends it early.
 
-On a GPU the figures of a step are read only after the next step was started, so that the device never waits for the log.
+On a GPU the loop reads the figures of a step only after it has started the next step. The device
+therefore never waits for the log.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.build import Datasets
-from megatron_lite.memory.flops import hardware_flops, step_flops
-from megatron_lite.model.stages import ModelStages
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.data.datasets import Datasets
+from megatron_lite.memory.predict.flops import hardware_flops, step_flops
+from megatron_lite.memory.predict.pipeline_memory import spared_flops
+from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timeouts import set_timeout
 from megatron_lite.recompute.schedule import plan_model
+from megatron_lite.supervision.drift import ReplicaCheck
+from megatron_lite.supervision.exits import Exits
+from megatron_lite.supervision.pulse import Pulse
+from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
-from megatron_lite.training.drift import ReplicaCheck
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.exits import Exits
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder
-from megatron_lite.training.pulse import Pulse
-from megatron_lite.training.runner import StageRunner
 from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted, skipped_batches_path
-from megatron_lite.training.slow_rank import SlowRanks
 from megatron_lite.training.step import StepResult, TrainingError, train_step
 
 
@@ -57,14 +59,22 @@ class StartedStep(NamedTuple):
 
     @property
     def samples(self) -> range:
-        """In the order in which the run reads its data."""
+        """The numbers of the step's samples, in the order in which the run reads its data."""
         return range(self.consumed_samples - self.batch_size, self.consumed_samples)
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run, and how far it has come. accumulation: a line for the log about how gradients are added up. start: the
-    checkpoint that `run` loads. pulse: what a watch looks at."""
+    """The parts of a run, and its progress.
+
+    num_iterations: the iteration at which the run ends.
+    start: the checkpoint that `run` loads.
+    notices: lines for the log, about kernels and about checks that compare nothing.
+    pulse: the record of where this rank is. The trainer writes it and a watch reads it.
+    progress: the iterations and samples so far.
+    activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
+        and under --torch-compile.
+    """
 
     config: RunConfig
     parallel: ParallelState
@@ -76,7 +86,7 @@ class Trainer:
     batches: BatchSchedule
     saver: Saver
     start: Start = field(default_factory=Start)
-    accumulation: str | None = None
+    notices: tuple[str, ...] = ()
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
@@ -101,12 +111,14 @@ class Trainer:
         if self.config.training.check_weight_hash_across_dp_replicas_interval is not None:
             self._replicas = ReplicaCheck(self.model, self.optimizer, self.parallel)
         if self.config.logging.log_straggler:
-            self._slow_ranks = SlowRanks(self.config.logging, self.parallel, self._runner.links)
+            self._slow_ranks = SlowRanks(self.config.logging, self.parallel)
 
     def run(self, exits: Exits | None = None) -> Progress:
-        """Trains from where `--load` stands to the end, or until `exits` end it. TrainingError where the loss is not finite.
+        """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
 
-        exits: that listen already; by default the run's own, for as long as it runs.
+        exits: listens for signals already. By default the run makes its own, which listens for as
+        long as the run lasts.
+        Raises TrainingError if the run cannot go on, for example because the loss is not finite.
         """
         if exits is None:
             with Exits(self.config.training, self.parallel).listening() as own:
@@ -117,8 +129,7 @@ class Trainer:
     def _run(self, exits: Exits) -> Progress:
         notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
         with self.parallel.together("the log", self._open_log) as log:
-            guards = [guard.notice() for guard in (self._replicas, self._slow_ranks) if guard is not None]
-            for notice in (*notices, *filter(None, [self.accumulation, *guards])):
+            for notice in (*notices, *self.notices):
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
                 log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
@@ -136,7 +147,7 @@ class Trainer:
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
-        """Runs iterations until the end (True), or until something ends the run before (False)."""
+        """Runs iterations. Returns True at the run's end, False if something ended it early."""
         training, checkpoint = self.config.training, self.config.checkpoint
         reason = self._evaluate_within(log, exits) if self.progress.evaluation_is_due else None
         if reason is not None:
@@ -144,8 +155,9 @@ class Trainer:
             return False
         self._clock = time.perf_counter()
         first, waits = self.progress.iteration + 1, self.config.parallel.distributed_timeout_seconds_after_init
-        self.pulse.at(f"iteration {first}", limited=False)  # it compiles
+        self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
         while self.progress.iteration < self.num_iterations:
+            batch = self.batches.at(self.progress.consumed_samples)
             self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             self.saver.poll(log.line)
@@ -153,11 +165,14 @@ class Trainer:
             saves, reason = _due(iteration, checkpoint.save_interval), exits.now()
             last = exits.at_interval(iteration)
             finished = iteration == self.num_iterations
+            # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
+            # one step's figures may stay on the GPU, so that reading them does not stall it.
             while len(self._started) > (0 if evaluates or saves or reason or last or finished else self._steps_in_flight()):
                 self._finish_step(self._started.popleft(), log)
             if _due(iteration, training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
             if evaluates:
+                # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
             if saves:
@@ -171,18 +186,21 @@ class Trainer:
                 self._clock = time.perf_counter()
             if iteration == first and waits is not None:
                 set_timeout(waits)
-            self.pulse.at(f"iteration {iteration + 1}")
+            self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, self.batches.at(self.progress.consumed_samples) / batch))
         return True
 
     def _evaluate_within(self, log: RunLog, exits: Exits) -> str | None:
-        """The validation loss that is due in the middle of the run. Why it was left unfinished, if it was."""
+        """Evaluates the validation loss in the middle of the run.
+
+        Returns the reason if the evaluation was left unfinished, else None.
+        """
         reason = self._evaluate("validation", self.datasets.valid, log, exits)
         if reason is None:
             self.progress = replace(self.progress, evaluation_is_due=False)
         return reason
 
     def _steps_in_flight(self) -> int:
-        """Steps whose figures are left on the device while the next one is started."""
+        """Returns how many steps may leave figures on the device while the next step starts."""
         return 1 if self.parallel.device.type == "cuda" else 0
 
     def _start_step(self, log: RunLog) -> StartedStep:
@@ -207,7 +225,10 @@ class Trainer:
                            self.optimizer.num_zeros_in_grad() if logged and logging.log_num_zeros_in_grad else None)
 
     def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
-        """Takes the figures of the run's first micro-batch."""
+        """Compares predicted with measured kept bytes of the run's first micro-batch.
+
+        A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
+        """
         self.activation_bytes = meter.result(self.config, self.parallel)
         fault = self.activation_bytes.fault
         if fault is not None and self.config.recompute.recompute_verify:
@@ -216,14 +237,18 @@ class Trainer:
             log.line(f"warning: {fault}")
 
     def _timeline_recorder(self) -> Observer:
-        """Of the run's second iteration, whose memory is that of all later ones."""
+        """Returns the observer of an iteration that the activation meter does not measure.
+
+        The first such iteration records the memory timeline, if the user asked for one. That is the
+        run's second iteration, whose memory is that of all later ones.
+        """
         if self._timeline_is_due:
             self._timeline_is_due = False
             return TimelineRecorder(self.config.logging.memory_timeline if self.parallel.rank == 0 else None)
         return Observer()
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
-        """Reads a step's figures (the one place that waits for the device), counts and logs them."""
+        """Reads a step's figures, counts them and logs them. Reading them waits for the device."""
         figures = StepFigures.read(step.result)
         seconds = time.perf_counter() - self._clock
         self._clock += seconds
@@ -256,7 +281,10 @@ class Trainer:
                                 "from a checkpoint before it, without the node of that rank if it happens again")
 
     def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits) -> str | None:
-        """Why it was left unfinished, and no loss is reported, if something ended the run meanwhile."""
+        """Evaluates the loss over `dataset` and logs it.
+
+        Returns None, or a reason if something ended the run meanwhile. The log has no loss then.
+        """
         num_iterations = self.config.training.eval_iters
         if num_iterations == 0:
             return None
@@ -315,10 +343,13 @@ class Trainer:
     def _open_log(self) -> RunLog:
         config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
         vocabulary, batch_size = config.tokenizer.padded_vocab_size(self.parallel.tp_size), self.batches.full
-        remaining = self.num_iterations - self.progress.iteration
+        remaining, consumed = self.num_iterations - self.progress.iteration, self.progress.consumed_samples
+        spared = {size: spared_flops(config, self.batches.num_microbatches(size), device=device.type,
+                                     samples_per_microbatch=self.batches.samples_per_microbatch)
+                  for size in self.batches.sizes_from(consumed, num_iterations=remaining)}
         facts = RunFacts(
             num_iterations=self.num_iterations, batch_size=batch_size, device=device, tokens=batch_size * seq_length,
-            num_samples=self.batches.consumed_after(remaining, consumed=self.progress.consumed_samples),
+            num_samples=self.batches.consumed_after(remaining, consumed=consumed), spared_flops=spared,
             world_size=self.parallel.world_size,
             flops=step_flops(config.model, batch=batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
             hardware_flops=hardware_flops(config.model, plan_model(config), batch=batch_size, seq_length=seq_length,
@@ -327,7 +358,7 @@ class Trainer:
                                           tp_size=self.parallel.tp_size, cp_size=self.parallel.cp_size),
             peak_flops=known_peak_flops(config.logging, device, bf16=config.training.precision != "fp32"))
         return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress,
-                      skipped_batches=skipped_batches_path(config))
+                      skipped_batches=skipped_batches_path(config), keep_last=config.checkpoint.save_keep_last)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -1,6 +1,7 @@
-"""What one iteration reports, and the JSON-lines file of it.
+"""The figures of one iteration, and the JSON-lines file that holds them.
 
-One object per iteration, floats with all their digits: equal text means equal numbers. A NaN or infinite value is null.
+The file has one object per iteration. Floats have all their digits, so equal text means equal
+numbers. A NaN or infinite value is null.
 """
 
 from __future__ import annotations
@@ -8,21 +9,31 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import sync_folder, written_beside
+from megatron_lite.training.appended import AppendedFile
 from megatron_lite.training.skipped import SkippedUpdate
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationRecord:
-    """lm_loss: mean over the global batch, nats per token. learning_rate, loss_scale: those used. skipped, nan: 0 or 1.
+    """The figures of one iteration.
 
-    tokens_per_second: over all ranks. activation_bytes_*: kept for backward by one micro-batch, the most of any rank; measured
-    on the run's first micro-batch. activation_host_bytes_*: the same in host memory; None unless a policy moves tensors there.
+    lm_loss: the mean over the global batch, in nats per token.
+    grad_norm: the global 2-norm before clipping.
+    learning_rate, loss_scale: the ones that this iteration used.
+    tokens_per_second: the tokens of all ranks.
+    skipped: 1 if no weight was changed, else 0.
+    nan: 1 if the loss is NaN or infinite, else 0.
+    activation_bytes_*: the kept bytes of one micro-batch in device memory, the most of any rank.
+        They are measured on the run's first micro-batch.
+    activation_host_bytes_*: those in host memory. None unless a policy moves tensors there.
     """
 
     iteration: int
@@ -43,31 +54,37 @@ class IterationRecord:
 
 
 class MetricsFile:
-    """Appends records to a file, one JSON object a line, each flushed.
+    """Appends records to a file, one JSON object a line, each written at once.
 
-    Opened at iteration n, it keeps the rows up to n and drops later ones, which the run is about to write again: a resumed run
-    leaves the same rows as an uninterrupted one. Where rows are dropped, the file as it was stays beside it as FILE.previous
-    (then FILE.previous2, and so on).
+    Opening keeps the rows up to `after_iteration` and drops later rows, which the run will write
+    again. A resumed run therefore leaves the same rows as an uninterrupted one. If rows are
+    dropped, the old file stays beside the new one as FILE.previous, later ones as FILE.previous2
+    and so on.
+    flag: the option that named the file, for messages.
+    keep_last: how many of the old files stay, the latest ones. None keeps all.
+    Raises InputError if the file cannot be opened. A write that fails later does not end a run
+    (AppendedFile).
     """
 
-    def __init__(self, path: str, *, after_iteration: int) -> None:
+    def __init__(self, path: str, *, after_iteration: int, flag: str = "--metrics-jsonl", keep_last: int | None = None) -> None:
         target = Path(path)
         try:
             kept = _rows_up_to(target, after_iteration)
             target.parent.mkdir(parents=True, exist_ok=True)
             if kept is not None:
-                os.replace(target, _unused_name(path))
-                target.write_text("".join(kept))
-            self._file: IO[str] = target.open("a")
+                _replace(target, "".join(kept))
+            if keep_last is not None:
+                for _, old in _previous(target)[:-keep_last]:
+                    old.unlink(missing_ok=True)
+            self._file = AppendedFile(target, name=f"{flag} {path}")
         except OSError as error:
-            raise InputError(f"--metrics-jsonl {path}: cannot be written ({error.strerror}): choose another file") from error
+            raise InputError(f"{flag} {path}: cannot be written ({error.strerror}): choose another file") from error
 
-    def write(self, record: IterationRecord | SkippedUpdate) -> None:
-        """Appends one row."""
+    def write(self, record: IterationRecord | SkippedUpdate) -> str | None:
+        """Appends one row. Returns a warning if the row is the first one that could not be written."""
         row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                for key, value in asdict(record).items()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        return self._file.append((json.dumps(row) + "\n").encode(), what=f"iteration {record.iteration}")
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -76,14 +93,37 @@ class MetricsFile:
         self._file.close()
 
 
-def _unused_name(path: str) -> str:
-    """FILE.previous, or the first of FILE.previous2, FILE.previous3 .. that does not exist."""
-    names = (f"{path}.previous{number or ''}" for number in (0, *range(2, 10**6)))
-    return next(name for name in names if not os.path.exists(name))
+def _replace(path: Path, text: str) -> None:
+    """Replaces the file's text atomically and keeps the old file beside it.
+
+    A process that is killed meanwhile leaves either the old or the new text whole.
+    """
+    previous, temporary = _previous(path), path.with_name(path.name + ".tmp")
+    # A start that was killed right after the link has kept the old file already.
+    if not any(os.path.samefile(path, old) for _, old in previous):
+        number = previous[-1][0] + 1 if previous else 1
+        kept = path.with_name(f"{path.name}.previous{number if number > 1 else ''}")
+        try:
+            os.link(path, kept)
+        except OSError:  # a file system without hard links
+            with written_beside(str(kept), name=str(temporary)):
+                shutil.copyfile(path, temporary)
+    with written_beside(str(path), name=str(temporary)):
+        temporary.write_text(text)
+    sync_folder(str(path.parent))
+
+
+def _previous(path: Path) -> list[tuple[int, Path]]:
+    """Returns the old files that were kept, with their numbers, oldest first."""
+    names = ((re.fullmatch(re.escape(path.name) + r"\.previous(\d{0,9})", other.name), other) for other in path.parent.iterdir())
+    return sorted((int(name[1] or 1), other) for name, other in names if name is not None)
 
 
 def _rows_up_to(path: Path, iteration: int) -> list[str] | None:
-    """The rows to keep, or None where the file may stay as it is. A last line cut short by a kill is dropped."""
+    """Returns the rows to keep, or None if the file can stay as it is.
+
+    A last line that a kill cut short is dropped.
+    """
     if not path.is_file():
         return None
     lines = path.read_text(errors="replace").splitlines(keepends=True)

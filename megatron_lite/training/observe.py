@@ -1,4 +1,7 @@
-"""Looks at single micro-batches of a run: the bytes that the first one keeps for backward, and the memory timeline of another."""
+"""Looks at single micro-batches of a run.
+
+The first micro-batch gives the bytes kept for backward. A later one gives the memory timeline.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.activations import activation_bytes, host_bytes
-from megatron_lite.memory.layer_tensors import Sizes
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.explain.difference import Saved, difference
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.memory.predict.kept_tensors import UNIT, activation_bytes, activation_terms, host_bytes
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.plan import RecomputePlan
@@ -23,10 +27,13 @@ from megatron_lite.recompute.plan import RecomputePlan
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
-    """Kept for backward by one micro-batch in all stages of a rank, the most of any rank.
+    """The kept bytes of one micro-batch in all stages of a rank, the most of any rank.
 
-    off: measured less predicted, on the rank where they differ most. host_*: in host memory, where a policy moves tensors there.
-    unaccounted: alive after the forward, but not saved for backward; None where nobody looked.
+    predicted, measured: the bytes in device memory.
+    off: measured minus predicted bytes, on the rank where they differ most.
+    unaccounted: bytes alive after the forward but not saved for backward. None if not measured.
+    host_predicted, host_measured: the bytes in host memory. None if no policy moves tensors there.
+    tensors: the tensors that differ, as text.
     """
 
     predicted: int
@@ -35,13 +42,14 @@ class ActivationBytes:
     unaccounted: int | None = None
     host_predicted: int | None = None
     host_measured: int | None = None
+    tensors: str = ""
 
     @property
     def fault(self) -> str | None:
-        """What is not as predicted."""
+        """Returns a sentence about the first difference from the prediction, or None."""
         if self.off:
             return (f"the first micro-batch keeps {self.measured} bytes for backward, and {self.predicted} were predicted "
-                    f"({self.off:+d})")
+                    f"({self.off:+d}){': ' if self.tensors else ''}{self.tensors}")
         if self.host_measured != self.host_predicted:
             return (f"the first micro-batch keeps {self.host_measured} bytes in host memory, and {self.host_predicted} were "
                     "predicted")
@@ -51,62 +59,95 @@ class ActivationBytes:
 
 
 class Observer:
-    """Runs a micro-batch, and may look at it. This one does not."""
+    """Runs a micro-batch. Subclasses also measure it; this class does not."""
 
     def micro_batch(self, model: GPTModel, loss_fn: Callable[[], Tensor]) -> Tensor:
-        """Forward and backward through a whole model; returns the loss, detached."""
+        """Runs forward and backward through a whole model. Returns the loss, detached."""
         loss = self.forward(model, model.decoder.plan, loss_fn)
         loss.backward()
         return loss.detach()
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
-        """Forward through one stage under the plan; returns what `run` returns."""
+        """Runs the forward of one stage under the plan. Returns the result of `run`."""
         return run()
 
 
 class ActivationMeter(Observer):
-    """Measures what each stage keeps. `thorough`: also looks for tensors that live on without being saved for backward."""
+    """Measures the kept bytes of each stage.
+
+    thorough: also looks for tensors that outlive the forward without being saved for backward.
+    """
 
     def __init__(self, *, thorough: bool) -> None:
         self._thorough = thorough
-        self._seen: list[tuple[GPTModel, RecomputePlan]] = []
+        self._seen: list[tuple[GPTModel, RecomputePlan, list[Saved]]] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
-        if self._thorough:  # imported late: it takes seconds
-            from megatron_lite.memory.live_storages import LiveStorages
-        self._seen.append((chunk, plan))
+        if self._thorough:  # imported here because the import takes seconds
+            from megatron_lite.memory.measure.live_storages import LiveStorages
         live = LiveStorages() if self._thorough else None
         weights = list(weights_in_use(chunk))
-        with kept_for_backward(exclude=weights) as meter, live or nullcontext():
+        with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
+        self._seen.append((chunk, plan, [Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
+                                         for kept in meter.storages().values()]))
+        # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
         stores = chunk.decoder.stores
         self._measured += meter.total_bytes() + stores.device_bytes
         self._host_measured += stores.host_bytes
         if live is not None:
+            # Outputs, weights and constants outlive the forward legitimately. Anything else that
+            # lives and that no hook saw was put aside by a cache or on a Function's context.
             known = {tensor.untyped_storage()._cdata for tensor in (output, *weights, *chunk.constants())}
             self._unaccounted += live.bytes_beside(known | meter.storages().keys() | stores.storages())
         return output
 
     def result(self, config: RunConfig, parallel: ParallelState) -> ActivationBytes:
-        """The figures of the rank that keeps most. One all-reduce over all ranks; waits for the device."""
+        """Returns the figures of the rank that keeps most. Waits for the device.
+
+        Issues one all-reduce over all ranks, and a gather of texts if the bytes differ.
+        """
         predicted = host_predicted = 0
-        for chunk, plan in self._seen:
+        for chunk, plan, _ in self._seen:
             sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
             predicted += activation_bytes(config.model, plan, sizes)
             host_predicted += host_bytes(config.model, plan, sizes)
         off = self._measured - predicted
+        # One MAX finds both the largest surplus and the largest shortfall of any rank.
         figures = [predicted, self._measured, off, -off, self._unaccounted, host_predicted, self._host_measured]
         most = torch.tensor(figures, device=parallel.device)
         predicted, measured, above, below, unaccounted, host_predicted, host_measured = all_reduce_(
             most, parallel.world_group, dist.ReduceOp.MAX).tolist()
         kept = ActivationBytes(predicted=predicted, measured=measured, off=above if above >= below else -below,
                                unaccounted=unaccounted if self._thorough else None)
+        if kept.off:
+            kept = replace(kept, tensors=self._tensors(config, parallel, differs=off == kept.off))
         return replace(kept, host_predicted=host_predicted, host_measured=host_measured) if host_predicted else kept
 
 
+    def _tensors(self, config: RunConfig, parallel: ParallelState, *, differs: bool) -> str:
+        """Returns the tensors that differ on the first rank whose bytes are off by the most.
+
+        Every rank must call this, since it gathers texts.
+        """
+        own = []
+        for chunk, plan, saved in self._seen if differs else ():
+            sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
+            # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
+            terms = [term for term in activation_terms(config.model, plan, sizes)
+                     if not (term.on_host or (plan.contiguous and term.operation == UNIT and not term.tensor.stays))]
+            found = difference(terms, saved, first_layer=chunk.stage.first_layer)
+            own += [str(found)] if found.saved or found.missing else []
+        texts = all_gather_bytes("; ".join(own).encode(), parallel.world_group)
+        return next((text.decode() for text in texts if text), "")
+
+
 class TimelineRecorder(Observer):
-    """Writes the memory timeline of a micro-batch of a whole model to `path`, where `path` is given."""
+    """Writes the memory timeline of a micro-batch of a whole model to `path`.
+
+    Without a path it only runs the micro-batch.
+    """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -114,8 +155,9 @@ class TimelineRecorder(Observer):
     def micro_batch(self, model: GPTModel, loss_fn: Callable[[], Tensor]) -> Tensor:
         if self._path is None:
             return super().micro_batch(model, loss_fn)
-        from megatron_lite.memory.recorder import record_timeline  # late: it takes seconds
-        from megatron_lite.memory.timeline import write_timeline
+        # Imported here because the import takes seconds.
+        from megatron_lite.memory.measure.recorder import record_timeline
+        from megatron_lite.memory.measure.timeline import write_timeline
 
         losses = []
 

@@ -1,10 +1,12 @@
-"""Updates that change no weight: they are counted, said, written down, and end the run where too many come in a row.
+"""Updates that change no weight. They are counted and logged. Too many in a row end the run.
 
     not finite   the loss, or a gradient of any rank, is NaN or infinite
-    overflow     a gradient alone, in a float16 run whose loss scale can still be lowered: no fault, and never the end of a run
+    overflow     only a gradient is not finite, in a float16 run whose loss scale can still be
+                 lowered. That is no fault and never ends a run.
     spike        the loss is above --skip-update-on-spike times its running mean
 
-The samples of each are appended to DIR/skipped_batches.jsonl of --save DIR, so that they can be looked at, or left out.
+The samples of each are appended to DIR/skipped_batches.jsonl of --save DIR. A user can look at them
+or leave them out.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron_lite.training.step import StepResult, Traces, TrainingError
 
 SKIPPED_BATCHES = "skipped_batches.jsonl"
 LOSS = "its loss"
-SPIKES_IN_A_ROW = 10  # that end a run without --max-skipped-updates
+SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates
 
 
 class StepFigures(NamedTuple):
@@ -40,16 +42,22 @@ class StepFigures(NamedTuple):
 
     @classmethod
     def read(cls, result: StepResult) -> StepFigures:
-        """Waits for the device."""
+        """Reads the figures of `result`. Waits for the device, once for all four."""
         loss, grad_norm, skipped, loss_scale = torch.stack([value.float() for value in result[:4]]).tolist()
         return cls(loss, grad_norm, bool(skipped), loss_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedUpdate:
-    """A row of skipped_batches.jsonl. first_sample, num_samples: in the order in which the run reads its data. in_a_row: which of
-    those that came one after the other this is. found_on: on which ranks there was something not finite. documents: of the
-    samples, by .bin file, in ascending order."""
+    """A row of skipped_batches.jsonl.
+
+    reason: "not finite", "overflow" or "spike".
+    first_sample, num_samples: the samples, numbered in the order in which the run reads its data.
+    in_a_row: the number of consecutive skipped updates, this one included. Overflows do not count.
+    mean_loss: the running mean that a spike exceeded, else None.
+    found_on: the ranks whose loss or gradient was not finite, as text.
+    documents: the numbers of the samples' documents by .bin file, ascending. {} except on rank 0.
+    """
 
     iteration: int
     reason: str
@@ -64,7 +72,7 @@ class SkippedUpdate:
     documents: dict[str, list[int]]
 
     def line(self) -> str:
-        """For the log."""
+        """Returns the line for the log."""
         last = self.first_sample + self.num_samples - 1
         spike = f", {self.lm_loss / self.mean_loss:.2f} x its running mean {self.mean_loss:.4f}" if self.mean_loss else ""
         return (f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row ({self.reason}): lm loss "
@@ -73,7 +81,10 @@ class SkippedUpdate:
 
 
 class SkippedUpdates:
-    """Judges the skipped updates of a run. loss_scale_minimum: of a float16 run."""
+    """Judges the skipped updates of a run.
+
+    loss_scale_minimum: the lowest loss scale of a float16 run. None for any other run.
+    """
 
     def __init__(self, config: RunConfig, parallel: ParallelState, pieces: Sequence[Piece], dataset: Dataset, *,
                  loss_scale_minimum: float | None) -> None:
@@ -82,8 +93,11 @@ class SkippedUpdates:
 
     def judge(self, iteration: int, samples: range, figures: StepFigures, result: StepResult, progress: Progress,
               ) -> SkippedUpdate:
-        """What is to be said of one. Every rank must call; one all-gather, and only rank 0 knows the documents."""
-        finite = math.isfinite(figures.grad_norm)  # it is not where any rank's loss is not
+        """Returns the row of one skipped update. Every rank must call this.
+
+        Gathers a text from every rank, unless it is a spike. Only rank 0's row has documents.
+        """
+        finite = math.isfinite(figures.grad_norm)  # a loss that is not finite makes the norm so too
         origins = [] if finite else gather_texts(_not_finite(result.traces, self._pieces), self._parallel)
         if LOSS in origins:  # gradients of other ranks are its consequence
             origins = [text if text == LOSS else "" for text in origins]
@@ -97,7 +111,7 @@ class SkippedUpdates:
             documents=_documents(self._dataset, samples) if self._parallel.rank == 0 else {})
 
     def check(self, update: SkippedUpdate) -> None:
-        """TrainingError where the run ends with it. On all ranks alike."""
+        """Raises TrainingError if the run ends with this update, on all ranks alike."""
         config, reason = self._config, update.reason
         first_is_last = 1 if config.check_for_nan_in_loss_and_grad else None
         limit = {"overflow": None, "spike": config.max_skipped_updates or SPIKES_IN_A_ROW,
@@ -120,19 +134,22 @@ class SkippedUpdates:
 
 
 def counted(progress: Progress, figures: StepFigures, update: SkippedUpdate | None) -> Progress:
-    """The progress with this step's skipped update, or without one, counted."""
+    """Returns the progress after a step. update: the step's skipped update, or None."""
     return replace(progress, skipped_iterations=progress.skipped_iterations + figures.skipped,
                    nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
                    skipped_in_a_row=0 if update is None else update.in_a_row)
 
 
 def skipped_batches_path(config: RunConfig) -> str | None:
-    """Where rows go; None without --save."""
+    """Returns the path of skipped_batches.jsonl, or None without --save."""
     return None if config.checkpoint.save is None else os.path.join(config.checkpoint.save, SKIPPED_BATCHES)
 
 
 def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
-    """What of this rank's is not finite, and came first. Reads the device."""
+    """Returns the first thing on this rank that is not finite, or "". Reads the device.
+
+    The order is: its loss, its own gradient (if watched, else the summed gradient of its pieces).
+    """
     if not math.isfinite(traces.own_loss.item()):
         return LOSS
     if traces.own_grad_norm is not None:
@@ -142,7 +159,7 @@ def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
 
 
 def _first(traces: Traces, pieces: Sequence[Piece]) -> str:
-    """" of NAME": the first parameter whose summed gradient is not finite."""
+    """Returns " of NAME" with the first parameter whose summed gradient is not finite, or ""."""
     return next((f" of {piece.name}" for piece, finite in zip(pieces, traces.piece_norms.isfinite().tolist(), strict=False)
                  if not finite), "")
 

@@ -10,6 +10,7 @@ from benchmarks.guards import NONE
 from tests.benchmarks.test_parallel import run_benchmark
 
 
+@pytest.mark.long
 def test_every_guard_has_its_row_and_times_of_every_round(tmp_path: Path) -> None:
     report = run_benchmark("guards.py", tmp_path, "--preset", "tiny", "--repeats", "2", "--threads", "1")
     rows = {row["guard"]: row for row in report["rows"]}

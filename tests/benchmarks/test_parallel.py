@@ -18,16 +18,20 @@ from benchmarks.traffic import foretold
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.parallel.rng import RngStreams
 from tests.support.commands import ROOT, environment
+from tests.support.limits import HANG_S
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 S, B, H, V, MICRO_BATCHES = 32, 2, 64, 256, 4  # the preset tiny
 
 
+pytestmark = pytest.mark.long
+
+
 def run_benchmark(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
     file = folder / "new" / "report.json"
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), *arguments, "--json", str(file)],
-                          capture_output=True, text=True, env=environment(), check=False, timeout=280)
+                          capture_output=True, text=True, env=environment(), check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())
 

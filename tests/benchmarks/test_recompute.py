@@ -15,10 +15,11 @@ from benchmarks import recompute_engines
 from benchmarks.engines import PRESETS, Setting
 from benchmarks.recompute import parse
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.memory.flops import forward_flops
+from megatron_lite.memory.predict.flops import forward_flops
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from tests.support.commands import ROOT, environment
+from tests.support.limits import HANG_S
 
 pytestmark = pytest.mark.long
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("recompute") / "new" / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks/recompute.py"), "--device", "cpu", "--preset", "tiny", "--dtype", "float32",
                "--tp", "1", "2", "--repeats", "1", "--threads", "1", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines()[2:])) <= 100
     return json.loads(file.read_text())

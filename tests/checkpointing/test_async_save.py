@@ -10,15 +10,15 @@ import pytest
 from torch import Tensor, nn
 
 from megatron_lite.checkpointing import points, write
-from megatron_lite.checkpointing.files import LATEST
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.snapshot import Snapshot, take_snapshot
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import loop
-from megatron_lite.training.build import build_trainer
+from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.step import TrainingError
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
@@ -39,8 +39,9 @@ def train(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "bf16"), [
+    pytest.param(layout, bf16, id=f"{layout}-{'bf16' if bf16 else 'float32'}", marks=[pytest.mark.long] * ((number + bf16) % 2))
+    for number, layout in enumerate(LAYOUTS) for bf16 in (False, True)])
 def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(tmp_path: Path, layout: str, bf16: bool) -> None:
     """Training overwrites the tensors while they are written: each save is held up until the step after it has been made."""
     world_size, shape = LAYOUTS[layout]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import traceback
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_lite.checkpointing import lock as lock_module
 from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.files import LATEST
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.config.checks import InputError
@@ -139,42 +136,6 @@ def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(tm
     other.release()
     assert run_ranks(attempt, 2, config_of(tmp_path), {}) == ["", ""]
     assert run_ranks(attempt, 2, config_of(tmp_path), {}) == ["", ""]
-
-
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("point", [Point.SNAPSHOT, Point.FOLDER, Point.TEXTS, Point.SYNCED])
-def test_a_stale_start_publishes_nothing_over_the_newer_one(tmp_path: Path, point: Point, async_save: bool) -> None:
-    """The newer one comes, goes on from step 2, and ends, while the stale one is about to save step 4: cut off from its peers but
-    not from the disk. Whose step 4 it is can be seen by its seed."""
-    job = dict(SLURM_JOB_ID="7")
-    folder = tmp_path / "steps"
-    run_ranks(attempt, 2, config_of(folder, 2), {})
-
-    def stale(rank: int, world_size: int) -> str:
-        def reached(at: Point) -> None:
-            if at is point and rank == 0:
-                points.reached = lambda at: None
-                newer = tiny_run(training=dict(train_iters=4, eval_iters=0, seed=9),
-                                 checkpoint=dict(save=str(folder), load=str(folder), save_interval=2))
-                pid = os.fork()
-                if pid == 0:  # a process of its own, on one rank
-                    try:
-                        dist.distributed_c10d.GroupMember.WORLD = None
-                        os.environ.update(job, SLURM_RESTART_COUNT="1")
-                        run_to_end(newer)
-                        os._exit(0)
-                    except BaseException:
-                        traceback.print_exc()
-                        os._exit(1)
-                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-        points.reached = reached
-        return attempt(rank, world_size, config_of(folder, async_save=async_save), dict(job, SLURM_RESTART_COUNT="0"))
-
-    messages = run_ranks(stale, 2, detail=False)
-    assert all("is now held by job 7" in message and "was given up for lost" in message for message in messages), messages
-    assert json.loads((folder / "iter_0000004" / "config.json").read_text())["training"]["seed"] == 9
-    assert (folder / LATEST).read_text() == "4" and not list(folder.glob("*.tmp*"))
 
 
 def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.checkpointing.files import step_directory
 from megatron_lite.checkpointing.retention import steps_to_delete
 from megatron_lite.checkpointing.start import step_fault
+from megatron_lite.checkpointing.step_files import step_directory
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.starts import saved_model
 
 
 @given(complete=st.sets(st.integers(1, 60)), newest=st.integers(1, 60), keep_last=st.none() | st.integers(1, 5),
@@ -53,3 +54,24 @@ def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path: Path) -> Non
                         checkpoint=dict(load=str(tmp_path), save=str(tmp_path), save_keep_last=2)))
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
         "iter_0000000", "iter_0000001", "iter_0000002.superseded", "iter_0000003"]
+
+
+def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path: Path) -> None:
+    """With a flag that deletes; without one they stay for ever. A damaged one counts for nothing, and stays."""
+    with saved_model() as saved:
+        saved.start(tmp_path, 0, [1, 2, 4, 5, 9])
+        (tmp_path / "iter_0000002" / "rng_00000.safetensors").write_bytes(b"")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+        saved.start(tmp_path, 1, [3])
+        aside = [f"iter_000000{step}.superseded" for step in (2, 4, 5, 9)]
+        assert names(tmp_path) == sorted(["iter_0000001", "iter_0000003", *aside])
+        saved.start(tmp_path, 2, [4], save_keep_last=3)
+        assert names(tmp_path) == sorted(["iter_0000001", "iter_0000003", "iter_0000004", aside[0], *aside[2:]])
+        saved.start(tmp_path, 3, [8], save_keep_last=1)
+        assert names(tmp_path) == sorted(["iter_0000008", aside[0], aside[3]])
+        saved.start(tmp_path, 4, [10])
+        assert names(tmp_path) == sorted(["iter_0000008", "iter_0000010", aside[0], aside[3]])
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("iter_*"))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing import files, write
+from megatron_lite.checkpointing import step_files as files
+from megatron_lite.checkpointing import write
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.lock import LOCK
 from megatron_lite.config.checks import InputError
@@ -31,7 +32,7 @@ def _train_and_save(rank: int, world_size: int, config: RunConfig) -> dict[str, 
 
 def _load_without_training(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
     from megatron_lite.parallel.state import parallel_state
-    from megatron_lite.training.build import build_trainer
+    from megatron_lite.training.build_trainer import build_trainer
 
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)
@@ -53,12 +54,12 @@ def _whole_state(trainer) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("model", MODELS, ids=["gpt", "llama"])
 def test_a_checkpoint_loads_bit_for_bit_at_every_tp_size(tmp_path: Path, model: dict[str, object]) -> None:
     config = tiny_run(tp_size=2, model=model, training=dict(train_iters=3, bf16=True), checkpoint=dict(save=str(tmp_path)))
-    saved = run_ranks(_train_and_save, 2, config)[0]
+    saved = run_ranks(_train_and_save, 2, config, detail=False)[0]
     assert any(key.endswith("/master") for key in saved) and saved["updates"] == 3
     for tp_size in (1, 2, 4):
         other = with_checkpoint(replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp_size)),
                                 load=str(tmp_path))
-        loaded = run_ranks(_load_without_training, tp_size, other)[0]
+        loaded = run_ranks(_load_without_training, tp_size, other, detail=False)[0]
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(loaded[key], saved[key]) for key in saved), tp_size
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -27,7 +27,6 @@ def ramps(draw: st.DrawFn) -> BatchSchedule:
     return ramp(start * step, increment * step, draw(st.integers(1, 700)), full * step, dp_size=step)
 
 
-@settings(deadline=None)
 @given(ramps())
 @pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
 def test_every_batch_of_a_ramp_equals_megatron_core(schedule: BatchSchedule) -> None:
@@ -52,7 +51,21 @@ def test_a_constant_batch_is_the_same_everywhere() -> None:
     assert schedule.num_microbatches(12) == 2
 
 
-@settings(deadline=None)
+@given(ramps(), st.integers(0, 900), st.integers(0, 60))
+def test_the_sizes_that_a_run_still_has_are_those_of_its_iterations(schedule: BatchSchedule, consumed: int,
+                                                                    iterations: int) -> None:
+    sizes, so_far = [], consumed
+    for _ in range(iterations):
+        sizes.append(schedule.at(so_far))
+        so_far += sizes[-1]
+    assert list(schedule.sizes_from(consumed, num_iterations=iterations)) == list(dict.fromkeys(sizes))
+
+
+def test_a_steep_ramp_leaves_sizes_out() -> None:
+    schedule = ramp(4, 1, 6, 8)
+    assert schedule.sizes == (4, 5, 6, 7, 8) and schedule.sizes_from(0, num_iterations=9) == (4, 6, 8)
+
+
 @given(ramps(), st.integers(0, 60), st.integers(0, 1500), st.integers(0, 900))
 def test_lengths_are_those_of_a_loop_over_iterations(schedule: BatchSchedule, iterations: int, samples: int,
                                                      consumed: int) -> None:
@@ -71,7 +84,6 @@ def megatrons_iterations(training: TrainingConfig, schedule: BatchSchedule) -> i
     return iterations + (args.samples - consumed) // schedule.full
 
 
-@settings(deadline=None)
 @given(ramps(), st.integers(0, 500))
 def test_a_run_in_samples_has_as_many_iterations_as_in_megatron(schedule: BatchSchedule, more: int) -> None:
     training = TrainingConfig(micro_batch_size=1, global_batch_size=schedule.full,

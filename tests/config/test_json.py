@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lite.config.json_text import parse_whole_number
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
@@ -17,7 +19,6 @@ from megatron_lite.config.training import (
     DataConfig,
     LoggingConfig,
     LrScheduleConfig,
-    OptimizerConfig,
     TokenizerConfig,
     TrainingConfig,
 )
@@ -60,7 +61,9 @@ def runs(draw: st.DrawFn) -> RunConfig:
             TokenizerConfig(vocab_size=99), TokenizerConfig(vocab_file="v", merge_file="m"),
             TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="é\n\"")])),
         parallel=ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=draw(st.booleans())),
-        optimizer=OptimizerConfig(adam_beta1=draw(rates), adam_eps=draw(st.floats(1e-12, 0.5)), weight_decay=draw(any_size)),
+        optimizer=OptimizerConfig(adam_beta1=draw(rates), adam_eps=draw(st.floats(1e-12, 0.5)), weight_decay=draw(any_size),
+                                  **draw(st.sampled_from([{}, dict(optimizer="muon", muon_nesterov=True,
+                                                                   muon_split_qkv=False)]))),
         lr_schedule=LrScheduleConfig(lr=lr, min_lr=lr / 2, lr_decay_style=style, **warmup, **wsd),
         checkpoint=CheckpointConfig(load=load, finetune=load is not None and draw(st.booleans()), save=save,
                                     save_interval=None if save is None else draw(maybe(positive))),
@@ -68,7 +71,6 @@ def runs(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(runs())
 def test_a_run_survives_json(config: RunConfig) -> None:
     read = RunConfig.from_json(config.to_json())
@@ -131,6 +133,34 @@ def test_text_that_is_no_run_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as fault:
         RunConfig.from_json(text)
     assert message in str(fault.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("[" * 200_000, "brackets nested too deeply: a run is an object of objects"),
+    ('{"a":' * 100_000, "brackets nested too deeply"),
+    (" " * 2_000_000, "longer than 1048576 characters, which no run is"),
+    ('{"model": {"num_layers": 1%s}}' % ("0" * 5000), "... (5001 characters) is beyond 64 bits"),
+    ('{"model": {"num_layers": 9223372036854775808}}', "9223372036854775808 is beyond 64 bits"),
+    ('{"model": {"num_layers": -9223372036854775809}}', "-9223372036854775809 is beyond 64 bits"),
+    ('{"model": {}, "model": {}}', "'model' is given twice"),
+    ('{"model": {"num_layers": 2, "num_layers": 3}}', "'num_layers' is given twice"),
+])
+def test_text_beyond_all_bounds_is_one_short_error(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as fault:
+        RunConfig.from_json(text)
+    assert message in str(fault.value) and len(str(fault.value)) < 300
+
+
+def test_a_long_value_is_shown_by_its_beginning() -> None:
+    values = plain()
+    values["model"]["num_layers"] = "9" * 100_000
+    with pytest.raises(ValueError, match=r"run\.model\.num_layers: expected <class 'int'>, got '9+\.\.\. \(100002 characters\)$"):
+        RunConfig.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, -(2**63), 0])
+def test_a_number_of_64_bits_is_read(number: int) -> None:
+    assert parse_whole_number(str(number)) == parse_whole_number(f" {number} ") == number
 
 
 @pytest.mark.parametrize("topic", ["model", "training", "data", "logging"])

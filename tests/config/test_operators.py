@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.operators import GROUPS, Choice, Entry, parse_entry
+from megatron_lite.config.operators import GROUPS, Choice, OperatorEntry, parse_entry
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import tiny_run
 
@@ -33,7 +34,7 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
 
 @pytest.mark.parametrize("name", [*GROUPS, MM, "mine.attention.causal"])
 def test_groups_and_operators_with_a_count(name: str) -> None:
-    assert parse_entry(name) == Entry(name, 1) and parse_entry(f"{name}/2") == Entry(name, 2)
+    assert parse_entry(name) == OperatorEntry(name, 1) and parse_entry(f"{name}/2") == OperatorEntry(name, 2)
     assert str(parse_policy(f"*:ops({name}/2)")) == f"*:ops({name}/2)"
 
 
@@ -68,15 +69,15 @@ def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:
     ("0:ops(collective/2)", 2, {}, []),
 ])
 def test_a_name_without_effect_is_a_warning(policy: str, tp_size: int, model: dict[str, object], warned: list[str]) -> None:
-    warnings = run_with(policy, tp_size=tp_size, **model).recompute_warnings()
+    warnings = recompute_notices(run_with(policy, tp_size=tp_size, **model))
     assert [one.split("(")[1].split(")")[0] for one in warnings if "keeps nothing" in one] == warned
 
 
 def test_the_tail_flags_have_an_effect_on_kept_operators() -> None:
     run = run_with("*:ops(matmul)")
-    assert not replace(run, recompute=replace(run.recompute, recompute_tail_skip=False)).recompute_warnings()
+    assert not recompute_notices(replace(run, recompute=replace(run.recompute, recompute_tail_skip=False)))
     verified = replace(run, recompute=replace(run.recompute, recompute_verify=True))
-    assert any("turns the tail skip off" in one for one in verified.recompute_warnings())
+    assert any("turns the tail skip off" in one for one in recompute_notices(verified))
 
 
 def test_operators_and_stores_combine() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.policy import STORES, Action, Layers, Policy, Rule, parse_policy
+from megatron_lite.config.policy import STORES, LayerAction, Layers, Policy, Rule, parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.recompute_modules import MODULES
+from megatron_lite.config.regions import MODULES
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import plan_stage, segments
 
@@ -17,10 +17,10 @@ LAYERS = st.one_of(
     st.tuples(st.integers(0, 12), st.integers(0, 4)).map(lambda pair: Layers(pair[0], pair[0] + pair[1])),
     st.tuples(st.integers(2, 5), st.integers(0, 1)).map(lambda pair: Layers(pair[1], None, pair[0])))
 ACTIONS = st.one_of(
-    st.just(Action()), st.integers(1, 4).map(lambda unit: Action(unit=unit)),
-    st.sets(st.sampled_from(MODULES), min_size=1).map(lambda regions: Action(regions=tuple(sorted(regions)))),
+    st.just(LayerAction()), st.integers(1, 4).map(lambda unit: LayerAction(unit=unit)),
+    st.sets(st.sampled_from(MODULES), min_size=1).map(lambda regions: LayerAction(regions=tuple(sorted(regions)))),
     st.lists(st.sampled_from(["matmul", "matmul/2", "attention", "aten.mm.default"]), min_size=1, unique=True).map(
-        lambda ops: Action(ops=tuple(ops))))
+        lambda ops: LayerAction(ops=tuple(ops))))
 RULES = st.builds(
     lambda layers, action, store, stage: Rule(layers=tuple(layers), action=action, stage=stage,
                                               store=store if action.unit or not store.startswith("split") else "host"),
@@ -43,7 +43,7 @@ def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_
         for layer in range(segment.first_layer, segment.first_layer + segment.num_layers):
             first = next((rule for rule in policy.rules if rule.stage in (None, stage) and any(
                 layer in layers for layers in rule.layers)), None)
-            action = Action() if first is None else first.action
+            action = LayerAction() if first is None else first.action
             assert segment.unit == bool(action.unit) and segment.ops == action.ops
             assert segment.regions == set(action.regions) - ({"activation"} if "mlp" in action.regions else set())
             assert segment.store == ("device" if first is None else first.store)

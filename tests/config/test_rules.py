@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.loss_scale import LossScaleConfig
+from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
@@ -18,7 +19,6 @@ from megatron_lite.config.training import (
     DataConfig,
     LoggingConfig,
     LrScheduleConfig,
-    OptimizerConfig,
     TokenizerConfig,
     TrainingConfig,
 )
@@ -119,7 +119,29 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     *[(LossScaleConfig, {"loss_scale": 8.0, field: 16}, f"--{field.replace('_', '-')} has no effect with --loss-scale 8.0",
        {"loss_scale": 8.0}) for field in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")],
 
-    (OptimizerConfig, {"optimizer": "sgd"}, "--optimizer must be one of adam (got 'sgd')", {"optimizer": "adam"}),
+    (OptimizerConfig, {"optimizer": "sgd"}, "--optimizer must be one of adam, muon (got 'sgd')", {"optimizer": "adam"}),
+    *[(OptimizerConfig, {field: value}, f"{given} needs --optimizer muon (got adam)", {field: value, "optimizer": "muon"})
+      for field, value, given in (
+          ("muon_momentum", 0.95, "--muon-momentum 0.95"), ("muon_nesterov", True, "--muon-nesterov"),
+          ("muon_num_ns_steps", 8, "--muon-num-ns-steps 8"), ("muon_split_qkv", False, "--muon-no-split-qkv"),
+          ("muon_scale_mode", "shape_scaling", "--muon-scale-mode shape_scaling"),
+          ("muon_extra_scale_factor", 0.2, "--muon-extra-scale-factor 0.2"),
+          ("muon_coefficient_type", "simple", "--muon-coefficient-type simple"),
+          ("muon_tp_mode", "blockwise", "--muon-tp-mode blockwise"),
+          ("muon_fp32_matmul_prec", "high", "--muon-fp32-matmul-prec high"))],
+    *[(OptimizerConfig, {"optimizer": "muon", field: bad}, message, {"optimizer": "muon", field: good})
+      for field, bad, message, good in (
+          ("muon_momentum", 1.0, "--muon-momentum must be in [0.0, 1.0) (got 1.0)", 0.0),
+          ("muon_num_ns_steps", 0, "--muon-num-ns-steps must be in [1, 100) (got 0)", 1),
+          ("muon_num_ns_steps", 100, "--muon-num-ns-steps must be in [1, 100) (got 100)", 99),
+          ("muon_scale_mode", "none", "--muon-scale-mode must be one of spectral, unit_rms_norm, shape_scaling", "spectral"),
+          ("muon_coefficient_type", "cans", "--muon-coefficient-type must be one of simple, quintic, polar_express", "simple"),
+          ("muon_tp_mode", "distributed", "--muon-tp-mode distributed is not built: give duplicated", "duplicated"),
+          ("muon_tp_mode", "split", "--muon-tp-mode must be one of duplicated, blockwise (got 'split')", "blockwise"),
+          ("muon_fp32_matmul_prec", "low", "--muon-fp32-matmul-prec low is not built: give medium (bfloat16)", "high"),
+          ("muon_fp32_matmul_prec", "highest", "--muon-fp32-matmul-prec must be one of medium, high", "medium"),
+          ("muon_extra_scale_factor", 0.0, "--muon-extra-scale-factor must be above 0 and finite (got 0.0)", 0.1),
+          ("muon_extra_scale_factor", math.nan, "--muon-extra-scale-factor must be above 0 and finite (got nan)", 0.1))],
     (OptimizerConfig, {"adam_beta1": 1.0}, "--adam-beta1 must be in [0.0, 1.0)", {"adam_beta1": 0.0}),
     (OptimizerConfig, {"adam_beta2": math.nan}, "--adam-beta2 must be in [0.0, 1.0) (got nan)", {"adam_beta2": 0.999}),
     (OptimizerConfig, {"adam_eps": -1e-8}, "--adam-eps must be in (0, 1)", {"adam_eps": 1e-8}),

@@ -48,16 +48,26 @@ def test_without_a_pipeline_there_is_one_stage():
 @pytest.mark.parametrize(("fields", "num_layers", "message"), [
     (dict(pipeline=3), 8, r"--num-layers 8 is not divisible by --pipeline-model-parallel-size \(3\)"),
     (dict(pipeline=3, decoder_first_pipeline_num_layers=1), 8,
-     r"--num-layers 8 less 1 of .* is not divisible by the other stages of --pipeline-model-parallel-size \(2\)"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=9), 8, "--num-layers 8 less 9 of"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=3), 8, "--num-layers 8 less 6 of"),
+     "^--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the other 2 ranks of --pipeline-model-parallel-size "
+     "3, which does not divide evenly: 7 is not a multiple of 2$"),
+    (dict(pipeline=2, decoder_first_pipeline_num_layers=5), 4,
+     "^--decoder-first-pipeline-num-layers 5 is more than --num-layers 4: give the pipeline rank fewer layers$"),
+    (dict(pipeline=3, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2), 4,
+     "^--decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 2 are together more than --num-layers 4: "
+     "give the pipeline ranks fewer layers$"),
+    (dict(pipeline=2, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=3), 8,
+     "are 6 layers together, and --num-layers is 8: the two ranks of --pipeline-model-parallel-size 2 hold all layers"),
+    (dict(pipeline=4, decoder_last_pipeline_num_layers=6), 8,
+     "--decoder-last-pipeline-num-layers 6 leaves 2 of --num-layers 8 for the other 3 ranks of --pipeline-model-parallel-size 4: "
+     "each pipeline rank needs a layer, so give fewer"),
     (dict(pipeline=2, num_virtual_stages_per_pipeline_rank=3), 8,
      "pipeline rank 0 holds 4 layers, which are not divisible by 3 virtual stages"),
     (dict(pipeline=2, num_layers_per_virtual_pipeline_stage=3), 8,
      "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers"),
     (dict(pipeline=2, decoder_first_pipeline_num_layers=2, num_layers_per_virtual_pipeline_stage=1), 6,
      "needs stages of equal length"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=8), 8, "pipeline rank 1 would hold no layer"),
+    (dict(pipeline=2, decoder_first_pipeline_num_layers=8), 8,
+     "leaves 0 of --num-layers 8 for the other rank of --pipeline-model-parallel-size 2: each pipeline rank needs a layer"),
 ])
 def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_layers, message):
     with pytest.raises(ValueError, match=message):

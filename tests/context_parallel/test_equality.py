@@ -5,7 +5,7 @@ Tolerances as in tests/tensor_parallel/test_equality.py: sums in another order, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -65,7 +65,17 @@ def check_gradients(layout: Layout) -> None:
             assert all(torch.equal(grad, other[name, dtype].grads[key]) for key, grad in outcome.grads.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+# What a default run has: either exchange, two and four ranks, with and without tensor parallelism.
+DEFAULT = {Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather"), Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16),
+           Layout(4, 2, 2, True)}
+
+
+def marked(layouts: list[Layout], default: set[Layout]) -> list[Any]:
+    """Parameters, those outside of `default` left to .ci/run."""
+    return [pytest.param(layout, id=layout.name, marks=[pytest.mark.long] * (layout not in default)) for layout in layouts]
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, DEFAULT))
 def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None:
     """Learned positions and rotary ones, query groups, flash and unfused attention: all variants, in both precisions."""
     check_gradients(layout)
@@ -74,7 +84,7 @@ def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None
 TRAININGS = [Layout(2, 1, 2), Layout(4, 2, 2, True, "allgather"), Layout(4, 1, 2)]  # the last with two replicas
 
 
-@pytest.mark.parametrize("layout", TRAININGS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", marked(TRAININGS, {TRAININGS[1]}))
 def test_ten_steps_of_training_equal_those_of_one_rank(layout: Layout) -> None:
     """Without clipping, whose norm is a float32 number. In float32 weights are not compared: AdamW turns the rounding noise of
     a gradient that is zero in exact arithmetic (a key's bias) into steps of full size."""

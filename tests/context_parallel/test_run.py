@@ -16,16 +16,17 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.mock import MockDataset
-from megatron_lite.memory.report import explain
-from megatron_lite.memory.report_text import report_text
+from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import config_for_ranks
 from megatron_lite.training.batches import fetch
-from megatron_lite.training.build import build_trainer
+from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.runner import StageRunner
-from tests.support.commands import MOCK, SMALL_RUN, run_command
+from megatron_lite.training.micro_batches import StageRunner
+from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.models import whole_tensor
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
@@ -57,14 +58,15 @@ ZERO_1 = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=
 
 @pytest.mark.parametrize(("model", "world_size", "layout", "data_parallel"), [
     (NO_DROPOUT, 2, {}, DataParallelConfig()), (NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True)),
-    (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1), (LLAMA, 4, dict(pipeline_model_parallel_size=2), DataParallelConfig())],
+    (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1),
+    pytest.param(LLAMA, 4, dict(pipeline_model_parallel_size=2), DataParallelConfig(), marks=pytest.mark.long)],
     ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"])
 def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path: Path, model: dict[str, Any], world_size: int,
                                                                   layout: dict[str, Any],
                                                                   data_parallel: DataParallelConfig) -> None:
     alone = validated(0, 1, run_of(model, metrics=tmp_path / "one"))
     config = replace(shared(run_of(model, metrics=tmp_path / "several"), 2, **layout), data_parallel=data_parallel)
-    of_ranks = run_ranks(validated, world_size, config)
+    of_ranks = run_ranks(validated, world_size, config, detail=False)
     expected, found = rows(tmp_path / "one"), rows(tmp_path / "several")
     for field in ("lm_loss", "grad_norm"):
         assert [row[field] for row in found] == pytest.approx([row[field] for row in expected], rel=1e-5)
@@ -105,7 +107,7 @@ def test_a_checkpoint_of_two_context_parallel_ranks_loads_anywhere_and_says_what
     saved = run_ranks(trained, 2, shared(config, 2))[0]
     for cp_size, tp_size in ((1, 1), (2, 1), (1, 2)):
         other = with_checkpoint(shared(config, cp_size, tensor_model_parallel_size=tp_size), load=str(tmp_path))
-        found, notices = run_ranks(loaded, cp_size * tp_size, other)[0]
+        found, notices = run_ranks(loaded, cp_size * tp_size, other, detail=False)[0]
         assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
         told = [notice for notice in notices if "random-number streams" in notice]
         assert told == ([] if cp_size == 2 else [
@@ -178,7 +180,7 @@ def test_a_policy_that_keeps_nothing_over_context_parallel_ranks_is_told() -> No
 
 def test_the_command_line_runs_it() -> None:
     words = "--attention-dropout 0 --context-parallel-size 2 --train-iters 4"
-    done = run_command(*SMALL_RUN, *MOCK, *words.split(), ranks=2)
+    done = run_program(*SMALL_RUN, *MOCK, *words.split(), ranks=2)
     assert done.returncode == 0, done.stderr
     assert "2 rank(s): tensor-parallel 1, context-parallel 2, pipeline-parallel 1, data-parallel 1, on cpu" in done.stdout
     assert "iteration        4/       4" in done.stdout and "validation loss at iteration 4" in done.stdout

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data import gpt
+from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.data.blend import BlendedDataset
-from megatron_lite.data.gpt import GPTDataset
+from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from tests.support.limits import HANG_S
 
 LENGTHS = (3, 11, 1, 6, 9, 2, 7)
 
@@ -185,7 +186,7 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
     write(tmp_path / "data")
     program = """if True:
         import sys, time
-        from megatron_lite.data import gpt
+        from megatron_lite.data import gpt_dataset as gpt
         from megatron_lite.data.indexed import IndexedDataset
         build = gpt.build_sample_index
         def slow(*args, **kwargs):
@@ -198,6 +199,6 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
     """
     processes = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "data")], stdout=subprocess.PIPE, text=True)
                  for _ in range(4)]
-    outputs = [process.communicate(timeout=60)[0].split("\n") for process in processes]
+    outputs = [process.communicate(timeout=HANG_S)[0].split("\n") for process in processes]
     assert sum(lines.count("built") for lines in outputs) == 1
     assert {lines[-2] for lines in outputs} == {str(rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)))}

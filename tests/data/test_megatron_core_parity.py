@@ -12,8 +12,8 @@ import pytest
 
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.blend import build_blend_index, parse_data_path
-from megatron_lite.data.build import build_datasets
-from megatron_lite.data.gpt import GPTDataset
+from megatron_lite.data.datasets import build_datasets
+from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_lite.data.sample_index import build_sample_index
 from megatron_lite.data.splits import normalized

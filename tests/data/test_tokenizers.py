@@ -16,6 +16,7 @@ from megatron_lite.data.tokenizers import (
     build_tokenizer,
     resolve_vocabulary,
 )
+from tests.support.limits import HANG_S
 
 TEXT = "low lower\nnewest — naïve 東京 🙂 <|endoftext|>"
 
@@ -89,7 +90,7 @@ def test_null_tokenizer_runs_without_the_tokenizers_library() -> None:
         assert build_tokenizer(resolve_vocabulary(TokenizerConfig(vocab_size=9))).tokenize("8 1") == [8, 1]
         assert "torch" not in sys.modules
     """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
 
 
 def test_gpt2_merges_in_the_order_of_the_file(tmp_path: Path) -> None:

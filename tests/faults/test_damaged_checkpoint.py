@@ -8,19 +8,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_lite.checkpointing.files import LATEST
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.manifest import MANIFEST, MOST_BYTES
 from megatron_lite.checkpointing.start import candidates, find_start, newest_good_step, step_fault
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.training.build import build_trainer
+from megatron_lite.training.build_trainer import build_trainer
 from tests.support.checkpoints import flip_bit, sign
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
@@ -113,7 +114,7 @@ def test_on_two_ranks_both_go_back_whichever_reads_the_damage(tmp_path: Path) ->
     run_ranks(train, 2, config_of(begun, tp_size=2, stop=4), detail=False)
     files = sorted(path.name for path in (begun / NEWEST).glob("*.safetensors"))
     assert len(files) == 6
-    for file in files:
+    for file in sampled(files, every=2):
         folder = tmp_path / file / "steps"
         folder.parent.mkdir()
         copy_of(begun, folder)
@@ -227,7 +228,7 @@ def good(begun: Path) -> dict[str, dict[str, Tensor]]:
     return {NEWEST: newest, "iter_0000002": before}
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=settings.default.max_examples // 2, derandomize=True)
 @given(data=st.data())
 def test_any_flipped_bit_leaves_the_newest_step_or_the_one_before_it(
         tmp_path: Path, begun: Path, good: dict[str, dict[str, Tensor]], data: st.DataObject) -> None:

@@ -19,6 +19,7 @@ from megatron_lite.data.index_cache import cached_arrays
 from megatron_lite.data.indexed import IndexedDatasetWriter
 from tests.support.commands import ROOT, SMALL_RUN, environment
 from tests.support.happenings import builds_second, happens
+from tests.support.limits import HANG_S
 from tests.support.programs import program
 from tests.support.runs import rows, step_bytes
 
@@ -64,7 +65,7 @@ def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path: Path, damage: Ca
     prefix = _write(tmp_path / "data")
     damage(prefix, kind)
     with program([*RUN, "--data-path", str(prefix)], ranks=2) as run:
-        assert run.wait(timeout=30.0) == [2, 2], run.everything()
+        assert run.wait() == [2, 2], run.everything()
         (said,) = run.messages()
         assert message in said and "Traceback" not in run.everything()
 
@@ -184,6 +185,6 @@ def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reade
     """
     arguments = [*RUN, "--tensor-model-parallel-size", "1", "--data-path", str(prefix)]
     done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
-                          capture_output=True, text=True, timeout=120, check=False)
+                          capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr and "gpt.py" in done.stderr and "__getitem__" in done.stderr

@@ -18,11 +18,14 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.run import RunConfig
 from tests.support.commands import MOCK, SMALL_RUN, command, environment
 from tests.support.disks import check_can_mount, make_read_only, make_writable, small_disk
+from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 LAST = 5
 WAYS = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+ASYNC = pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.long), True], ids=["sync", "async"])
+SYNC = pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sync", "async"])
 
 
 def config_of(folder: Path, *, first: bool = False, **checkpoint: object) -> RunConfig:
@@ -72,7 +75,7 @@ def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: 
 
 
 @WAYS
-@pytest.mark.parametrize("victim", ["metadata.json", "manifest.json"])
+@pytest.mark.parametrize("victim", ["metadata.json", pytest.param("manifest.json", marks=pytest.mark.long)])
 def test_no_space_left_for_a_text(tmp_path: Path, begun: Path, whole: dict[str, bytes], victim: str, async_save: bool) -> None:
     folder = tmp_path / "steps"
     shutil.copytree(begun, folder)
@@ -85,13 +88,13 @@ def test_no_space_left_for_a_text(tmp_path: Path, begun: Path, whole: dict[str, 
 
         points.reached = reached
 
-    messages = run_ranks(train, 2, config_of(folder, async_save=async_save), fill, detail=False, timeout=60)
+    messages = run_ranks(train, 2, config_of(folder, async_save=async_save), fill, detail=False)
     check(folder, begun, messages, rank=0, reason="No space left on device")
     assert run_ranks(train, 2, config_of(folder), detail=False) == ["", ""]
     assert step_bytes(folder, LAST) == whole
 
 
-@WAYS
+@SYNC
 def test_a_limit_on_the_size_of_files(tmp_path: Path, begun: Path, async_save: bool) -> None:
     folder = tmp_path / "steps"
     shutil.copytree(begun, folder)
@@ -100,17 +103,17 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path, begun: Path, async_save: b
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
-    messages = run_ranks(train, 2, config_of(folder, async_save=async_save), limit, detail=False, timeout=60)
+    messages = run_ranks(train, 2, config_of(folder, async_save=async_save), limit, detail=False)
     check(folder, begun, messages, rank=1, reason="File too large")
 
 
-@WAYS
+@ASYNC
 def test_a_disk_that_is_full(tmp_path: Path, begun: Path, whole: dict[str, bytes], async_save: bool) -> None:
     size = sum(path.stat().st_size for path in begun.rglob("*") if path.is_file())
     with small_disk(tmp_path / "disk", kilobytes=size * 3 // 2 // 1024) as disk:
         folder = disk / "steps"
         shutil.copytree(begun, folder)
-        messages = run_ranks(train, 2, config_of(folder, async_save=async_save), detail=False, timeout=60)
+        messages = run_ranks(train, 2, config_of(folder, async_save=async_save), detail=False)
         rank = int(messages[0].partition("by rank ")[2][0])
         check(folder, begun, messages, rank=rank, reason="No space left on device")
         shutil.copytree(folder, tmp_path / "larger")
@@ -118,7 +121,7 @@ def test_a_disk_that_is_full(tmp_path: Path, begun: Path, whole: dict[str, bytes
     assert step_bytes(tmp_path / "larger", LAST) == whole
 
 
-@WAYS
+@SYNC
 def test_a_directory_that_becomes_read_only(tmp_path: Path, begun: Path, whole: dict[str, bytes], async_save: bool) -> None:
     """After the run has begun. The kernel says so in one of two ways, by who asks."""
     check_can_mount(tmp_path)
@@ -133,16 +136,17 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path, begun: Path, whole: 
             points.reached = reached
 
         undone.callback(make_writable, folder)
-        messages = run_ranks(train, 2, config_of(folder, async_save=async_save), close, detail=False, timeout=60)
+        messages = run_ranks(train, 2, config_of(folder, async_save=async_save), close, detail=False)
     check(folder, begun, messages, rank=0, reason="Read-only file system" if "Read-only" in messages[0] else "Permission denied")
     assert run_ranks(train, 2, config_of(folder), detail=False) == ["", ""]
     assert step_bytes(folder, LAST) == whole
 
 
+@pytest.mark.long
 def test_the_program_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
     arguments = command(*SMALL_RUN, *MOCK, "--train-iters", "3", "--eval-iters", "0", "--save", str(tmp_path))
     done = subprocess.run(["bash", "-c", 'ulimit -f 60; exec "$@"', "bash", *arguments], env=environment(), capture_output=True,
-                          text=True, timeout=120, check=False)
+                          text=True, timeout=HANG_S, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert f"error: --save {tmp_path}: the checkpoint of iteration 3 could not be written by rank 0: " in done.stderr

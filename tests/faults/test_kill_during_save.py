@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def check(folder: Path, damaged: Path, whole: dict[str, bytes], point: Point, *,
     shutil.copytree(damaged, folder)
     config = config_of(folder, save_keep_last=1, async_save=async_save)
     with pytest.raises(RankFailure, match="exit code -9|Connection (closed|reset) by peer"):
-        run_ranks(train_until_killed, 2, config, point, takes_all, detail=False, timeout=60)
+        run_ranks(train_until_killed, 2, config, point, takes_all, detail=False)
     order = list(Point)
     is_durable = order.index(point) >= order.index(Point.RENAMED)
     found = newest_good_step(folder, candidates(folder), step_fault, fallback=True)
@@ -84,13 +85,18 @@ def check(folder: Path, damaged: Path, whole: dict[str, bytes], point: Point, *,
     assert not [path.name for path in folder.iterdir() if ".tmp" in path.name or ".deleted" in path.name or ".old" in path.name]
 
 
-# Together these two kill one rank and all of them, in both ways of saving, at every point.
-@pytest.mark.parametrize("point", Point)
+def every_second(first: int) -> list[Any]:
+    """All points, of which every other one is left to .ci/run."""
+    return [pytest.param(point, marks=[pytest.mark.long] * (number % 2 != first)) for number, point in enumerate(Point)]
+
+
+# Together these two kill one rank and all of them, in both ways of saving, at every point; in a default run by turns.
+@pytest.mark.parametrize("point", every_second(0))
 def test_one_rank_is_killed_while_it_saves(tmp_path: Path, damaged: Path, whole: dict[str, bytes], point: Point) -> None:
     check(tmp_path / "steps", damaged, whole, point, takes_all=False, async_save=False)
 
 
-@pytest.mark.parametrize("point", Point)
+@pytest.mark.parametrize("point", every_second(1))
 def test_all_ranks_are_killed_while_a_thread_saves(tmp_path: Path, damaged: Path, whole: dict[str, bytes], point: Point) -> None:
     check(tmp_path / "steps", damaged, whole, point, takes_all=True, async_save=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,15 +37,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("place", "iteration", "durable"), [
-    ("forward", 5, 3), ("backward", 5, 3), ("replay", 6, 3), ("evaluation", 4, 3)])
+    ("replay", 6, 3), *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        ("forward", 5, 3), ("backward", 5, 3), ("evaluation", 4, 3)))])
 def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, whole: Path, place: str,
                                                                           iteration: int, durable: int) -> None:
     arguments = [*RUN, "--save-interval", "3", "--save", str(tmp_path / "save"), "--metrics-jsonl", str(tmp_path / "rows")]
     with program(arguments, ranks=2, prepare=_killed(1, place, iteration)) as run:
         assert run.wait(1) == [-signal.SIGKILL]
-        died = time.monotonic()
         assert run.wait(0) == [1], run.everything()
-        assert time.monotonic() - died < 15.0
         where = f"iteration {iteration}" + (" (validation loss)" if place == "evaluation" else "")
         assert run.messages() == [f"pretrain_gpt.py: [rank 0] stops at {where}: rank 1 is gone"]
         assert "terminate called" not in run.everything() and "Traceback" not in run.everything()
@@ -63,7 +61,7 @@ def test_without_a_launcher_all_end_where_rank_0_held_the_store() -> None:
         assert run.messages() == ["pretrain_gpt.py: [rank 1] stops at iteration 3: rank 0 is gone"]
 
 
-@pytest.mark.parametrize(("dead", "owns"), [(3, False), (1, True)])
+@pytest.mark.parametrize(("dead", "owns"), [pytest.param(3, False, marks=pytest.mark.long), (1, True)])
 def test_of_four_ranks_one_speaks(dead: int, owns: bool) -> None:
     """Data-parallel peers wait for the ranks that wait for the dead one: they must not take those for it."""
     with program(RUN, ranks=4, prepare=_killed(dead, "backward", 2), rank_0_owns_store=owns) as run:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment, run_command
+from tests.support.limits import HANG_S
 from tests.support.runs import step_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -31,7 +32,7 @@ def _torchrun(tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()) -
         process = subprocess.Popen(line, env=environment(), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
                                    start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + HANG_S
         while "iteration        5/" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
@@ -62,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_rank_is_named_with_the_iteration(tmp_path: Path) -> None:
     with _torchrun(tmp_path, *RUN, "--train-iters", "100000") as process:
         os.kill(_workers(process)[1], signal.SIGKILL)
-        assert process.wait(timeout=30) == 1
+        assert process.wait(timeout=HANG_S) == 1
     log = (tmp_path / "log").read_text()
     assert log.count("pretrain_gpt.py: [rank 0] stops at iteration ") == 1 and ": rank 1 is gone" in log
     assert "terminate called" not in log
@@ -75,7 +76,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path:
     arguments = [*RUN, "--exit-signal-handler", "--save", str(save)]
     with _torchrun(tmp_path, *arguments, launcher=launcher) as process:
         process.send_signal(signal.Signals[name])
-        process.wait(timeout=30)
+        process.wait(timeout=HANG_S)
     log = (tmp_path / "log").read_text()
     stopped = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert f"exiting at iteration {stopped}: {name} (--exit-signal-handler)" in log and stopped < 60
@@ -89,13 +90,13 @@ def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_p
     with _torchrun(tmp_path, *RUN, "--train-iters", "100000", "--exit-signal-handler") as process:
         workers = [os.pidfd_open(pid) for pid in _workers(process)]
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=30) == -signal.SIGUSR1
+        assert process.wait(timeout=HANG_S) == -signal.SIGUSR1
         for worker in workers:
             _wait_for_the_end_of(worker)
     assert "torchrun on rank 0's node is gone" in (tmp_path / "log").read_text()
 
 
-def _wait_for_the_end_of(pidfd: int, timeout: float = 30.0) -> None:
+def _wait_for_the_end_of(pidfd: int, timeout: float = HANG_S) -> None:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     assert poll.poll(1000 * timeout)

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron_lite.checkpointing.files import LATEST
 from megatron_lite.checkpointing.lock import LOCK
 from megatron_lite.checkpointing.manifest import MANIFEST
 from megatron_lite.checkpointing.start import step_fault
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype

@@ -6,7 +6,6 @@ import datetime
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from megatron_lite.checkpointing import points
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
+from tests.support.limits import HANG_S
 from tests.support.runs import run_to_end, tiny_run
 
 
@@ -26,7 +26,7 @@ def survivors(fn: Callable[[int], None], world_size: int, rendezvous: Path) -> l
 
     def child(rank: int, writer: Connection) -> None:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
-                                timeout=datetime.timedelta(seconds=60))
+                                timeout=datetime.timedelta(seconds=2 * HANG_S))
         try:
             fn(rank)
             writer.send("")
@@ -45,7 +45,7 @@ def survivors(fn: Callable[[int], None], world_size: int, rendezvous: Path) -> l
     results: list[str | None] = []
     for pipe, process in zip(pipes, processes, strict=True):
         try:
-            results.append(pipe.recv() if pipe.poll(45) else "still waiting")
+            results.append(pipe.recv() if pipe.poll(HANG_S) else "still waiting")
         except EOFError:
             results.append(None)
         process.kill()
@@ -61,7 +61,7 @@ def warm() -> None:
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("victim", "point"), [(1, Point.MODEL), (1, Point.LISTED), (0, Point.MANIFEST)])
-def test_the_others_raise_within_seconds(tmp_path: Path, victim: int, point: Point, async_save: bool) -> None:
+def test_the_others_raise_at_once(tmp_path: Path, victim: int, point: Point, async_save: bool) -> None:
     def train(rank: int) -> None:
         def reached(at: Point) -> None:
             if at is point and rank == victim:
@@ -71,11 +71,9 @@ def test_the_others_raise_within_seconds(tmp_path: Path, victim: int, point: Poi
         run_to_end(tiny_run(tp_size=2, training=dict(train_iters=400, eval_iters=0),
                             checkpoint=dict(save=str(tmp_path / "save"), save_interval=2, async_save=async_save)))
 
-    began = time.monotonic()
     found = survivors(train, 2, tmp_path / "rendezvous")
     assert found[victim] is None
     assert "closed by peer" in str(found[1 - victim]) or "reset by peer" in str(found[1 - victim])
-    assert time.monotonic() - began < 40
     there = candidates(tmp_path / "save")
     if there.steps:
         newest_good_step(tmp_path / "save", there, step_fault, fallback=False)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.checkpointing.files import LATEST
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import DataConfig
-from megatron_lite.data.build import build_datasets
+from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.indexed import IndexedDatasetWriter
 from megatron_lite.training.loop import Trainer
 from tests.support.commands import SMALL_RUN, run_command
@@ -83,8 +83,7 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     bad = Spot.in_sample(prefix, config, sample=4 * 5 + 3)  # read by the last data-parallel rank in iteration 6
     good = int(np.fromfile(bad.path, np.uint16)[bad.place])
     saves = dict(save_interval=2)
-    ended = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(parts), **saves), bad, detail=False,
-                      timeout=60.0)
+    ended = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(parts), **saves), bad, detail=False)
     assert {iteration for iteration, _ in ended} == {5}
     errors = [error for _, error in ended]
     assert all(isinstance(error, RuntimeError | InputError) for error in errors)
@@ -129,7 +128,7 @@ def test_the_program_says_it_once_and_no_rank_hangs(tmp_path: Path) -> None:
     start = documents[-1] * 40
     ids[start : start + 40] = 60000
     ids.tofile(f"{prefix}.bin")
-    done = run_command(*flags, ranks=4, timeout=120)
+    done = run_command(*flags, ranks=4)
     said = [line for line in done.stderr.splitlines() if "error: iteration" in line]
     assert done.returncode != 0 and len(said) == 1, done.stderr
     assert "holds token id 60000, but the vocabulary has 99 ids" in said[0]

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.stages import ModelStages
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.runner import StageRunner
+from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import StepResult, train_step
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
 
@@ -102,13 +102,13 @@ def test_bf16_stays_near_float64(device: torch.device) -> None:
                 assert relative_error(result.grads[parameter], grad) < 0.1, (name, parameter)
 
 
-def attention_and_gradients(backend: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def attention_and_gradients(backend: str, device: torch.device, dtype: torch.dtype, **settings: Any) -> list[Tensor]:
     """Output and input gradients of [s 24, b 2, 4 heads over 2 groups, d 64]."""
-    config = tiny_config(attention_backend=backend, num_attention_heads=4, kv_channels=64)
+    config = tiny_config(attention_backend=backend, num_attention_heads=4, kv_channels=64, **settings)
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randn(24, 2, heads, 64, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
     weights = torch.randn(24, 2, 256, generator=generator).to(device, dtype)
-    output = CoreAttention(config, RngStreams(device, seed=1))(*inputs)
+    output = CoreAttention(config, RngStreams(device, seed=1), layer=0)(*inputs)
     return [output, *torch.autograd.grad(output, inputs, weights)]
 
 
@@ -121,6 +121,17 @@ def test_flash_and_unfused_attention_agree(device: torch.device) -> None:
                 assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (backend, dtype)
 
 
+def test_flash_and_unfused_attention_with_a_window_agree(device: torch.device) -> None:
+    """The window of flash attention on CUDA is a mask for the memory-efficient kernel, whose rows are padded to 32 elements."""
+    window = dict(window_size=(5, 0))
+    reference = attention_and_gradients("unfused", CPU, torch.float64, **window)
+    for backend in ("flash", "unfused"):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            results = attention_and_gradients(backend, device, dtype, **window)
+            for ours, exact in zip(results, reference, strict=True):
+                assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (backend, dtype)
+
+
 def test_bf16_attention_can_run_on_the_flash_kernel(cuda: torch.device) -> None:
     """With every other kernel forbidden: torch raises where the inputs, laid out as ours are, do not suit it."""
     if torch.cuda.get_device_capability(cuda) < (8, 0):
@@ -129,7 +140,7 @@ def test_bf16_attention_can_run_on_the_flash_kernel(cuda: torch.device) -> None:
 
     query, key, value = (torch.randn(24, 2, 4, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     attention = CoreAttention(tiny_config(attention_backend="flash", kv_channels=64, attention_dropout=0.1),
-                              RngStreams(cuda, seed=1))
+                              RngStreams(cuda, seed=1), layer=0)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         attention(query, key, value).sum().backward()
     assert query.grad is not None and query.grad.isfinite().all()

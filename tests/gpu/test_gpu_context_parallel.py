@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.context_parallel.attention import context_parallel_attention
-from megatron_lite.context_parallel.exchange import EXCHANGES, Exchange, Part
-from megatron_lite.context_parallel.kernels import has_kernel
+from megatron_lite.context_parallel.attention_kernels import has_kernel
+from megatron_lite.context_parallel.exchange import EXCHANGES, Exchange, KeysValuesOf
+from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.parallel.chunks import ContextParallel, select
 
 S, B, HEADS, D, SIZE, SCALE = 96, 2, 4, 64, 3, 0.125
@@ -36,10 +36,10 @@ class InMemory:
         return len(self.parts)
 
 
-def parts_in_memory(own: Tensor, group: Any) -> Iterator[Part]:
+def parts_in_memory(own: Tensor, group: Any) -> Iterator[KeysValuesOf]:
     for step in range(group.size()):
         source = (group.rank() - step) % group.size()
-        yield Part(source, group.parts[source])
+        yield KeysValuesOf(source, group.parts[source])
 
 
 class SumInMemory:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.config.loss_scale import LossScaleConfig
-from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.loss_scale import LossScale
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from tests.gpu.test_gpu import (
     ARCHITECTURES,

@@ -9,8 +9,8 @@ import torch
 
 from megatron_lite.config.training import CheckpointConfig, LoggingConfig
 from megatron_lite.optim.spike import SETTLED, SpikeGuard
-from megatron_lite.parallel.weight_hash import are_equal, weight_hash, weight_hashes
-from megatron_lite.training.slow_rank import SlowRanks
+from megatron_lite.parallel.tensor_hash import are_equal, tensor_hash, tensor_hashes
+from megatron_lite.supervision.slow_rank import SlowRanks
 from tests.gpu.test_gpu import finish, on, tiny_run_on
 
 
@@ -18,8 +18,8 @@ def test_a_hash_on_the_device_is_that_on_the_cpu(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for shape in ((1,), (7, 3), (300, 257)):
             tensor = torch.randn(shape).to(dtype)
-            assert weight_hash(tensor.to(device)).item() == weight_hash(tensor).item()
-    assert are_equal(weight_hashes([torch.ones(3, device=device)], device), None).item()
+            assert tensor_hash(tensor.to(device)).item() == tensor_hash(tensor).item()
+    assert are_equal(tensor_hashes([torch.ones(3, device=device)], device), None).item()
 
 
 def test_a_spike_is_judged_on_the_device(device: torch.device) -> None:
@@ -31,7 +31,7 @@ def test_a_spike_is_judged_on_the_device(device: torch.device) -> None:
 
 
 def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda: torch.device) -> None:
-    ranks = SlowRanks(LoggingConfig(log_straggler=True), on(cuda), None)
+    ranks = SlowRanks(LoggingConfig(log_straggler=True), on(cuda))
     with ranks.listening(), ranks.step(logged=True):
         pass
     assert ranks.lines() == [] and ranks._probe is not None and ranks._probe.ms() > 0.0

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.activations import activation_bytes, host_bytes
-from megatron_lite.memory.layer_tensors import Sizes
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState

@@ -46,6 +46,7 @@ def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
         assert abs(row["loss"] - math.log(256)) < 0.3  # every engine starts from guessing among the vocabulary's 256 ids
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     done = run_script(tmp_path / "gpu.json")
     assert done.returncode == 2 and "torch sees no CUDA device" in done.stderr

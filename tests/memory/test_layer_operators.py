@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.activations import EMBEDDING, activation_terms
-from megatron_lite.memory.layer_operators import kept_results, layer_results, repeated_results
-from megatron_lite.memory.layer_tensors import Sizes
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.peak import moments
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms
+from megatron_lite.memory.predict.peak import moments
+from megatron_lite.memory.predict.replays import kept_calls, replayed_calls
 from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
@@ -64,8 +66,9 @@ def wrong_lists(rank: int, world_size: int, sequence_parallel: bool) -> dict[str
                     rotary = model._rotary_tables(SEQ_LENGTH) if config.position_embedding_type == "rope" else None
                     with InGroups() as dispatched:
                         model.decoder(hidden.requires_grad_(), rotary)
-                    listed = [(one.operator, sum(tensor.num_bytes for tensor in one.tensors))
-                              for one in layer_results(config, sizes(world_size, sequence_parallel, dtype))]
+                    layer = describe_layer(config, sizes(world_size, sequence_parallel, dtype))
+                    listed = [(call.operator, sum(tensor.num_bytes for tensor in call.returns))
+                              for operation in layer.operations for call in operation.calls]
                     pairs[f"{variant} {backend} {dtype}"] = (dispatched.seen, listed)
     assert all(listed for _, listed in pairs.values())
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -84,19 +87,21 @@ def test_by_hand_what_a_published_policy_keeps_of_a_layer() -> None:
     here = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=2, sequence_parallel=True, element_bytes=2,
                  device="cuda")
     unit, rows = 2 * 32 * 3 * 64 // 2, 4 * 32 * 3 * 8 // 2
-    kept = kept_results(model, ("matmul/2", "attention"), here, skip_tail=True)
-    assert [(one.operation, sum(tensor.num_bytes for tensor in one.tensors)) for one in kept] == [
+    layer, ops = describe_layer(model, here), ("matmul/2", "attention")
+    kept = kept_calls(layer, ops, skip_tail=True)
+    assert [(one.name, sum(tensor.num_bytes for tensor in call.returns)) for one, call in kept] == [
         ("linear_qkv", 3 * unit), ("core_attention", unit + rows), ("linear_fc1", 4 * unit)]
-    again = repeated_results(model, ("matmul/2", "attention"), here, skip_tail=True)
-    assert [(one.operation, one.matmuls) for one in again] == [
+    again = replayed_calls((layer,), Segment(first_layer=0, ops=ops), skip_tail=True)
+    assert [(one.name, tuple(matmul.name for matmul in call.matmuls)) for _, one, call in again] == [
         ("linear_qkv", ()), ("linear_proj", ("projection",)), ("linear_proj", ()), ("linear_fc1", ())]
 
 
 def test_an_attention_kernel_that_draws_dropout_is_repeated_under_every_policy() -> None:
     model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=8, max_position_embeddings=32, attention_dropout=0.1)
     here = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, device="cuda")
-    again = repeated_results(model, ("attention", "matmul"), here, skip_tail=True)
-    assert [one.matmuls for one in again] == [("scores", "context")]
+    segment = Segment(first_layer=0, ops=("attention", "matmul"))
+    again = replayed_calls((describe_layer(model, here),), segment, skip_tail=True)
+    assert [[matmul.name for matmul in call.matmuls] for _, _, call in again] == [["scores", "context"]]
 
 
 class Rebuilt(LiveStorages):

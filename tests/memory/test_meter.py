@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config

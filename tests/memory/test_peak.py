@@ -15,16 +15,18 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.memory.layer_tensors import CPU_RNG_STATE, Sizes
-from megatron_lite.memory.meter import KeptForBackward, kept_for_backward
-from megatron_lite.memory.peak import Moment, moments, peak
+from megatron_lite.description.sizes import CPU_RNG_STATE, Sizes
+from megatron_lite.memory.measure.meter import KeptForBackward, kept_for_backward
+from megatron_lite.memory.predict.peak import PeakMoment, moments, peak
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute import checkpoint, discard, offload, regions
+from megatron_lite.recompute import checkpoint, discard, offload
+from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3  # not divisible by units of 2
@@ -60,8 +62,8 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
 
 @contextmanager
 def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[None]:
-    """Appends to `watch` what is held whenever a tensor is saved, and whenever a lent tensor, a mask or a split input has been
-    made again, or a tensor has come back from host memory: those live without being saved by anyone."""
+    """Appends to `watch` what is held whenever a tensor is saved, and whenever a discarded tensor, a mask or a split input has
+    been made again, or a tensor has come back from host memory: those live without being saved by anyone."""
     unsaved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
     rebuild, redraw, gather = discard.rebuilt_outputs, regions.Redraw.again, checkpoint.start_all_gather_first_dim
     call_back = offload._OnHost.call_back
@@ -125,7 +127,7 @@ def differences(rank: int, world_size: int, config: ModelConfig, sequence_parall
     """{policy: (measured, predicted)} where they differ."""
     pairs = {}
     with tp_state(world_size) as parallel:
-        for name, plan in policies(can_split=world_size > 1 and not sequence_parallel).items():
+        for name, plan in sampled(policies(can_split=world_size > 1 and not sequence_parallel).items(), every=3):
             # Twice on several ranks: gloo's threads can let go of an operand a moment late.
             found = [measured(config, plan, parallel, sequence_parallel=sequence_parallel) for _ in range(min(world_size, 2))]
             pairs[name] = (Fullest(*map(min, *found)) if len(found) > 1 else found[0],
@@ -140,7 +142,8 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout:
     assert differences(0, 1, config, False) == {}
 
 
-@pytest.mark.parametrize(("variant", "sequence_parallel"), [("gpt2", False), ("llama", False), ("qwen", True)])
+@pytest.mark.parametrize(("variant", "sequence_parallel"), [("gpt2", False), pytest.param("llama", False, marks=pytest.mark.long),
+                                                             ("qwen", True)])
 def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> None:
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
@@ -165,7 +168,7 @@ def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() 
     assert [moment[:2] for moment in all_moments] == [(None, None), (0, 2)]
     assert peak(config, longest, alone) == all_moments[1]
     nothing = plan_stage(RecomputeConfig(), NUM_LAYERS)
-    assert peak(config, nothing, alone) == Moment(None, None, next(moments(config, nothing, alone)).held_bytes)
+    assert peak(config, nothing, alone) == PeakMoment(None, None, next(moments(config, nothing, alone)).held_bytes)
 
 
 def test_when_an_early_unit_is_rebuilt_later_layers_have_let_go_of_theirs() -> None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.meter import kept_for_backward
-from megatron_lite.memory.recorder import record_timeline
-from megatron_lite.memory.timeline import CATEGORIES, Timeline
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.memory.measure.recorder import record_timeline
+from megatron_lite.memory.measure.timeline import CATEGORIES, Timeline
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage

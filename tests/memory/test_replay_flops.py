@@ -11,11 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.memory.flops import LayerFlops, flash_rebuild_flops, hardware_flops, replay_flops, replayed_layers, step_flops
+from megatron_lite.memory.predict.flops import flash_rebuild_flops, hardware_flops, replay_flops, replayed_flops, step_flops
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 BATCH, SEQ_LENGTH = 3, 8
@@ -75,17 +76,18 @@ def wrong_figures(config: ModelConfig, named: dict[str, RecomputePlan], of_ranks
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize("backend", ["unfused", "flash"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "backend"), [("gpt2", "unfused"), ("qwen", "flash"), *(
+    pytest.param(variant, backend, marks=pytest.mark.long) for variant in VARIANTS for backend in ("unfused", "flash")
+    if (variant, backend) not in (("gpt2", "unfused"), ("qwen", "flash")))])
 def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, backend: str) -> None:
     config = variant_config(variant, num_layers=5, attention_backend=backend)  # not divisible by the units of 2 and 3
-    named = plans(config.num_layers)
+    named = dict(sampled(plans(config.num_layers).items(), every=4))
     assert wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
 
 
 def test_with_dropout_auto_attention_is_unfused_on_a_cpu() -> None:
     config = variant_config("nemotron", attention_dropout=0.1, hidden_dropout=0.1)
-    named = plans(config.num_layers)
+    named = dict(sampled(plans(config.num_layers).items(), every=7))
     assert config.attention_backend == "auto"
     assert wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
 
@@ -103,7 +105,7 @@ def test_the_ranks_together_compute_the_figure(variant: str, backend: str, tp_si
     def work(rank: int, world_size: int) -> list[int]:
         return [counted(config, plan, world_size, sequence_parallel=sequence_parallel) for plan in named.values()]
 
-    assert wrong_figures(config, named, run_ranks(work, tp_size)) == {}
+    assert wrong_figures(config, named, run_ranks(work, tp_size, timeout=900, detail=False)) == {}
 
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
@@ -150,9 +152,9 @@ def test_a_flash_replay_computed_by_hand() -> None:
 
 def test_the_parts_say_which_layers_run_what_again() -> None:
     model = ModelConfig(**BY_HAND)
-    layers = replayed_layers(model, full("block", 1, num_layers=3), batch=1, seq_length=3, device="cuda")
-    assert layers[0] == LayerFlops(qkv=72, scores=36, context=36, projection=24, fc1=96, fc2=0)
-    assert layers[1:] == [LayerFlops(0, 0, 0, 0, 0, 0)] * 2
+    layers = replayed_flops(model, full("block", 1, num_layers=3), batch=1, seq_length=3, device="cuda")
+    assert layers[0] == dict(qkv=72, scores=36, context=36, projection=24, fc1=96)
+    assert layers[1:] == [{}, {}]
 
 
 @pytest.mark.parametrize(("backend", "dropout", "cpu", "cuda"), [

@@ -10,16 +10,18 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.activations import activation_bytes, host_bytes
-from megatron_lite.memory.collectives import Collective, Exchange, plan_collectives
-from megatron_lite.memory.flops import replay_flops, step_flops
-from megatron_lite.memory.layer_tensors import Sizes
-from megatron_lite.memory.peak import peak
-from megatron_lite.memory.prices import best_unit, flags_of, short_name, uniform_peaks
-from megatron_lite.memory.report import Report, explain, likely_device
-from megatron_lite.memory.report_text import WIDTH, report_text
-from megatron_lite.memory.units import count, flops, percent, size
+from megatron_lite.description.operations import Collective
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.explain.prices import best_unit, flags_of, short_name, uniform_peaks
+from megatron_lite.memory.explain.report import Report, explain, likely_device
+from megatron_lite.memory.explain.report_text import WIDTH, report_text
+from megatron_lite.memory.explain.units import count, flops, percent, size
+from megatron_lite.memory.predict.flops import replay_flops, step_flops
+from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.peak import peak
+from megatron_lite.memory.predict.traffic import Traffic, plan_collectives
 from megatron_lite.recompute.schedule import plan_stage
+from tests.support.pairs import thirds
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "
 TINY = NEEDED + "--num-layers 5 --hidden-size 32 --num-attention-heads 4 --seq-length 12 --max-position-embeddings 12 "
@@ -73,7 +75,7 @@ def test_fp16_is_as_large_as_bf16(policy: str) -> None:
     assert "V 128, fp16" in half and half.replace("fp16", "bf16") == bf16
 
 
-@pytest.mark.parametrize(("run", "policy"), CASES)
+@pytest.mark.parametrize(("run", "policy"), thirds(CASES))
 def test_the_parts_add_up_to_the_whole(run: str, policy: str) -> None:
     for device in ("cpu", "cuda"):
         report = report_of(run + policy, device)
@@ -85,14 +87,14 @@ def test_the_parts_add_up_to_the_whole(run: str, policy: str) -> None:
         assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
         again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
         assert sizes.num_ranks * sum(one.count * one.replay_flops for one in report.runs) == again
-        sent = report.embedding.exchange
+        sent = report.embedding.traffic
         for one in report.runs:
             for _ in range(one.count):
-                sent += one.exchange
-        assert sent + report.head.exchange == plan_collectives(config.model, plan, sizes)
+                sent += one.traffic
+        assert sent + report.head.traffic == plan_collectives(config.model, plan, sizes)
 
 
-@pytest.mark.parametrize(("run", "policy"), CASES)
+@pytest.mark.parametrize(("run", "policy"), thirds(CASES))
 def test_the_text_fits_its_columns_and_has_the_exact_totals(run: str, policy: str) -> None:
     report = report_of(run + policy, "cpu")
     lines = report_text(report).split("\n")
@@ -158,7 +160,7 @@ def test_a_unit_split_over_two_ranks_by_hand() -> None:
                        "--distribute-saved-activations", "cpu").runs
     hidden, states = 36 * 32 * 4, 2 * 5056
     total, gather = Collective("all-reduce", hidden), Collective("all-gather", hidden)
-    assert run.exchange == Exchange((total,) * 10, (total,) * 10, (gather, *(total,) * 9))
+    assert run.traffic == Traffic((total,) * 10, (total,) * 10, (gather, *(total,) * 9))
     assert {tensor.name: tensor.num_bytes for tensor in run.kept} == {"1/2 of the layer input": hidden // 2, "RNG states": states}
 
 
@@ -289,8 +291,11 @@ def test_core_attention_is_called_moot_only_where_flash_attention_runs() -> None
     words = GPT_22B + SELECTIVE + "core_attn "
     assert topics(report_of(words)) == ["regions", "core_attn", "peak"]
     assert topics(report_of(words + UNFUSED)) == ["regions"]
-    assert topics(report_of(words + "--attention-backend flash")) == ["warning", "regions", "peak"]  # known from the flags alone
-    assert topics(report_of(words, "cpu")) == ["regions"]  # there auto with dropout is unfused
+    assert topics(report_of(words + "--attention-dropout 0")) == ["warning", "regions", "peak"]  # known from the flags alone
+    for backend in ("auto", "flash"):  # with dropout a CPU has no flash kernel, and a third is saved there
+        report = report_of(f"{words} --attention-backend {backend}", "cpu")
+        assert topics(report) == ["regions"] and report.own.kept_bytes < 0.7 * report.without.kept_bytes
+        assert topics(report_of(f"{words} --attention-backend {backend}")) == ["regions", "core_attn", "peak"]
 
 
 def test_warnings_of_the_flags_are_notes_too() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.memory.timeline import MAX_FILE_BYTES, Event, Timeline, read_timeline, write_timeline
+from megatron_lite.memory.measure.timeline import MAX_FILE_BYTES, Event, Timeline, read_timeline, write_timeline
 
 TIMELINE = Timeline(name="full, Einheit 2 – größer", events=(
     Event(0, "forward", "", "aten.embedding", (0, 0, 0, 12)),
@@ -107,5 +107,5 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, megatron_lite.memory.timeline, megatron_lite.tools.plot_memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_lite.memory.measure.timeline, megatron_lite.tools.plot_memory; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -85,7 +85,8 @@ def test_attention_dropout_differs_over_tensor_parallel_ranks_in_every_backend(b
     for rank in (0, 1):
         rng = RngStreams(CPU, seed=1, tp_rank=rank)
         before = torch.get_rng_state()
-        outputs.append(CoreAttention(tiny_config(attention_backend=backend, attention_dropout=0.5), rng)(query, query, query))
+        attention = CoreAttention(tiny_config(attention_backend=backend, attention_dropout=0.5), rng, layer=0)
+        outputs.append(attention(query, query, query))
         assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(*outputs)
 

@@ -8,7 +8,7 @@ import torch
 from arguments import parse_args
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.training.build import build_model
+from megatron_lite.training.build_trainer import build_model
 from tests.support.equality import differences, variant_config
 from tests.support.models import build_tiny_model, loss_and_grads, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
@@ -36,8 +36,9 @@ def test_a_chunk_has_at_least_one_token():
         TrainingConfig(micro_batch_size=1, loss_chunk_size=0)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])  # tied, untied
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
+@pytest.mark.parametrize(("variant", "tp_size", "sequence_parallel"), [  # tied, untied
+    pytest.param(variant, *layout, marks=[pytest.mark.long] * ((number + place) % 2))
+    for place, variant in enumerate(["gpt2", "llama"]) for number, layout in enumerate(LAYOUTS)])
 def test_a_model_trains_alike_with_its_loss_in_chunks(variant, tp_size, sequence_parallel):
     """One chunk: the same bits, in bf16 too. Several: float64 to 1e-12."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import difference
 from tests.support.hf import PEERS, V, our_config, our_tensors
 from tests.support.models import load_whole_, padded_vocab_size, sample_tokens, tp_state, whole_tensor
@@ -52,7 +52,7 @@ def theirs(name: str, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor
 def ours(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, tp_size: int) -> Result:
     """The same on this rank."""
     with tp_state(tp_size) as parallel:
-        context = TensorParallelContext.of(parallel, sequence_parallel=True, params_dtype=dtype)
+        context = RankContext.of(parallel, sequence_parallel=True, params_dtype=dtype)
         model = GPTModel(config, context, vocab_size=V, padded_vocab_size=padded_vocab_size(tp_size))
         load_whole_(model, weights, parallel)
         parameters = dict(model.named_parameters())
@@ -73,6 +73,9 @@ def ours(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, tp
     ("llama", torch.float32, 1e-5),
     ("qwen2", torch.float32, 1e-5),
     ("qwen3", torch.float32, 1e-5),
+    ("mistral", torch.float32, 1e-5),
+    ("qwen2 with windows", torch.float32, 1e-5),
+    ("smollm3", torch.float32, 1e-5),
     ("gpt_neox", torch.float32, 1e-5),
     ("nemotron", torch.float32, 1e-5),
 ])

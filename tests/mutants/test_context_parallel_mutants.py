@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.context_parallel import attention, exchange
-from megatron_lite.context_parallel.kernels import attend
+from megatron_lite.context_parallel import exchange
+from megatron_lite.context_parallel import sharded_attention as attention
+from megatron_lite.context_parallel.attention_kernels import attend
 from megatron_lite.model import embedding, gpt
 from megatron_lite.optim import grad_buffer
 from megatron_lite.parallel import chunks
@@ -105,7 +106,7 @@ def gradients_are_not_summed(patch: Patch) -> None:
 
 
 def the_loss_is_the_mean_over_data_parallel_ranks_alone(patch: Patch) -> None:
-    patch.setattr(ParallelState, "data_size", property(lambda self: self.dp_size))
+    patch.setattr(ParallelState, "dp_cp_size", property(lambda self: self.dp_size))
 
 
 def only_data_parallel_ranks_add_up_the_loss(patch: Patch) -> None:
@@ -131,8 +132,9 @@ def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) ->
     assert_seen(mutant, monkeypatch)
 
 
-@pytest.mark.parametrize("fault", [the_loss_is_the_mean_over_data_parallel_ranks_alone, only_data_parallel_ranks_add_up_the_loss],
-                         ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", [
+    pytest.param(the_loss_is_the_mean_over_data_parallel_ranks_alone, marks=pytest.mark.long),
+    only_data_parallel_ranks_add_up_the_loss], ids=lambda fault: fault.__name__)
 def test_a_run_shows_the_mistake(fault: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError):

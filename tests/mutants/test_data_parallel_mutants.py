@@ -10,18 +10,43 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_lite.optim import adamw, fsdp, grad_buffer, norms, zero1
+from megatron_lite.optim import fsdp_layout as fsdp
+from megatron_lite.optim import grad_buffer, optimizer, zero1
+from megatron_lite.optim import grad_norms as norms
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.pieces import Piece
+from megatron_lite.parallel import collectives, fsdp_buffers
 from megatron_lite.parallel import fsdp as units
+from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.recompute import stores
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
 from tests.parallel import test_fsdp
 from tests.support.layouts import LAYOUTS
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, parameters
 from tests.training import test_layouts as test_runs
 
 Patch = pytest.MonkeyPatch
+
+
+def a_unit_holds_on_to_its_last_gradient(patch: Patch) -> None:
+    patch.setattr(UnitGradients, "free_", lambda self: None)
+
+
+def gloo_copies_what_it_reduces(patch: Patch) -> None:
+    patch.setattr(collectives, "_is_staged", lambda tensor: False)
+
+
+def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
+    patch.setattr(fsdp_buffers, "FREE_TO_DROP", 100)
+    patch.setattr(fsdp_buffers, "_owns_storage_alone", lambda tensor: True)
+
+
+def the_optimizer_keeps_the_gradients_of_the_step_before(patch: Patch) -> None:
+    def forget(self: fsdp.FullySharded) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    patch.setattr(fsdp.FullySharded, "forget", forget)
 
 
 def buckets_are_sent_in_every_micro_batch(patch: Patch) -> None:
@@ -89,8 +114,8 @@ def partial_sums_stop_at_the_share(patch: Patch) -> None:
 
 
 def the_norm_is_that_of_a_share(patch: Patch) -> None:
-    real = adamw.global_norms
-    patch.setattr(adamw, "global_norms", lambda pieces, values, parallel, shard_group, *, loss=None: real(
+    real = optimizer.global_norms
+    patch.setattr(optimizer, "global_norms", lambda pieces, values, parallel, shard_group, *, loss=None: real(
         pieces, values, parallel, None, loss=loss))
 
 
@@ -152,14 +177,21 @@ MUTANTS = [
     Mutant(a_tied_weight_shares_a_bucket, TIED, dict(layout=LAYOUTS["zero1"]), error="Detected mismatch"),
     Mutant(tied_gradients_are_not_added, TIED, dict(layout=LAYOUTS["zero1"])),
     Mutant(copies_count_in_the_norm, TIED, dict(layout=LAYOUTS["replicated"])),
-    Mutant(partial_sums_stop_at_the_share, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64)),
-    Mutant(the_norm_is_that_of_a_share, TRAINS, dict(mesh="dp2", dtype=torch.float64)),
+    Mutant(partial_sums_stop_at_the_share, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64), long=True),
+    Mutant(the_norm_is_that_of_a_share, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
     Mutant(nobody_waits_for_weights, WAITED, dict(name="gpt2", chunk_size=None)),
     Mutant(masters_are_not_rounded_into_the_weights, SAME_BITS, DP2),
     Mutant(a_piece_takes_the_first_elements, test_zero1.test_a_weight_is_set_whole_and_its_master_without_rounding,
            dict(dtype=torch.bfloat16)),
-    Mutant(fsdp_averages, TRAINS, dict(mesh="dp2", dtype=torch.float64)),
-    Mutant(fsdp_sums_nothing_over_tp, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64)),
+    Mutant(a_unit_holds_on_to_its_last_gradient,
+           test_fsdp.test_a_gradient_that_only_torchs_loop_still_names_is_freed_once_it_has_been_copied),
+    Mutant(gloo_copies_what_it_reduces, test_fsdp.test_a_tied_vocabulary_is_never_allocated_more_than_four_times,
+           dict(layout="fsdp2")),
+    Mutant(gradients_are_freed_whoever_reads_them, test_fsdp.test_a_gradient_that_someone_else_can_read_is_not_freed),
+    Mutant(the_optimizer_keeps_the_gradients_of_the_step_before,
+           test_fsdp.test_the_gradients_of_a_step_are_gone_when_the_next_one_begins),
+    Mutant(fsdp_averages, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
+    Mutant(fsdp_sums_nothing_over_tp, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64), long=True),
     Mutant(fsdp_keeps_the_root_whole_after_an_evaluation,
            test_runs.test_three_iterations_a_restart_and_three_more_equal_six, dict(layout="fsdp2", bf16=False),
            error="carries no ParameterSpec"),
@@ -173,6 +205,6 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
 def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Any) -> None:
     assert_seen(mutant, monkeypatch, tmp_path=tmp_path)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
+import torch
 
 from megatron_lite.config import operators
-from megatron_lite.memory import layer_operators
+from megatron_lite.description import linears
 from megatron_lite.parallel import collectives
-from megatron_lite.recompute import ops
+from megatron_lite.recompute import hooked, ops, saved
 from megatron_lite.recompute.checkpoint import Randomness
 from megatron_lite.tensor_parallel import row_linear
 from tests.memory import test_layer_operators
@@ -48,17 +48,18 @@ def every_second_begins_with_the_second(patch: Patch) -> None:
 
 
 def kept_results_stay_with_torch(patch: Patch) -> None:
-    patch.setattr(ops._Run, "save_results", lambda self: None)
+    patch.setattr(ops.KeptResults, "save", lambda self, name: None)
 
 
 def a_replay_uses_the_results_up(patch: Patch) -> None:
-    @contextmanager
-    def replayed(self, reusing) -> Iterator[None]:
-        self._replaying = True
-        with self._results.under(reusing):
-            yield
+    reuse = ops.KeptResults._reuse
 
-    patch.setattr(ops._Run, "_replayed", replayed)
+    def once(self, place, args, kwargs):
+        result = reuse(self, place, args, kwargs)
+        self._kept[place] = self._kept.get(place) and torch.zeros(())
+        return result
+
+    patch.setattr(ops.KeptResults, "_reuse", once)
 
 
 def random_numbers_go_on_in_the_replay(patch: Patch) -> None:
@@ -66,11 +67,11 @@ def random_numbers_go_on_in_the_replay(patch: Patch) -> None:
 
 
 def a_replay_does_not_say_that_it_is_one(patch: Patch) -> None:
-    patch.setattr(ops, "recomputing", nullcontext)
+    patch.setattr(hooked, "recomputing", nullcontext)
 
 
 def draws_are_kept(patch: Patch) -> None:
-    patch.setattr(ops, "_check", lambda operator, name: None)
+    patch.setattr(ops, "_check", lambda operator, name, setting: None)
 
 
 def attention_with_dropout_is_kept(patch: Patch) -> None:
@@ -83,14 +84,11 @@ def collectives_write_in_place(patch: Patch) -> None:
 
 
 def nobody_looks_whether_a_result_was_written_to(patch: Patch) -> None:
-    def of(cls, value, operator):
-        return cls(value.val) if hasattr(value, "val") else value
-
-    patch.setattr(ops._SavedResult, "of", classmethod(of))
+    patch.setattr(ops, "_saved", lambda result, operator, name: saved.SavedValue(result.value))
 
 
 def nobody_looks_whether_the_output_was_written_to(patch: Patch) -> None:
-    patch.setattr(ops._Saved, "tensor", lambda self: self._packed.detach())
+    patch.setattr(saved.SavedValue, "tensor", lambda self: self._packed.detach())
 
 
 def the_tail_is_run_again(patch: Patch) -> None:
@@ -98,8 +96,8 @@ def the_tail_is_run_again(patch: Patch) -> None:
 
 
 def the_list_forgets_that_sharded_linears_add_their_bias_apart(patch: Patch) -> None:
-    linear = layer_operators._linear
-    patch.setattr(layer_operators, "_linear", lambda bias: linear(True))
+    linear = linears._linear
+    patch.setattr(linears, "_linear", lambda bias: linear(True))
 
 
 FLASH = dict(backend="flash", policy="ops(matmul)", per_layer={test_ops.FLASH: 1})
@@ -113,20 +111,19 @@ MUTANTS = [
            dict(variant="gpt2", policy="*:ops(matmul/2,attention,collective)")),
     Mutant(kept_results_stay_with_torch, test_ops.test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them),
     Mutant(a_replay_uses_the_results_up, test_ops.test_backward_may_run_twice_and_finds_the_kept_results_again,
-           error="only allowed to backward once"),
+           error="the forward saved"),
     Mutant(random_numbers_go_on_in_the_replay, test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is),
     Mutant(a_replay_does_not_say_that_it_is_one, test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is),
     Mutant(draws_are_kept, test_ops.test_operators_that_draw_random_numbers_are_refused, dict(name="aten.bernoulli.p")),
     Mutant(attention_with_dropout_is_kept, test_ops.test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout,
            dict(kernel=operators.GROUPS["attention"][1])),
     Mutant(collectives_write_in_place, test_ops.test_no_collective_that_writes_in_place_runs_where_results_are_kept,
-           dict(sequence_parallel=False)),
+           dict(sequence_parallel=False), error="was written to later in the layer"),
     Mutant(collectives_write_in_place, test_ops.test_the_layers_are_right_under_anybodys_selective_checkpoint),
     Mutant(nobody_looks_whether_a_result_was_written_to, test_ops.test_a_result_that_is_written_to_later_is_an_error_in_forward),
     Mutant(nobody_looks_whether_the_output_was_written_to,
            test_ops.test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward),
-    Mutant(the_tail_is_run_again, test_ops.test_backward_runs_again_exactly_what_is_not_kept, SECOND,
-           error="not found in storage"),
+    Mutant(the_tail_is_run_again, test_ops.test_the_result_of_the_last_matmul_is_not_kept),
     Mutant(the_list_forgets_that_sharded_linears_add_their_bias_apart,
            test_layer_operators.test_a_layers_operators_and_the_bytes_of_their_results_are_those_that_torch_dispatches,
            dict(tp_size=2, sequence_parallel=True)),

@@ -15,10 +15,12 @@ import torch
 from megatron_lite.model import attention, block
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
-from megatron_lite.recompute import phase, regions, runner, schedule
+from megatron_lite.recompute import layer_runner as runner
+from megatron_lite.recompute import phase, schedule
+from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.plan import RecomputePlan
-from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.parallel import test_rng
 from tests.recompute import test_checkpoint, test_equality, test_randomness, test_runner, test_schedule, test_split
 from tests.support.mutants import Mutant, assert_seen
@@ -95,7 +97,7 @@ def redrawing_a_mask_moves_the_stream(patch: Patch) -> None:
 
 
 def residual_masks_of_a_replay_come_from_the_other_stream(patch: Patch) -> None:
-    patch.setattr(TensorParallelContext, "residual_stream", property(
+    patch.setattr(RankContext, "residual_stream", property(
         lambda self: TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT))
 
 
@@ -131,9 +133,9 @@ def layers_are_counted_over_all_forwards_of_the_process(patch: Patch) -> None:
 
 
 def regions_capture_their_arguments(patch: Patch) -> None:
-    patch.setattr(regions.Regions, "run", lambda self, name, function, first, *others, unread=False: regions.checkpoint(
-        lambda tensor: function(tensor, *others, unread), first, rng=self.rng) if name in self.rebuilt else function(
-        first, *others, unread))
+    patch.setattr(regions.Regions, "run", lambda self, name, function, first, *others, skip_tail=False: regions.checkpoint(
+        lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng) if name in self.rebuilt else function(
+        first, *others, skip_tail))
 
 
 def shares_are_gathered_in_the_wrong_order(patch: Patch) -> None:
@@ -186,7 +188,7 @@ def evaluation_goes_through_the_function_too(patch: Patch) -> None:
 
 
 def autocast_is_forgotten(patch: Patch) -> None:
-    patch.setattr(engine, "_autocast_states", lambda kinds: [])
+    patch.setattr(engine, "autocast_states", lambda kinds: [])
 
 
 def there_is_no_anchor(patch: Patch) -> None:
@@ -244,34 +246,6 @@ def inputs_are_kept_on_the_context(patch: Patch) -> None:
     patch.setattr(Function, "forward", staticmethod(stashing))
 
 
-def _small_grid(patch: Patch, *policies: str) -> None:
-    """test_equality's comparison, of one model and a few policies."""
-    models, named = list(test_equality.MODELS.items())[:1], test_equality.policies
-    patch.setattr(test_equality, "MODELS", dict(models))
-    patch.setattr(test_equality, "policies", lambda **facts: {
-        name: policy for name, policy in named(**facts).items() if name in policies})
-
-
-def stale_randomness_in_units(patch: Patch) -> None:
-    _small_grid(patch, "uniform 1")
-    nothing_is_restored(patch)
-
-
-def stale_randomness_in_core_attention(patch: Patch) -> None:
-    _small_grid(patch, "core_attn")
-    nothing_is_restored(patch)
-
-
-def unchained_layers_in_a_model(patch: Patch) -> None:
-    _small_grid(patch, "uniform 2")
-    every_layer_of_a_unit_gets_the_units_input(patch)
-
-
-def halves_in_the_wrong_order_in_a_model(patch: Patch) -> None:
-    _small_grid(patch, "uniform 2 split")
-    shares_are_gathered_in_the_wrong_order(patch)
-
-
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward
 STREAMS_UNMOVED = test_randomness.test_backward_leaves_the_streams_as_it_found_them
 MASKS = test_randomness.test_a_replay_draws_the_masks_of_its_forward_on_the_stream_that_the_layout_asks_for
@@ -280,8 +254,15 @@ CORE = dict(recompute=test_randomness.CORE_ATTENTION, residual_order=[], attenti
 POINTWISE = dict(recompute=test_randomness.POINTWISE, residual_order=[6, 5, 4, 3, 2, 1], attention_order=[])
 LEFT_ALONE = test_split.test_the_callers_tensor_is_left_alone
 SPLIT = test_split.test_whole_inputs_are_freed_and_gathered_once_a_unit_and_backward_one_ahead_of_the_replay
-EQUAL = test_equality.test_gradients_are_unchanged_to_the_bit
+EQUAL = test_equality.check
 IN_FLOAT32 = dict(sequence_parallel=False, precision=torch.float32)
+GPT = "gpt, unfused, dropout"
+
+
+def gpt_with(policy: str) -> dict[str, object]:
+    return dict(IN_FLOAT32, tp_size=2 if "split" in policy else 1, chosen={GPT: [policy]})
+
+
 
 MUTANTS = [
     # A replay restores every stream, the current one's name and the CPU's generator, as copies, and leaves no trace.
@@ -296,8 +277,8 @@ MUTANTS = [
     Mutant(redrawing_a_mask_moves_the_stream, STREAMS_UNMOVED, dict(recompute=test_randomness.POINTWISE)),
     Mutant(a_fork_inside_a_fork_starts_from_the_stored_state,
            test_rng.test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream),
-    Mutant(stale_randomness_in_units, EQUAL, dict(IN_FLOAT32, tp_size=1)),
-    Mutant(stale_randomness_in_core_attention, EQUAL, dict(IN_FLOAT32, tp_size=1)),
+    Mutant(nothing_is_restored, EQUAL, gpt_with("uniform 1")),
+    Mutant(nothing_is_restored, EQUAL, gpt_with("core_attn")),
     # Residual masks are the TP ranks' own under sequence parallelism and shared without it, attention masks always their own.
     Mutant(residual_masks_of_a_replay_come_from_the_other_stream, MASKS, dict(UNITS, sequence_parallel=False)),
     Mutant(residual_masks_of_a_replay_come_from_the_other_stream, MASKS, dict(UNITS, sequence_parallel=True)),
@@ -306,7 +287,7 @@ MUTANTS = [
     # Units.
     Mutant(every_layer_of_a_unit_gets_the_units_input,
            test_runner.test_every_layer_of_a_unit_gets_what_the_layer_before_it_returned_in_the_replay_too),
-    Mutant(unchained_layers_in_a_model, EQUAL, dict(IN_FLOAT32, tp_size=1)),
+    Mutant(every_layer_of_a_unit_gets_the_units_input, EQUAL, gpt_with("uniform 2")),
     Mutant(the_last_shorter_unit_is_left_out, test_schedule.test_the_plan_of_five_layers, dict(
         flags=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
         segments=[test_schedule.unit(0, 2), test_schedule.unit(2, 2), test_schedule.unit(4)])),
@@ -318,7 +299,7 @@ MUTANTS = [
     Mutant(the_callers_tensor_becomes_its_share, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(the_callers_tensor_becomes_its_share, LEFT_ALONE, dict(grad=False)),
     Mutant(shares_are_gathered_in_the_wrong_order, SPLIT),
-    Mutant(halves_in_the_wrong_order_in_a_model, EQUAL, dict(IN_FLOAT32, tp_size=2)),
+    Mutant(shares_are_gathered_in_the_wrong_order, EQUAL, gpt_with("uniform 2 split")),
     Mutant(the_gather_ahead_is_of_this_units_share, SPLIT),
     Mutant(nothing_is_gathered_ahead, SPLIT),
     Mutant(the_share_is_a_view_of_the_whole, SPLIT),

@@ -10,8 +10,8 @@ import torch
 
 from megatron_lite.recompute import arena, offload, pool, saved, stores
 from megatron_lite.recompute.arena import Arena
-from megatron_lite.recompute.offload import Offload, _Group, _OnHost
-from megatron_lite.recompute.pool import Piece, Pool, Slot
+from megatron_lite.recompute.offload import Offload, _OnHost, _SegmentCopies
+from megatron_lite.recompute.pool import Pool, PooledMemory, Slot
 from megatron_lite.recompute.stores import Stores
 from tests.recompute import test_arena, test_offload, test_pool, test_saved
 from tests.support.mutants import Mutant, assert_seen
@@ -40,7 +40,7 @@ def a_buffer_is_given_to_two(patch: Patch) -> None:
 
     def twice(self: Pool, num_bytes: int) -> Slot:
         slot = take(self, num_bytes)
-        self.take_back(Piece(slot._whole, slot.last_use))
+        self.take_back(PooledMemory(slot._whole, slot.last_use))
         return slot
 
     patch.setattr(Pool, "take", twice)
@@ -69,18 +69,18 @@ def a_copy_comes_back_from_the_buffer_of_another(patch: Patch) -> None:
 
 
 def copies_come_back_when_they_are_read(patch: Patch) -> None:
-    patch.setattr(_Group, "call_back", lambda self: None)
+    patch.setattr(_SegmentCopies, "call_back", lambda self: None)
 
 
 def all_copies_come_back_at_once(patch: Patch) -> None:
-    call_back = _Group.call_back
+    call_back = _SegmentCopies.call_back
 
-    def all_before(self: _Group) -> None:
+    def all_before(self: _SegmentCopies) -> None:
         call_back(self)
         if self.before is not None:
             self.before.call_back()
 
-    patch.setattr(_Group, "call_back", all_before)
+    patch.setattr(_SegmentCopies, "call_back", all_before)
 
 
 def a_segment_holds_its_copies(patch: Patch) -> None:
@@ -123,7 +123,7 @@ def the_pool_keeps_buffers_that_nobody_asks_for(patch: Patch) -> None:
 
 
 def a_buffer_forgets_its_last_use(patch: Patch) -> None:
-    patch.setattr(pool, "Piece", lambda memory, last_use=None: Piece(memory))
+    patch.setattr(pool, "PooledMemory", lambda memory, last_use=None: PooledMemory(memory))
 
 
 def every_forward_makes_an_arena(patch: Patch) -> None:
@@ -145,7 +145,7 @@ def a_slot_is_free_as_soon_as_it_is_taken(patch: Patch) -> None:
 
     def twice(self: Arena, num_bytes: int) -> Slot:
         slot = take(self, num_bytes)
-        self._idle.insert(0, Piece(slot._whole))
+        self._idle.insert(0, PooledMemory(slot._whole))
         return slot
 
     patch.setattr(Arena, "take", twice)
@@ -162,7 +162,7 @@ def a_full_arena_grows(patch: Patch) -> None:
         try:
             return take(self, num_bytes)
         except RuntimeError:
-            return Slot(self, Piece(torch.empty(num_bytes, dtype=torch.uint8)), num_bytes)
+            return Slot(self, PooledMemory(torch.empty(num_bytes, dtype=torch.uint8)), num_bytes)
 
     patch.setattr(Arena, "take", growing)
 

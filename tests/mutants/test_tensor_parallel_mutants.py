@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.model import attention, embedding, gpt, mlp, norm
-from megatron_lite.optim import grad_buffer, norms
+from megatron_lite.optim import grad_buffer
+from megatron_lite.optim import grad_norms as norms
 from megatron_lite.parallel.collectives import Started, all_reduce
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.tensor_parallel import column_linear, cross_entropy, layers, row_linear
-from megatron_lite.tensor_parallel.context import TensorParallelContext
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward
 from tests.support.equality import differences, gradients, train, unsharded_gradients
 from tests.support.models import tp_state
@@ -28,8 +29,8 @@ def f_without_all_reduce() -> None:
 
 
 def g_with_all_reduce_in_backward() -> None:
-    backward = row_linear._RowParallelLinear.backward
-    row_linear._RowParallelLinear.backward = staticmethod(lambda ctx, grad: backward(ctx, all_reduce(grad, ctx.tp_group)))
+    backward = row_linear._RowParallelMatmul.backward
+    row_linear._RowParallelMatmul.backward = staticmethod(lambda ctx, grad: backward(ctx, all_reduce(grad, ctx.tp_group)))
 
 
 def row_bias_before_the_sum() -> None:
@@ -191,11 +192,11 @@ def test_training_equality_sees(fault):
 
 
 def residual_masks_differ_over_ranks() -> None:
-    TensorParallelContext.residual_stream = property(lambda self: TENSOR_PARALLEL)
+    RankContext.residual_stream = property(lambda self: TENSOR_PARALLEL)
 
 
 def residual_masks_are_shared_by_ranks() -> None:
-    TensorParallelContext.residual_stream = property(lambda self: DEFAULT)
+    RankContext.residual_stream = property(lambda self: DEFAULT)
 
 
 def attention_masks_are_shared_by_ranks() -> None:

@@ -9,20 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config.loss_scale import LossScaleConfig
+from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import difference
 from tests.support.layouts import LAYOUTS, Run, build, differing, train
 from tests.support.models import sample_tokens, tp_state
+from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import run_ranks
 
+STEPS = 10 if FULL_GRIDS else 4
 # world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
 MESHES = {
-    "dp2": (2, 1, False, "gpt2", 10, tuple(LAYOUTS), {}),
+    "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),
     "dp3": (3, 1, False, "llama", 4, ("overlap", "zero1, overlap", "fsdp2, memory-efficient"), dict(loss_chunk_size=7)),
     "dp2-tp2": (4, 2, False, "nemotron", 3, ("zero1, overlap", "fsdp2, memory-efficient"), dict(loss_chunk_size=7)),
-    "dp2-tp2-sequence-parallel": (4, 2, True, "gpt2", 10, ("overlap", "zero1, overlap", "fsdp2"), {}),
+    "dp2-tp2-sequence-parallel": (4, 2, True, "gpt2", STEPS, ("overlap", "zero1, overlap", "fsdp2"), {}),
 }
 
 
@@ -32,7 +34,8 @@ def _train_everywhere(rank: int, world_size: int, tp_size: int, name: str, optio
         return {layout: train(name, parallel, LAYOUTS[layout], steps=steps, **options) for layout in layouts}
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), [*((mesh, torch.float64) for mesh in MESHES), ("dp2", torch.float32)])
+@pytest.mark.parametrize(("mesh", "dtype"), [
+    *((mesh, torch.float64) for mesh in MESHES), pytest.param("dp2", torch.float32, marks=pytest.mark.long)])
 def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) -> None:
     """Clipped steps over the same 12 sequences each. Weights are compared in float64 alone: AdamW turns the rounding noise of a
     gradient that is zero in exact arithmetic (a key's bias) into steps of full size."""
@@ -56,7 +59,8 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("world_size", "tp_size", "layouts"), [
-    (2, 1, ("overlap", "zero1", "zero1, overlap")), (3, 1, ("zero1",)), (4, 2, ("zero1",))])
+    (2, 1, ("overlap", "zero1", "zero1, overlap")), (3, 1, ("zero1",)),
+    pytest.param(4, 2, ("zero1",), marks=pytest.mark.long)])
 def test_zero1_and_overlap_change_no_bit(world_size: int, tp_size: int, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
     """Sums over two ranks are the same in every order. Over three they run in the same order where the buckets are as long. The
     norm is the root of a sum over other parts; without clipping it changes nothing."""
@@ -95,7 +99,7 @@ def test_an_overflow_on_one_rank_of_a_float16_run_skips_the_step_on_all(layout: 
         for step in (0, 1, 2) if overflows else (0, 2):
             optimizer.zero_grad()
             optimizer.sync_next_backward()
-            loss = model.loss(*sample_tokens(10 * step + rank)).mean() / parallel.data_size
+            loss = model.loss(*sample_tokens(10 * step + rank)).mean() / parallel.dp_cp_size
             (loss * (math.inf if (step, rank) == (1, 1) else loss_scale.scale)).backward()
             assert optimizer.step(0.01).skipped.item() == (step == 1)
         tensors = {key: optimizer.weight(key).detach().clone() for key, _ in model.named_parameters()}

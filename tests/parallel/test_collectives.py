@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import (
     all_gather_first_dim,
+    all_gather_into_,
     all_reduce,
     all_reduce_,
     broadcast_,
     reduce_scatter_first_dim,
+    reduce_scatter_into_,
 )
 from tests.support.ranks import run_ranks
 
@@ -57,6 +60,36 @@ def test_reduce_scatter_gives_each_rank_its_rows_of_the_sum():
     total = sum(values(rank) for rank in range(T))
     for rank, result in enumerate(on_ranks(lambda rank, group: reduce_scatter_first_dim(values(rank), group))):
         assert torch.equal(result, total[2 * rank : 2 * rank + 2])
+
+
+@pytest.mark.parametrize("staging_bytes", [2**22, 4 * T * 3, 1])  # as they are; stretches of 3, the last of 1; of 1
+def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes, monkeypatch):
+    monkeypatch.setattr(collectives, "STAGING_BYTES", staging_bytes)
+
+    def work(rank, group):
+        whole = torch.arange(7.0 * T) * (rank + 1)
+        before, own = whole.clone(), torch.empty(7)
+        reduce_scatter_into_(own, whole, group)
+        assert torch.equal(whole, before)
+        gathered = torch.full((7 * T,), -1.0)
+        part = gathered[7 * rank : 7 * rank + 7].copy_(own)  # FSDP2 hands over a part of the buffer itself
+        all_gather_into_(gathered, part, group)
+        return own, gathered
+
+    total = torch.arange(7.0 * T) * sum(range(1, T + 1))
+    for rank, (own, gathered) in enumerate(on_ranks(work)):
+        assert torch.equal(own, total[7 * rank : 7 * rank + 7]) and torch.equal(gathered, total)
+
+
+def test_a_bf16_sum_in_stretches_is_rounded_once(monkeypatch):
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 1)
+
+    def work(rank, group):
+        own = torch.empty(1, dtype=torch.bfloat16)
+        reduce_scatter_into_(own, torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank].repeat(T), group)
+        return own.item()
+
+    assert on_ranks(work) == [258.0] * T
 
 
 def test_reduce_scatter_of_rows_that_do_not_split_is_an_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -11,17 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.parallel import collectives
 from megatron_lite.parallel.fsdp import Wrapping, fully_shard_
+from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.schedule import plan_stage
+from tests.support.allocations import allocations
 from tests.support.collectives import recorded_collectives
 from tests.support.equality import difference
 from tests.support.hf import PEERS
 from tests.support.layouts import LAYOUTS, backward, build
 from tests.support.models import sample_tokens, tp_state
+from tests.support.pairs import pairs
 from tests.support.ranks import run_ranks
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
@@ -50,7 +55,8 @@ def exchanged(name: str, layout: str, **model: Any) -> list[str]:
     return first
 
 
-@pytest.mark.parametrize("policy", [None, "*:full", "*:full/2", "*:core_attn+layernorm+mlp"])
+@pytest.mark.parametrize("policy", [None, *(
+    pytest.param(policy, marks=pytest.mark.long) for policy in ("*:full", "*:full/2")), "*:core_attn+layernorm+mlp"])
 def test_a_layer_is_gathered_for_its_forward_and_for_its_backward_and_not_again_for_its_recomputation(policy: str | None) -> None:
     plan = None if policy is None else plan_stage(RecomputeConfig(recompute_policy=policy), 2)
     forward, middle = ["gather rest", "gather layer", "gather layer"], ["gather layer", "gather layer"]
@@ -87,6 +93,71 @@ def peak_bytes(name: str, layout: str) -> int:
 def test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary(name: str) -> None:
     """The weights are gone when the embedding's gradient comes; untied, of the output's gradient all but the rows."""
     assert peak_bytes(name, "fsdp2") - peak_bytes(name, "fsdp2, memory-efficient") >= 4 * 4000 * 32
+
+
+def allocated_peak(name: str, layout: str) -> int:
+    """Of the second step in bf16, as torch's allocator counts: with gloo's copies."""
+    def work(rank: int, world_size: int) -> int:
+        with tp_state(1) as parallel:
+            model, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.bfloat16, vocab_size=VOCABULARY)
+            backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
+            optimizer.step(0.001)
+            with allocations() as found:
+                backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
+            return found.peak_bytes
+
+    return max(run_ranks(work, 2, detail=False))
+
+
+VOCABULARY = 65536
+WORDS = VOCABULARY * 32 * 2  # bytes of the vocabulary in bf16
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2, memory-efficient"])
+def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16: the gathered weight, its two gradients and their sum; or the float32 buffer, the gradient and torch's `cat` of it.
+
+    Units of their own used to take more than the root, since torch holds on to the last gradient of a unit while it reduces it.
+    """
+    monkeypatch.setattr(collectives, "STAGING_BYTES", 2**16)
+    assert allocated_peak("gpt2", layout) <= 4.5 * WORDS
+
+
+def test_the_gradients_of_a_step_are_gone_when_the_next_one_begins() -> None:
+    def work(rank: int, world_size: int) -> bool:
+        with tp_state(1) as parallel:
+            model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.bfloat16)
+            backward(model, optimizer, parallel, 0)
+            optimizer.step(0.001)
+            gradients = [weakref.ref(piece.grad.untyped_storage()) for piece in optimizer.layout.pieces]
+            optimizer.zero_grad()
+            return all(gradient() is None for gradient in gradients)
+
+    assert run_ranks(work, 2) == [True, True]
+
+
+def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
+    for hold in (lambda grad: grad, lambda grad: grad.detach(), lambda grad: grad.view(-1), lambda grad: grad[:1]):
+        parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
+        for _ in range(2):
+            gradients.watch([parameter])
+        (parameter * torch.arange(8.0).view(4, 2)).sum().backward()
+        torchs, parameter.grad = parameter.grad, None
+        held = hold(torchs)
+        expected = held.clone()
+        gradients.free_()
+        freed = held.untyped_storage().nbytes() == 0  # a name of its own: pytest would read the freed memory to print it
+        assert not freed
+        assert torch.equal(held, expected)
+
+
+def test_a_gradient_that_only_torchs_loop_still_names_is_freed_once_it_has_been_copied() -> None:
+    parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
+    gradients.watch([parameter])
+    (parameter * 2.0).sum().backward()
+    torchs, parameter.grad = parameter.grad, None
+    gradients.free_()
+    assert torchs.untyped_storage().nbytes() == 0
 
 
 def test_torchs_norm_of_sharded_tensor_parallel_gradients_is_that_of_a_part_and_ours_is_the_whole() -> None:
@@ -129,9 +200,7 @@ def hf_loss(model: nn.Module, rank: int, seq_length: int = 16) -> Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-@pytest.mark.parametrize("policy", [None, "*:full"])
-@pytest.mark.parametrize("memory_efficient", [False, True])
-@pytest.mark.parametrize("name", HF_WRAPPINGS)
+@pytest.mark.parametrize(("name", "memory_efficient", "policy"), pairs(HF_WRAPPINGS, [False, True], [None, "*:full"]))
 def test_a_model_of_transformers_keeps_its_losses_and_gradients(name: str, memory_efficient: bool, policy: str | None) -> None:
     """Two steps of plain SGD, so that gathered weights must be the new ones."""
     wrapping = HF_WRAPPINGS[name] if memory_efficient else Wrapping(layers=HF_WRAPPINGS[name].layers)

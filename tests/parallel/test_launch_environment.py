@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_lite.config.checks import InputError
@@ -128,3 +130,26 @@ def test_half_a_torchrun_environment_is_no_run_of_one_process(alone):
 
 def test_a_world_of_one_needs_no_meeting_point():
     assert read_launch(dict(RANK="0", WORLD_SIZE="1")).world_size == 1
+
+
+def without(name):
+    return {key: value for key, value in TORCHRUN.items() if key != name}
+
+
+@pytest.mark.parametrize("environ, local_rank", [
+    (TORCHRUN, 1), (without("LOCAL_RANK"), 2), ({**TORCHRUN, "LOCAL_RANK": ""}, 0), (SRUN, 0), ({}, 3), ({"LOCAL_RANK": "3"}, 3),
+    (SLURM_BATCH, 5), ({**SRUN, **TORCHRUN}, 1)])
+def test_a_local_rank_of_the_command_line_agrees_with_the_environment_or_stands_in_for_it(environ, local_rank):
+    assert read_launch(environ, local_rank=local_rank) == replace(read_launch(environ), local_rank=local_rank)
+
+
+@pytest.mark.parametrize("environ, local_rank, message", [
+    (TORCHRUN, 0, "--local-rank 0 contradicts LOCAL_RANK 1 of the environment: leave the flag out"),
+    (SRUN, 1, "--local-rank 1 contradicts SLURM_LOCALID 0"),
+    ({**SRUN, **TORCHRUN}, 0, "--local-rank 0 contradicts LOCAL_RANK 1"),
+    ({"LOCAL_RANK": "3"}, 0, "--local-rank 0 contradicts LOCAL_RANK 3"),
+    ({"LOCAL_RANK": "x"}, 0, "LOCAL_RANK must be an integer"),
+    (TORCHRUN, -1, r"--local-rank must be at least 0 \(got -1\)"), ({"RANK": "1"}, 0, "of RANK and WORLD_SIZE only one is set")])
+def test_a_local_rank_that_contradicts_the_environment_is_an_error(environ, local_rank, message):
+    with pytest.raises(InputError, match=message):
+        read_launch(environ, local_rank=local_rank)

@@ -150,11 +150,11 @@ def test_the_data_mesh_has_the_ranks_of_the_data_group(sizes, expected):
     """As FSDP2 wants them: on one axis, data-parallel and context-parallel ranks together."""
     def work(rank, world_size):
         with parallel_state(ParallelConfig(distributed_backend="gloo", **sizes), seed=1) as parallel:
-            if parallel.data_mesh is None:
-                return None if parallel.data_group is None else "no mesh"
-            assert parallel.data_mesh.ndim == 1 and parallel.data_mesh.get_local_rank() == parallel.data_rank
-            ranks = parallel.data_mesh.mesh.tolist()
-            assert ranks == torch.distributed.get_process_group_ranks(parallel.data_group)
+            if parallel.dp_cp_mesh is None:
+                return None if parallel.dp_cp_group is None else "no mesh"
+            assert parallel.dp_cp_mesh.ndim == 1 and parallel.dp_cp_mesh.get_local_rank() == parallel.dp_cp_rank
+            ranks = parallel.dp_cp_mesh.mesh.tolist()
+            assert ranks == torch.distributed.get_process_group_ranks(parallel.dp_cp_group)
             return ranks
 
     assert run_ranks(work, 4)[0] == expected

@@ -1,96 +1,173 @@
-"""Weight gradients summed by a kernel, for which a stand-in with the functions of apex's extension module is used."""
+"""Weight gradients summed by apex's kernel: right in every layout, at every precision, for tied weights, and said so."""
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import io
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.weight_gradient import accumulate_with_, apex_kernel, description
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.parallel.weight_gradient import FUSED, FUSED_PROJECTION, accumulate_with_, summary
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_lite.training import build
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
+from megatron_lite.training.build_trainer import build_stages
+from megatron_lite.training.loop import Trainer
+from tests.support import apex
+from tests.support.apex import Calls
 from tests.support.equality import difference, variant_config
+from tests.support.layouts import LAYOUTS
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
-MODULE = "fused_weight_gradient_mlp_cuda"
+KERNEL = "wgrad_gemm_accum_fp32"
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: torch.finfo(torch.bfloat16).eps, torch.float16: torch.finfo(torch.float16).eps}
 
 
-class StandIn:
-    """What apex's kernel does, and what it asks of its operands without checking it."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def wgrad_gemm_accum_fp32(self, input_2d: Tensor, grad_output_2d: Tensor, main_grad: Tensor) -> None:
-        assert all(operand.dim() == 2 and operand.is_contiguous() for operand in (input_2d, grad_output_2d, main_grad))
-        assert input_2d.dtype == grad_output_2d.dtype != main_grad.dtype == torch.float32
-        main_grad.addmm_(grad_output_2d.t().float(), input_2d.float())
-        self.calls += 1
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return apex.install(monkeypatch)
 
 
-def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {f"{name}.weight": module.weight for name, module in model.named_modules()
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
+def kernel() -> Callable[..., Any]:
+    found: Callable[..., Any] = weight_gradient_kernel("cpu").value
+    return found
 
 
-def summed_by(kernel: StandIn | None, name: str, world_size: int, *, sequence_parallel: bool, dtype: torch.dtype,
-              policy: str = "*:none", micro_batches: int = 3) -> dict[str, Tensor]:
+def matmul_weights(model: GPTModel) -> dict[str, nn.Parameter]:
+    """Of linear layers, and the tied output weight."""
+    weights = {f"{name}.weight": module.weight for name, module in model.named_modules()
+               if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
+    return weights if model.output_layer is not None else {
+        **weights, "embedding.word_embeddings.weight": dict(model.named_parameters())["embedding.word_embeddings.weight"]}
+
+
+def summed(name: str, world_size: int, *, fused: bool, dtype: torch.dtype, sequence_parallel: bool = False,
+           policy: str = "*:none", micro_batches: int = 3, layout: DataParallelConfig | None = None, tp_size: int | None = None,
+           loss_chunk_size: int | None = None) -> dict[str, Tensor]:
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
     plan = plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers)
-    with tp_state(world_size) as parallel:
+    with tp_state(world_size if tp_size is None else tp_size) as parallel:
         parallel = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank))
-        model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan)
-        parameters = dict(model.named_parameters())
-        buffer = GradBuffer(parameters, parallel)
-        if kernel is not None:
-            accumulate_with_(kernel.wgrad_gemm_accum_fp32, [(weight, buffer.grads[key])
-                                                            for key, weight in linear_weights(model).items()])
+        model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan,
+                                 loss_chunk_size=loss_chunk_size)
+        buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
+        if fused:
+            accumulate_with_(kernel(), [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()])
         for _ in range(2):  # what the first step leaves must not count in the second
             buffer.forget()
             for number in range(micro_batches):
-                model.loss(*sample_tokens(number)).mean().backward()
+                if number == micro_batches - 1:
+                    buffer.sync_next_backward()
+                model.loss(*sample_tokens(10 * parallel.dp_cp_rank + number)).mean().backward()
             buffer.reduce_()
-        if kernel is not None:
-            assert kernel.calls == 2 * micro_batches * len(linear_weights(model))
-    return {key: grad.clone() for key, grad in buffer.grads.items()}
+        return {key: grad.clone() for key, grad in buffer.grads.items()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])  # tied and untied output weights
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_gradients_are_those_without_the_kernel_but_for_one_rounding(tp_size: int, sequence_parallel: bool,
+def is_by_kernel(key: str, name: str) -> bool:
+    return key.endswith("weight") and ("linear" in key or "output_layer" in key or (name == "gpt2" and "word_embed" in key))
+
+
+def grid() -> list[Any]:
+    """Layouts x dtypes x tied and untied output weights; most are left to CI."""
+    cases = []
+    for (tp_size, sequence_parallel), dtype, name in itertools.product(
+            ((1, False), (2, False), (2, True)), (torch.bfloat16, torch.float16, torch.float32), ("gpt2", "llama")):
+        quick = (dtype == torch.bfloat16 and (tp_size == 1 or sequence_parallel)) or (tp_size, dtype) == (1, torch.float32)
+        cases.append(pytest.param(tp_size, sequence_parallel, dtype, name, marks=() if quick else pytest.mark.long))
+    return cases
+
+
+@pytest.mark.parametrize(("tp_size", "sequence_parallel", "dtype", "name"), grid())
+def test_gradients_are_those_without_the_kernel_but_for_one_rounding(calls: Calls, tp_size: int, sequence_parallel: bool,
                                                                      dtype: torch.dtype, name: str) -> None:
-    def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-        return [summed_by(kernel, name, world_size, sequence_parallel=sequence_parallel, dtype=dtype)
-                for kernel in (None, StandIn())]
+    """The rounding is that of a micro-batch's gradient to 16 bits; of float32 weights it is the order of a float32 sum."""
+    def work(rank: int, world_size: int) -> list[Any]:
+        return [*(summed(name, world_size, fused=fused, dtype=dtype, sequence_parallel=sequence_parallel)
+                  for fused in (False, True)), calls[KERNEL]]
 
-    for plain, fused in [work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size):
-        rounding = torch.finfo(dtype).eps
+    for plain, fused, num_calls in [work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size):
+        assert num_calls == 2 * 3 * (2 * 4 + 1)  # steps, micro-batches, weights of two layers and the output's
         for key, grad in plain.items():
-            by_kernel = key.endswith("weight") and ("linear" in key or "output_layer" in key)
-            assert 0.0 < difference(grad, fused[key]) < rounding if by_kernel else torch.equal(fused[key], grad), key
+            if is_by_kernel(key, name):
+                assert difference(grad, fused[key]) < EPSILON[dtype], key
+                assert dtype == torch.float32 or not torch.equal(grad, fused[key]), key
+            else:
+                assert torch.equal(fused[key], grad), key
 
 
-def test_the_sum_is_that_of_unrounded_products() -> None:
+@pytest.mark.parametrize(("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")])
+def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, policy: str) -> None:
+    """Sums of two ranks are the same in every order, so that no bit may differ."""
+    layouts = ("replicated", "overlap", "zero1, overlap")
+
+    def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        return [summed(name, world_size, fused=True, dtype=torch.bfloat16, policy=policy, layout=LAYOUTS[layout], tp_size=1)
+                for layout in layouts]
+
+    first, second = run_ranks(work, 2, detail=False)
+    for key, grad in first[0].items():
+        assert torch.equal(grad, first[1][key]) and torch.equal(grad, second[1][key]), key
+        # Of each element one rank has the sum, the other its own gradient.
+        assert ((first[2][key] == grad) | (second[2][key] == grad)).all(), key
+
+
+def test_a_gradient_after_its_bucket_was_sent_is_an_error_with_the_kernel_too(calls: Calls) -> None:
+    def work(rank: int, world_size: int) -> str:
+        with tp_state(1) as parallel:
+            model = build_tiny_model(variant_config("llama"), parallel, dtype=torch.bfloat16)
+            buffer = GradBuffer(dict(model.named_parameters()), parallel, LAYOUTS["overlap"])
+            accumulate_with_(kernel(), [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()])
+            buffer.sync_next_backward()
+            model.loss(*sample_tokens(0)).mean().backward()
+            with pytest.raises(RuntimeError, match="came after its bucket was sent") as caught:
+                model.loss(*sample_tokens(1)).mean().backward()
+            buffer.reduce_()
+            return str(caught.value)
+
+    assert len(run_ranks(work, 2, detail=False)) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_loss_in_chunks_adds_each_chunk_by_the_kernel(calls: Calls, name: str, dtype: torch.dtype) -> None:
+    whole = summed(name, 1, fused=True, dtype=dtype)
+    before = calls[KERNEL]
+    chunks = summed(name, 1, fused=True, dtype=dtype, loss_chunk_size=7)
+    assert calls[KERNEL] - before == 2 * 3 * (2 * 4 + -(-12 * 3 // 7))
+    output = "embedding.word_embeddings.weight" if name == "gpt2" else "output_layer.weight"
+    # Logits are the same; bfloat16 gradients of logits too, so that only the order of a float32 sum differs.
+    assert difference(whole[output], chunks[output]) < 1e-5
+
+
+def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
     """The gradient of one column-parallel matmul, over two micro-batches, by hand. Its operands are parts of larger tensors."""
     generator = torch.Generator().manual_seed(2)
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("llama"), parallel, dtype=torch.float16)
         layer = model.decoder.layers[0].mlp.linear_fc1
         buffer = GradBuffer({"weight": layer.weight}, parallel)
-        accumulate_with_(StandIn().wgrad_gemm_accum_fp32, [(layer.weight, buffer.grads["weight"])])
+        accumulate_with_(kernel(), [(layer.weight, buffer.grads["weight"])])
         expected = torch.zeros_like(buffer.grads["weight"])
         buffer.grads["weight"].fill_(9.0)  # of an earlier step
         for _ in range(2):
@@ -102,55 +179,148 @@ def test_the_sum_is_that_of_unrounded_products() -> None:
 
 
 @pytest.mark.parametrize("policy", ["*:full/2", "*:core_attn+layernorm+mlp", "*:ops(matmul)"])
-def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(policy: str) -> None:
-    plain, recomputed = (summed_by(StandIn(), "gpt2", 1, sequence_parallel=False, dtype=torch.bfloat16, policy=each)
-                         for each in ("*:none", policy))
+def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(calls: Calls, policy: str) -> None:
+    plain, recomputed = (summed("gpt2", 1, fused=True, dtype=torch.bfloat16, policy=each) for each in ("*:none", policy))
     assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
 
 
-def test_hooks_that_wait_for_a_gradient_run_once_for_each() -> None:
+def test_hooks_that_wait_for_a_gradient_run_once_for_each_and_see_all_of_it(calls: Calls) -> None:
+    """Of a tied weight too, which gets its gradient from the kernel and from autograd."""
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.bfloat16)
         buffer = GradBuffer(dict(model.named_parameters()), parallel)
-        weights = linear_weights(model)
-        accumulate_with_(StandIn().wgrad_gemm_accum_fp32, [(weight, buffer.grads[key]) for key, weight in weights.items()])
-        arrived: list[int] = []
+        weights = matmul_weights(model)
+        accumulate_with_(kernel(), [(weight, buffer.grads[key]) for key, weight in weights.items()])
+        seen: dict[int, list[Tensor]] = {id(weight): [] for weight in weights.values()}
+
+        def arrived(owner: Tensor) -> None:
+            assert owner.grad is not None
+            seen[id(owner)].append(owner.grad.clone())
+
         for weight in weights.values():
-            weight.register_post_accumulate_grad_hook(lambda owner: arrived.append(id(owner)))
+            weight.register_post_accumulate_grad_hook(arrived)
+        plain = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.bfloat16)
+        expected = GradBuffer(dict(plain.named_parameters()), parallel).grads
         for number in (1, 2):
-            model.loss(*sample_tokens(number)).mean().backward()
-            assert sorted(arrived) == sorted(number * [id(weight) for weight in weights.values()])
+            for one in (model, plain):
+                one.loss(*sample_tokens(number)).mean().backward()
+            for key, weight in weights.items():
+                assert len(seen[id(weight)]) == number
+                assert difference(expected[key], seen[id(weight)][-1]) < EPSILON[torch.bfloat16], key
 
 
-def test_the_extension_module_of_apex_is_looked_for_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(wgrad_gemm_accum_fp32=print))
-    assert apex_kernel(torch.device("cuda", 0)) is print and apex_kernel(torch.device("cpu")) is None
-    monkeypatch.setitem(sys.modules, MODULE, None)  # as if it were not installed
-    assert apex_kernel(torch.device("cuda", 0)) is None
+def log_and_trainer(config: RunConfig) -> tuple[str, Trainer]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        trainer = run_to_end(config)
+    return out.getvalue(), trainer
 
 
-@pytest.mark.parametrize(("training", "fused"), [
-    (dict(bf16=True), True), (dict(fp16=True), True), ({}, False),
-    (dict(bf16=True, gradient_accumulation_fusion=False), False)])
-def test_a_run_uses_the_kernel_where_it_may_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-                                                        training: dict[str, bool], fused: bool) -> None:
-    kernel = StandIn()
-    monkeypatch.setattr(build, "apex_kernel", lambda device: kernel.wgrad_gemm_accum_fp32)
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0, **training)))
-    assert kernel.calls == (4 * 2 * 4 if fused else 0)  # micro-batches, layers, weights of a layer
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gradients")]
-    assert said == [line for line in [description(torch.float16 if training else torch.float32, fused=fused)] if line]
+def log_of(config: RunConfig) -> str:
+    return log_and_trainer(config)[0]
 
 
-def test_a_run_with_the_kernel_learns_as_one_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run_to_end(tiny_run(training=dict(bf16=True), metrics=tmp_path / "plain"))
-    monkeypatch.setattr(build, "apex_kernel", lambda device: StandIn().wgrad_gemm_accum_fp32)
-    run_to_end(tiny_run(training=dict(bf16=True), metrics=tmp_path / "fused"))
-    plain, fused = ([row["lm_loss"] for row in rows(tmp_path / name)] for name in ("plain", "fused"))
+def said(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("weight gradients")]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(("training", "model", "num_calls", "expected"), [
+    (dict(bf16=True), {}, 9, "8 weights: NVIDIA apex's kernel; embedding.word_embeddings.weight: the kernel for the output "
+                             "projection, autograd (grad_dtype) for the lookup"),
+    (dict(fp16=True), dict(untie_embeddings_and_output_weights=True), 9,
+     "weight gradients, added up in float32: 9 weights: NVIDIA apex's kernel"),
+    ({}, dict(untie_embeddings_and_output_weights=True), 9, "9 weights: NVIDIA apex's kernel"),
+    (dict(bf16=True, loss_chunk_size=8), dict(untie_embeddings_and_output_weights=True), 10, "9 weights: NVIDIA apex's kernel"),
+    (dict(bf16=True, gradient_accumulation_fusion=False), {}, 0,
+     "9 weights: autograd (grad_dtype), because of --no-gradient-accumulation-fusion"),
+])
+def test_a_run_uses_the_kernel_where_it_may_and_says_so(calls: Calls, training: dict[str, Any], model: dict[str, Any],
+                                                        num_calls: int, expected: str) -> None:
+    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, **training), model=model))
+    assert calls[KERNEL] == 4 * num_calls  # micro-batches
+    assert said(log).endswith(expected)
+
+
+def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(calls: Calls,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs run as they are: what is asked for is which weights are in them."""
+    monkeypatch.setattr("megatron_lite.training.build_trainer.compile_layers_", lambda model: None)
+    log = log_of(tiny_run(training=dict(bf16=True, train_iters=1, eval_iters=0, torch_compile=True),
+                          model=dict(untie_embeddings_and_output_weights=True)))
+    assert calls[KERNEL] == 4
+    assert said(log).endswith(": output_layer.weight: NVIDIA apex's kernel; 8 weights: autograd (grad_dtype), because a graph of "
+                              "--torch-compile cannot call apex's kernel")
+
+
+def test_a_run_with_overlap_uses_the_kernel_and_trains_as_without_overlap(calls: Calls) -> None:
+    """Without clipping, since the norm is a sum over other parts."""
+    def work(rank: int, world_size: int) -> list[tuple[str, dict[str, Tensor], int]]:
+        results = []
+        for layout in ("replicated", "overlap", "zero1, overlap"):
+            config = replace(tiny_run(training=dict(bf16=True, train_iters=3, eval_iters=0), data_parallel=LAYOUTS[layout]),
+                             optimizer=OptimizerConfig(clip_grad=0.0))
+            log, trainer = log_and_trainer(config)
+            weights = {key: trainer.optimizer.weight(key).detach().clone() for key, _ in trainer.model.named_parameters()}
+            results.append((log, weights, calls[KERNEL]))
+        return results
+
+    for number, of_rank in enumerate(run_ranks(work, 2, detail=False)):
+        expected = of_rank[0][1]
+        for place, (log, weights, num_calls) in enumerate(of_rank, 1):
+            assert num_calls == place * 3 * 2 * 9  # runs, iterations, micro-batches of a rank, weights
+            assert number > 0 or "8 weights: NVIDIA apex's kernel; embedding" in said(log)
+            assert [key for key, weight in expected.items() if not torch.equal(weight, weights[key])] == []
+
+
+def test_under_fsdp2_the_log_says_why_the_kernel_is_not_used(calls: Calls) -> None:
+    config = tiny_run(training=dict(bf16=True, train_iters=1, eval_iters=0), data_parallel=LAYOUTS["fsdp2"])
+    log, _ = run_ranks(lambda rank, world_size: log_of(config), 2, detail=False)
+    assert said(log).endswith("9 weights: autograd (grad_dtype), because --use-torch-fsdp2 reduces the gradients of each "
+                              "micro-batch, and has no sum of a whole weight to add to")
+
+
+def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(calls: Calls) -> None:
+    """Its lookup is on the first stage, where no matmul reads it."""
+    config = replace(tiny_run(training=dict(bf16=True)), parallel=ParallelConfig(pipeline_model_parallel_size=2,
+                                                                                  distributed_backend="gloo"))
+
+    def work(rank: int, world_size: int) -> tuple[int, str]:
+        with parallel_state(config.parallel, seed=1) as parallel:
+            stages = build_stages(config, parallel)
+            optimizer = Optimizer(stages, config.optimizer, parallel)
+            return parallel.pp_rank, fuse_weight_gradients_(config, parallel, stages, optimizer)
+
+    lines = {rank: said(line).partition(" float32: ")[2] for rank, line in run_ranks(work, 2, detail=False)}
+    assert lines == {rank: f"{count} weights: NVIDIA apex's kernel (of this rank's stages)" for rank, count in ((0, 4), (1, 5))}
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_run_with_the_kernel_learns_as_one_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp_size: int) -> None:
+    def run(name: str) -> list[float]:
+        config = tiny_run(training=dict(bf16=True, train_iters=8, eval_iters=0), metrics=tmp_path / name, tp_size=tp_size)
+        if tp_size == 1:
+            run_to_end(config)
+        else:
+            run_ranks(lambda rank, world_size: run_to_end(config) and None, tp_size, detail=False)
+        return [row["lm_loss"] for row in rows(tmp_path / name)]
+
+    plain = run("plain")
+    apex.install(monkeypatch)
+    fused = run("fused")
     assert plain != fused and fused == pytest.approx(plain, rel=0.01)
 
 
-def test_the_log_says_how_gradients_are_summed() -> None:
-    assert description(torch.float32, fused=False) is None
-    assert "apex's kernel" in str(description(torch.bfloat16, fused=True))
-    assert "autograd (grad_dtype)" in str(description(torch.bfloat16, fused=False))
+def test_the_summary_groups_weights_by_path_and_reason() -> None:
+    paths = {"a": FUSED, "b": FUSED, "c": FUSED, "d": FUSED_PROJECTION, "e": "it rains", "f": "it rains", "g": "it snows"}
+    assert summary(paths, torch.bfloat16) == (
+        "weight gradients, added up in float32; autograd's are rounded to 16 bits in each micro-batch: 3 weights: NVIDIA apex's "
+        "kernel; d: the kernel for the output projection, autograd (grad_dtype) for the lookup; e, f: autograd (grad_dtype), "
+        "because it rains; g: autograd (grad_dtype), because it snows")
+    assert summary({"a": FUSED}, torch.float32) == "weight gradients, added up in float32: a: NVIDIA apex's kernel"
+
+
+def test_without_apex_the_log_names_it() -> None:
+    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+    assert said(log) == ("weight gradients, added up in float32: 9 weights: autograd, because NVIDIA apex has kernels for cuda "
+                         "and this run is on cpu")

@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import Action, bubble, forwards_only, in_flight, keeping_all, most_in_flight, order
+from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, most_in_flight, order
+from tests.support.bubble import bubble
 
 LAYOUTS = [(size, chunks, microbatches)
            for size, chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))

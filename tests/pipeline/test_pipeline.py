@@ -11,6 +11,7 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from tests.support.equality import VARIANTS, difference
 from tests.support.models import tiny_config
+from tests.support.pairs import sampled
 from tests.support.pipelines import Layout, Trained, train
 from tests.support.ranks import run_ranks
 
@@ -31,8 +32,9 @@ def single_process(variant: str, dtype: torch.dtype) -> Trained:
     return train(Layout(), config_of(variant), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=dtype)
 
 
-@pytest.mark.parametrize("variant", list(VARIANT_OF))
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "variant"), [
+    pytest.param(layout, variant, id=f"{layout}-{variant}", marks=[pytest.mark.long] * ((number + place) % 2))
+    for number, layout in enumerate(LAYOUTS) for place, variant in enumerate(VARIANT_OF)])
 def test_a_pipeline_trains_as_one_process_does(layout, variant):
     expected = single_process(variant, torch.float64)
 
@@ -58,7 +60,9 @@ DATA_PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2, chunks=2), Layout(pp=2, dp=2, tp=2, sequence_parallel=True)], ids=str)
+@pytest.mark.parametrize("layout", [
+    Layout(pp=2, dp=2, chunks=2),
+    pytest.param(Layout(pp=2, dp=2, tp=2, sequence_parallel=True), marks=pytest.mark.long)], ids=str)
 def test_data_parallel_layouts_train_a_pipeline_alike(layout):
     """With tied embeddings, whose two ends are shared out alike."""
     expected = single_process("gpt2", torch.float64)
@@ -90,7 +94,8 @@ POLICIES = {
 @pytest.mark.parametrize("layout", [pytest.param(Layout(pp=2, tp=2, chunks=2), marks=pytest.mark.long), Layout(pp=4)], ids=str)
 def test_no_recompute_policy_changes_a_bit(layout):
     """With dropout, so that every replay has to draw what its forward drew, with others in between."""
-    policies = {name: flags for name, flags in POLICIES.items() if layout.tp > 1 or "split" not in name}
+    legal = [(name, flags) for name, flags in POLICIES.items() if layout.tp > 1 or "split" not in name]
+    policies = dict(sampled(legal, every=2))
 
     def work(rank, world_size):
         def outcome(num_kept: int = 0, overlap: bool = True, **flags: object) -> Trained:
@@ -107,5 +112,5 @@ def test_no_recompute_policy_changes_a_bit(layout):
                         for key, value in getattr(plain, kind).items())
                 for name, other in others.items()}
 
-    for equal in run_ranks(work, layout.ranks, detail=False, timeout=240.0):
+    for equal in run_ranks(work, layout.ranks, detail=False):
         assert len(equal) == len(policies) + 2 and all(equal.values()), equal

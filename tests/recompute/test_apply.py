@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.verify import RecomputeMismatch
 
@@ -80,15 +80,6 @@ def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointi
     assert alive_after_forward(name, policy(name, "*:full")) <= alive_after_forward(name, own)
 
 
-def test_a_buffer_that_the_forward_changes_is_named_under_verify() -> None:
-    model = nn.Module()
-    model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
-    apply_policy_(model, layers_fqn="blocks", policy="*:full", verify=True)
-    hidden = model.blocks[0](torch.ones(3, 4, requires_grad=True))
-    with pytest.raises(RecomputeMismatch, match=r"blocks\.1 changes its buffer running_mean"):
-        model.blocks[1](hidden)
-
-
 def test_a_verified_replay_that_differs_names_the_layer() -> None:
     torch.manual_seed(1)
     model = gpt2()
@@ -96,9 +87,8 @@ def test_a_verified_replay_that_differs_names_the_layer() -> None:
     model.train()
     model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()  # nothing differs yet
     loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    with torch.no_grad():
-        model.transformer.h[3].mlp.c_fc.weight.add_(1.0)
-    with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.3, output"):
+    model.transformer.h[3].mlp.act.forward = torch.relu  # not part of the state that a replay restores
+    with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.3"):
         loss.backward()
 
 

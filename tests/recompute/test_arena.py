@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
@@ -138,6 +138,23 @@ def test_more_forwards_in_flight_than_there_are_slots_is_an_error_that_names_the
     for loss in losses[1:]:
         loss.backward()
     assert in_use(model) == 0
+
+
+def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrinks() -> None:
+    model, plain = alone("*:full/2", micro_batches=1), alone("*:full/2", contiguous=False)
+    with allocations() as made:
+        step(model)
+        model.decoder.stores.reserve(2)
+        assert equal(step(model, batches=(3, 4)), step(plain, batches=(3, 4)))
+        model.decoder.stores.reserve(1)
+        step(model, batches=(3, 4))
+        waiting = model.loss(*sample_tokens()).mean()
+        model.decoder.stores.reserve(3)
+        step(model)  # slots are in use: the arena stays
+        assert in_use(model) == 3 * INPUT
+        waiting.backward()
+        step(model, batches=(3, 4, 5))
+    assert made == [3 * SLOT, 6 * SLOT, 9 * SLOT] and len(model.decoder.stores.storages()) == 1
 
 
 def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> None:

@@ -1,4 +1,4 @@
-"""Lent tensors: gone between forward and backward, rebuilt once a backward, and the same gradients to the bit."""
+"""Example tensors: gone between forward and backward, rebuilt once a backward, and the same gradients to the bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.checkpoint import checkpoint
-from megatron_lite.recompute.discard import Lending
+from megatron_lite.recompute.discard import DiscardedOutputs
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
@@ -31,8 +31,8 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 @dataclass
-class Lent:
-    """z = sum of what the consumers make of y, y = tanh(x w), where y is lent."""
+class Example:
+    """z = sum of what the consumers make of y, y = tanh(x w), where y is discarded."""
 
     calls: list[str] = field(default_factory=list)
     leaf: Tensor = field(default_factory=lambda: numbers(4, 6, seed=1).requires_grad_())
@@ -46,13 +46,13 @@ class Lent:
     def linear(self, normed: Tensor) -> Tensor:
         return normed @ self.after
 
-    def forward(self, *consumers: Consumer, lend: bool = True) -> tuple[Tensor, StorageWeakRef]:
+    def forward(self, *consumers: Consumer, discard: bool = True) -> tuple[Tensor, StorageWeakRef]:
         """(z, the memory of y)"""
-        lending, hidden = Lending(), self.leaf * 1
-        with lending.hooks():
-            y = checkpoint(self.norm, hidden, self.weight, rng=None) if lend else self.norm(hidden, self.weight)
-            if lend:
-                lending.lend(y)
+        discarded, hidden = DiscardedOutputs(), self.leaf * 1
+        with discarded.hooks():
+            y = checkpoint(self.norm, hidden, self.weight, rng=None) if discard else self.norm(hidden, self.weight)
+            if discard:
+                discarded.discard(y)
             z = torch.stack([consumer(y).sum() for consumer in consumers]).sum()
         return z, StorageWeakRef(y.untyped_storage())
 
@@ -60,21 +60,21 @@ class Lent:
         return [self.leaf.grad, self.weight.grad, self.after.grad]
 
 
-def kept_grads(lent: Lent, *consumers: str) -> list[Tensor | None]:
-    """Those of the same consumers where nothing is lent."""
-    kept = Lent(after=lent.after.detach().requires_grad_())
-    kept.forward(*(getattr(Consumers(kept), name) for name in consumers), lend=False)[0].backward()
+def kept_grads(example: Example, *consumers: str) -> list[Tensor | None]:
+    """Those of the same consumers where nothing is discarded."""
+    kept = Example(after=example.after.detach().requires_grad_())
+    kept.forward(*(getattr(Consumers(kept), name) for name in consumers), discard=False)[0].backward()
     return kept.grads()
 
 
 @dataclass
 class Consumers:
-    """Functions of the lent tensor that keep it, or a view of it, for backward."""
+    """Functions of the discarded tensor that keep it, or a view of it, for backward."""
 
-    lent: Lent
+    example: Example
 
     def linear(self, y: Tensor) -> Tensor:
-        return self.lent.linear(y)
+        return self.example.linear(y)
 
     def square(self, y: Tensor) -> Tensor:
         return y.square()
@@ -94,77 +94,77 @@ def equal(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
 @pytest.mark.parametrize("names", [("linear",), ("linear", "square"), ("square", "transposed_part", "linear"),
                                    ("softmax_of_a_row", "square")])
 def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names: tuple[str, ...]) -> None:
-    lent = Lent()
-    output, memory = lent.forward(*(getattr(Consumers(lent), name) for name in names))
-    assert memory.expired() and lent.calls == ["norm"]
+    example = Example()
+    output, memory = example.forward(*(getattr(Consumers(example), name) for name in names))
+    assert memory.expired() and example.calls == ["norm"]
     output.backward()
-    assert lent.calls == ["norm"] * 2 and equal(lent.grads(), kept_grads(lent, *names))
+    assert example.calls == ["norm"] * 2 and equal(example.grads(), kept_grads(example, *names))
 
 
 def test_a_tensor_that_is_not_lent_is_still_there() -> None:
-    """What the test of freeing would see if nothing were lent."""
-    lent = Lent()
-    output, memory = lent.forward(lent.linear, lend=False)
+    """What the test of freeing would see if nothing were discarded."""
+    example = Example()
+    output, memory = example.forward(example.linear, discard=False)
     assert not memory.expired() and output.requires_grad
 
 
 def test_each_backward_rebuilds_anew() -> None:
-    lent = Lent()
-    kept = Lent(after=lent.after.detach().clone().requires_grad_())
-    output, memory = lent.forward(lent.linear, torch.square)
-    expected, _ = kept.forward(kept.linear, torch.square, lend=False)
+    example = Example()
+    kept = Example(after=example.after.detach().clone().requires_grad_())
+    output, memory = example.forward(example.linear, torch.square)
+    expected, _ = kept.forward(kept.linear, torch.square, discard=False)
     for backwards in (1, 2, 3):
         output.backward(retain_graph=True)
         expected.backward(retain_graph=True)
-        assert memory.expired() and lent.calls == ["norm"] * (1 + backwards) and equal(lent.grads(), kept.grads())
+        assert memory.expired() and example.calls == ["norm"] * (1 + backwards) and equal(example.grads(), kept.grads())
 
 
 def test_backward_reads_nothing_that_the_forward_left_behind() -> None:
-    """Not even where the caller keeps the lent tensor, and spoils it."""
-    lent = Lent()
-    lending = Lending()
-    with lending.hooks():
-        y = checkpoint(lent.norm, lent.leaf * 1, lent.weight, rng=None)
-        lending.lend(y)
-        output = lent.linear(y).sum()
+    """Not even where the caller keeps the discarded tensor, and spoils it."""
+    example = Example()
+    discarded = DiscardedOutputs()
+    with discarded.hooks():
+        y = checkpoint(example.norm, example.leaf * 1, example.weight, rng=None)
+        discarded.discard(y)
+        output = example.linear(y).sum()
     y.detach().fill_(torch.nan)
     output.backward()
-    assert equal(lent.grads(), kept_grads(lent, "linear"))
+    assert equal(example.grads(), kept_grads(example, "linear"))
 
 
 def test_a_consumer_without_backward_changes_nothing() -> None:
     """Its output is not used, or its gradient not asked for."""
-    lent = Lent()
+    example = Example()
     side: list[Tensor] = []
-    output, _ = lent.forward(lent.linear, lambda y: side.append(y.exp()) or y.detach().square())  # type: ignore[func-returns-value]
+    output, _ = example.forward(example.linear, lambda y: side.append(y.exp()) or y.detach().square())  # type: ignore[func-returns-value]
     output.backward()
-    assert len(side) == 1 and lent.calls == ["norm"] * 2 and equal(lent.grads(), kept_grads(lent, "linear"))
+    assert len(side) == 1 and example.calls == ["norm"] * 2 and equal(example.grads(), kept_grads(example, "linear"))
     side.clear()
 
 
 def test_a_gradient_that_does_not_reach_the_lent_tensor_rebuilds_it_for_the_consumer_and_a_later_backward_uses_that() -> None:
-    lent = Lent()
-    output, _ = lent.forward(lent.linear)
-    (alone,) = torch.autograd.grad(output, [lent.after], retain_graph=True)
-    assert lent.calls == ["norm"] * 2 and lent.leaf.grad is None and lent.weight.grad is None
+    example = Example()
+    output, _ = example.forward(example.linear)
+    (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)
+    assert example.calls == ["norm"] * 2 and example.leaf.grad is None and example.weight.grad is None
     output.backward()
-    expected = kept_grads(lent, "linear")
-    assert lent.calls == ["norm"] * 2 and equal(lent.grads(), expected) and torch.equal(alone, expected[2])  # type: ignore[arg-type]
+    expected = kept_grads(example, "linear")
+    assert example.calls == ["norm"] * 2 and equal(example.grads(), expected) and torch.equal(alone, expected[2])  # type: ignore[arg-type]
 
 
 def test_a_frozen_consumer_needs_no_rebuild_before_the_lent_tensors_own() -> None:
-    lent = Lent()
-    lent.after.requires_grad_(False)
-    output, memory = lent.forward(lent.linear)
+    example = Example()
+    example.after.requires_grad_(False)
+    output, memory = example.forward(example.linear)
     output.backward()
-    assert memory.expired() and lent.calls == ["norm"] * 2
-    kept = Lent(after=lent.after)
-    kept.forward(kept.linear, lend=False)[0].backward()
-    assert equal(lent.grads(), kept.grads())
+    assert memory.expired() and example.calls == ["norm"] * 2
+    kept = Example(after=example.after)
+    kept.forward(kept.linear, discard=False)[0].backward()
+    assert equal(example.grads(), kept.grads())
 
 
-def test_the_hooks_that_were_in_force_get_everything_but_the_lent() -> None:
-    lent, packed, unpacked = Lent(), [], []
+def test_the_hooks_that_were_in_force_get_everything_but_the_discarded() -> None:
+    example, packed, unpacked = Example(), [], []
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor.shape)
@@ -175,20 +175,20 @@ def test_the_hooks_that_were_in_force_get_everything_but_the_lent() -> None:
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
-        output, _ = lent.forward(lent.linear, lambda y: y.sum().exp())
+        output, _ = example.forward(example.linear, lambda y: y.sum().exp())
     assert sorted(packed) == [(), (4, 6), (6, 5), (6, 6)]  # exp's output; x and w of the norm; the linear's weight
-    expected = Lent()
-    expected.forward(expected.linear, lambda y: y.sum().exp(), lend=False)[0].backward()
+    expected = Example()
+    expected.forward(expected.linear, lambda y: y.sum().exp(), discard=False)[0].backward()
     output.backward()
-    assert sorted(unpacked) == sorted(packed) and equal(lent.grads(), expected.grads())
+    assert sorted(unpacked) == sorted(packed) and equal(example.grads(), expected.grads())
 
 
-def test_after_the_layer_nothing_is_held_for_lending() -> None:
-    """An address that was lent may be another tensor's by then."""
-    lending, y = Lending(), numbers(4, 6, seed=1).requires_grad_() * 1
+def test_after_the_layer_nothing_is_held_for_discarding() -> None:
+    """An address that was discarded may be another tensor's by then."""
+    discarded, y = DiscardedOutputs(), numbers(4, 6, seed=1).requires_grad_() * 1
     memory = StorageWeakRef(y.untyped_storage())
-    with lending.hooks():
-        lending.lend(y)
+    with discarded.hooks():
+        discarded.discard(y)
         del y
         assert not memory.expired()
     assert memory.expired()
@@ -196,11 +196,11 @@ def test_after_the_layer_nothing_is_held_for_lending() -> None:
 
 def test_a_graph_that_is_dropped_frees_what_it_kept_at_once() -> None:
     """Notes refer to nodes of the graph: a cycle would wait for the garbage collector."""
-    lent = Lent()
+    example = Example()
     gc.disable()
     try:
-        output, _ = lent.forward(lent.linear, torch.square)
-        (alone,) = torch.autograd.grad(output, [lent.after], retain_graph=True)  # leaves a rebuilt tensor in the graph
+        output, _ = example.forward(example.linear, torch.square)
+        (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)  # leaves a rebuilt tensor in the graph
         node = next(iter(find_checkpoints(output.grad_fn)))
         kept = StorageWeakRef(node.saved_tensors[0].untyped_storage())
         del node

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import RecomputeMismatch
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.pairs import FULL_GRIDS, some
 from tests.support.ranks import run_ranks
 
 MODULE_SETS = [("layernorm",), ("mlp",), ("activation",), ("core_attn", "mlp"), ("layernorm", "activation"),
@@ -60,16 +63,31 @@ def changed(expected: Outcome, outcome: Outcome) -> list[str]:
     return names if torch.equal(expected.loss, outcome.loss) else ["loss", *names]
 
 
-def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> dict[str, list[str]]:
-    """{model and policy: what it changed}, empty if nothing did. More ranks run fewer models: they are slow."""
+def cases() -> list[tuple[tuple[int, bool], torch.dtype | str, str, str]]:
+    """(TP size, sequence parallel), precision, model and policy. More ranks run fewer models: they are slow."""
+    found = []
+    for tp_size, sequence_parallel, precision in (*SETTINGS, *LONG_SETTINGS):
+        if tp_size == 4 and not FULL_GRIDS:
+            continue
+        number_of_models = 1 if tp_size == 4 or (tp_size == 2 and precision != torch.float32) else len(MODELS)
+        if tp_size == 2 and not FULL_GRIDS:
+            number_of_models = 1
+        named = policies(can_split=tp_size > 1 and not sequence_parallel)
+        found += [((tp_size, sequence_parallel), precision, model, policy)
+                  for model in list(MODELS)[:number_of_models] for policy in named]
+    return some(found)
+
+
+def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch.dtype | str,
+           chosen: Mapping[str, Sequence[str]], models: Mapping[str, ModelConfig] = MODELS) -> dict[str, list[str]]:
+    """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a model."""
     found = {}
     dtype = torch.float32 if precision == AUTOCAST else precision
-    number_of_models = 1 if world_size == 4 or (world_size == 2 and precision != torch.float32) else len(MODELS)
+    named = policies(can_split=world_size > 1 and not sequence_parallel)
     with tp_state(world_size) as parallel:
-        for model_name, config in list(MODELS.items())[:number_of_models]:
-            outcomes = {}
-            named = policies(can_split=world_size > 1 and not sequence_parallel)
-            for name, recompute in {"none": RecomputeConfig(), **named}.items():
+        for model_name, of_model in chosen.items():
+            config, outcomes = models[model_name], {}
+            for name, recompute in {"none": RecomputeConfig(), **{name: named[name] for name in of_model}}.items():
                 fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=rank))
                 model = build_tiny_model(config, fresh, sequence_parallel=sequence_parallel, dtype=dtype,
                                          plan=plan_stage(recompute, NUM_LAYERS))
@@ -84,12 +102,23 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch
     return found
 
 
+SETTINGS = [
+    (1, False, torch.float32), (1, False, torch.bfloat16), (1, False, AUTOCAST), (1, False, torch.float16),
+    (2, False, torch.float32), (2, True, torch.float32), (2, False, torch.bfloat16), (2, True, torch.bfloat16),
+    (2, False, AUTOCAST), (2, True, AUTOCAST), (2, True, torch.float16)]
+LONG_SETTINGS = [(4, False, torch.bfloat16), (4, True, torch.float32)]
+
+
+def check(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str, chosen: Mapping[str, Sequence[str]]) -> None:
+    assert run_ranks(faults, tp_size, sequence_parallel, precision, chosen, detail=False) == [{}] * tp_size
+
+
 @pytest.mark.parametrize(("tp_size", "sequence_parallel", "precision"), [
-    (1, False, torch.float32), (1, False, torch.bfloat16), (1, False, AUTOCAST),
-    pytest.param(2, False, torch.float32, marks=pytest.mark.long), (2, True, torch.float32), (2, False, torch.bfloat16),
-    (2, True, torch.bfloat16), (2, False, AUTOCAST), pytest.param(2, True, AUTOCAST, marks=pytest.mark.long),
-    (1, False, torch.float16), pytest.param(2, True, torch.float16, marks=pytest.mark.long),
-    pytest.param(4, False, torch.bfloat16, marks=pytest.mark.long),
-    pytest.param(4, True, torch.float32, marks=pytest.mark.long)])
+    *SETTINGS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_SETTINGS)])
 def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> None:
-    assert run_ranks(faults, tp_size, sequence_parallel, precision, detail=False, timeout=280) == [{}] * tp_size
+    """Every policy with every layout, every precision and, on one rank, every model; in .ci/run the whole grid."""
+    chosen: dict[str, list[str]] = {}
+    for layout, of_precision, model, policy in cases():
+        if (layout, of_precision) == ((tp_size, sequence_parallel), precision):
+            chosen.setdefault(model, []).append(policy)
+    check(tp_size, sequence_parallel, precision, chosen)

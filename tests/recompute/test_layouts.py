@@ -12,16 +12,17 @@ from torch import Tensor
 
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import OptimizerConfig
 from megatron_lite.model.sharding import shard_model_
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.recompute.test_equality import MODELS, NUM_LAYERS, OPS, policies
 from tests.support.layouts import LAYOUTS, backward
 from tests.support.models import build_tiny_model, tp_state
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 GPT, LLAMA, *_ = MODELS.values()
@@ -45,11 +46,11 @@ def gradients(config: ModelConfig, parallel: ParallelState, layout: DataParallel
 @pytest.mark.parametrize(("layout", "tp_size", "sequence_parallel", "config", "dtype", "chosen"), [
     ("fsdp2", 1, False, GPT, torch.float32, ()),
     ("fsdp2, memory-efficient", 1, False, LLAMA, torch.bfloat16, SOME),
-    ("fsdp2, no reshard", 1, False, GPT, torch.float32, SOME),
+    pytest.param("fsdp2, no reshard", 1, False, GPT, torch.float32, SOME, marks=pytest.mark.long),
     ("fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME),
     ("fsdp2", 2, False, GPT, torch.float32, SPLIT),
     ("zero1, overlap", 1, False, GPT, torch.float32, ()),
-    ("zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME),
+    pytest.param("zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME, marks=pytest.mark.long),
 ])
 def test_gradients_are_those_without_recomputation(layout: str, tp_size: int, sequence_parallel: bool, config: ModelConfig,
                                                    dtype: torch.dtype, chosen: tuple[str, ...]) -> None:
@@ -57,7 +58,7 @@ def test_gradients_are_those_without_recomputation(layout: str, tp_size: int, se
         found = {}
         with tp_state(tp_size) as parallel:
             named = policies(can_split=tp_size > 1 and not sequence_parallel)
-            named = {name: named[name] for name in chosen or named}
+            named = {name: named[name] for name in chosen or sampled(named, every=4)}
             expected = None
             for name, recompute in {"none": RecomputeConfig(), **named}.items():
                 actual = gradients(config, parallel, LAYOUTS[layout], recompute, sequence_parallel=sequence_parallel, dtype=dtype)
@@ -65,4 +66,4 @@ def test_gradients_are_those_without_recomputation(layout: str, tp_size: int, se
                 found[name] = [key for key, value in expected.items() if not torch.equal(value, actual[key])]
         return {name: keys for name, keys in found.items() if keys}
 
-    assert run_ranks(work, 2 * tp_size, detail=False, timeout=280) == [{}] * 2 * tp_size
+    assert run_ranks(work, 2 * tp_size, detail=False) == [{}] * 2 * tp_size

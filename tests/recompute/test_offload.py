@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.offload import Lanes
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.regions import Regions
-from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
 from tests.support.models import sample_tokens
@@ -125,7 +125,7 @@ def test_parameters_tables_and_states_of_generators_stay(rng: RngStreams) -> Non
     table = torch.ones(6, 4)
 
     def forward(hidden: Tensor, tables: tuple[Tensor, Tensor], regions: Regions) -> Tensor:
-        return regions.run("core_attn", lambda x, unread: x.tanh(), hidden @ module.weight.t() * tables[0][:, :4])
+        return regions.run("core_attn", lambda x, skip_tail: x.tanh(), hidden @ module.weight.t() * tables[0][:, :4])
 
     module.forward = forward
     lanes, stores = Noting(), Stores(CPU)
@@ -239,11 +239,11 @@ def test_a_lent_tensor_is_neither_moved_nor_kept(rng: RngStreams) -> None:
     stores.lanes = lanes
 
     def layer(hidden: Tensor, regions: Regions) -> Tensor:
-        return regions.lend("layernorm", torch.tanh, hidden).square()
+        return regions.run_discarding("layernorm", torch.tanh, hidden).square()
 
     leaf = torch.ones(6, 4, requires_grad=True)
     output = run_layers(plan_stage(config_of("*:layernorm@host"), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores)
-    assert lanes.events == [("out", 6 * 4 * 4)]  # tanh's input, not the lent result
+    assert lanes.events == [("out", 6 * 4 * 4)]  # tanh's input, not the discarded result
     output.sum().backward()
     assert torch.allclose(leaf.grad, 2 * torch.tanh(torch.ones(6, 4)) * (1 - torch.tanh(torch.ones(6, 4)) ** 2))
 

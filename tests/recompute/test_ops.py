@@ -14,22 +14,23 @@ import torch
 import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.operators import GROUPS, IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.live_storages import LiveStorages
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import ops
-from megatron_lite.recompute.ops import KeptResults, find_operators, keep_results
+from megatron_lite.recompute.hooked import rebuild_saved
+from megatron_lite.recompute.layer_runner import run_layers
+from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.regions import Regions
-from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.tensor_parallel import row_linear
@@ -129,23 +130,36 @@ def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() ->
         assert kept[0] == kept[1]
 
 
+def test_the_result_of_the_last_matmul_is_not_kept() -> None:
+    """Backward reads no layer's output. Bytes of a layer's fc2: s b h float32, by the sizes of the model and its sample."""
+    kept = []
+    for tail_skip in (True, False):
+        model = build("*:ops(matmul)", tail_skip=tail_skip, attention_backend="flash")
+        with kept_for_backward(exclude=model.parameters()) as meter:
+            loss = model.loss(*sample_tokens()).mean()
+        kept.append(meter.total_bytes())
+        del loss
+    output = sample_tokens()[0].numel() * model.config.hidden_size * 4
+    assert kept[1] - kept[0] == NUM_LAYERS * output
+
+
 # Collectives
 
 
 def collectives_of_a_step(rank: int, world_size: int, policy: str, sequence_parallel: bool) -> tuple[Counter, list[str], list]:
     """What the replays send, what the layers' forwards dispatch while results may be kept, and what is kept of it."""
     watched, kept = [], []
-    decide = KeptResults.decide
+    keeps = KeptResults.keeps
 
-    def noted(self: KeptResults, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        decision = decide(self, context, operator, *args, **kwargs)
+    def noted(self: KeptResults, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        decision = keeps(self, operator, args, kwargs)
         watched.append(str(operator))
-        if decision == CheckpointPolicy.MUST_SAVE:
+        if decision:
             kept.append(str(operator))
         return decision
 
     with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeptResults, "decide", noted)
+        patch.setattr(KeptResults, "keeps", noted)
         model = build(policy, parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1)
         loss = model.loss(*sample_tokens()).mean()
         kept_again = build("*:none", parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1)
@@ -182,27 +196,24 @@ def test_no_collective_that_writes_in_place_runs_where_results_are_kept(sequence
 def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
-            keep_results(lambda x: collectives.all_reduce_(x * 2, parallel.tp_group), torch.ones(3, requires_grad=True),
+            rebuild_saved(lambda x: collectives.all_reduce_(x * 2, parallel.tp_group), torch.ones(3, requires_grad=True),
                          results=KeptResults(("matmul",), skip_tail=False), rng=parallel.rng)
 
     with pytest.raises(RankFailure, match="does not see what a collective writes in place"):
         run_ranks(work, 2, detail=False)
 
 
-def gradients_without_functional_collectives(rank: int, world_size: int) -> list[bool]:
-    outcomes = []
-    with tp_state(world_size) as parallel:
-        for policy in ("*:none", "*:ops(matmul)"):
-            outcomes.append(loss_and_grads(build(policy, parallel=parallel), parallel, micro_batches=1))
-    return [torch.equal(grad, outcomes[1].grads[name]) for name, grad in outcomes[0].grads.items()]
+def test_with_collectives_in_place_a_kept_result_would_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why they are functional: the sum after proj overwrites the kept matmul, and a replay would sum it a second time."""
+    def work(rank: int, world_size: int) -> None:
+        with tp_state(world_size) as parallel:
+            loss_and_grads(build("*:ops(matmul)", parallel=parallel), parallel, micro_batches=1)
 
-
-def test_with_collectives_in_place_the_gradients_would_be_wrong_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why they are functional: the sum after proj overwrites the kept matmul, and the replay sums it a second time."""
-    assert all(map(all, run_ranks(gradients_without_functional_collectives, 2, detail=False)))
+    run_ranks(work, 2, detail=False)
     for module in (collectives, row_linear):
         monkeypatch.setattr(module, "results_may_be_kept", lambda: False)
-    assert not any(map(all, run_ranks(gradients_without_functional_collectives, 2, detail=False)))
+    with pytest.raises(RankFailure, match=r"layer 0: the result of aten\.mm\.default is to be kept .*, but was written to"):
+        run_ranks(work, 2, detail=False)
 
 
 def gradients_under_a_foreign_checkpoint(rank: int, world_size: int) -> list[bool]:
@@ -248,7 +259,7 @@ def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(rng: RngStre
         leaf = torch.linspace(0.1, 1.0, 64).requires_grad_()
         with rng.drawn_from(state):
             results = KeptResults(("aten.native_dropout.default/2",), skip_tail=True)
-            keep_results(two_draws, leaf, results=results, rng=rng).backward()
+            rebuild_saved(two_draws, leaf, results=results, rng=rng).backward()
         return leaf.grad
 
     state, leaf = rng.state(), torch.linspace(0.1, 1.0, 64).requires_grad_()
@@ -256,7 +267,7 @@ def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(rng: RngStre
         two_draws(leaf).backward()
     with pytest.raises(InputError):
         gradient()
-    monkeypatch.setattr(ops, "_check", lambda operator, name: None)
+    monkeypatch.setattr(ops, "_check", lambda operator, name, setting: None)
     assert not torch.equal(gradient(), leaf.grad)
 
 
@@ -266,10 +277,10 @@ def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str)
     operator = next(operator for operator, name in find_operators((kernel,)).items() if name == kernel)
     position = [argument.name for argument in operator._schema.arguments].index("dropout_p")
     before = [None] * position
-    assert results.decide(None, operator, *before, 0.1) == CheckpointPolicy.MUST_RECOMPUTE
-    assert results.decide(None, operator, dropout_p=0.1) == CheckpointPolicy.MUST_RECOMPUTE
-    assert results.decide(None, operator, *before, 0.0) == CheckpointPolicy.MUST_SAVE  # the first: those before did not count
-    assert results.decide(None, operator) == CheckpointPolicy.MUST_RECOMPUTE
+    assert not results.keeps(operator, (*before, 0.1), {})
+    assert not results.keeps(operator, (), {"dropout_p": 0.1})
+    assert results.keeps(operator, (*before, 0.0), {})  # the first: those before did not count
+    assert not results.keeps(operator, (), {})
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -284,12 +295,12 @@ def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_buil
 def test_a_result_that_is_written_to_later_is_an_error_in_forward(rng: RngStreams) -> None:
     results = KeptResults(("matmul",), skip_tail=False)
     with pytest.raises(RuntimeError, match=r"aten\.mm\.default is to be kept for backward, but was written to later"):
-        keep_results(lambda x: torch.mm(x, x).mul_(2).sin(), torch.ones(2, 2, requires_grad=True), results=results, rng=rng)
+        rebuild_saved(lambda x: torch.mm(x, x).mul_(2).sin(), torch.ones(2, 2, requires_grad=True), results=results, rng=rng)
 
 
 def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(rng: RngStreams) -> None:
     weight = torch.full((3, 3), 0.5, requires_grad=True)
-    output = keep_results(lambda x: torch.mm(x.sin(), weight), torch.ones(2, 3, requires_grad=True), rng=rng,
+    output = rebuild_saved(lambda x: torch.mm(x.sin(), weight), torch.ones(2, 3, requires_grad=True), rng=rng,
                           results=KeptResults(("matmul",), skip_tail=False))
     with torch.no_grad():
         output.add_(1)
@@ -321,7 +332,7 @@ def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams
         output.backward()
         return [x.grad, y.grad]
 
-    kept = partial(keep_results, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
+    kept = partial(rebuild_saved, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
     assert all(map(torch.equal, gradients(kept), gradients(three_products)))
 
 
@@ -338,7 +349,7 @@ def test_a_replay_restores_streams_and_autocast_and_says_what_it_is(rng: RngStre
 
     leaf = torch.ones(3, 3, requires_grad=True)
     with rng.fork(TENSOR_PARALLEL), torch.autocast("cpu", torch.bfloat16):
-        output = keep_results(layer, leaf, results=KeptResults(("matmul",), skip_tail=True), rng=rng)
+        output = rebuild_saved(layer, leaf, results=KeptResults(("matmul",), skip_tail=True), rng=rng)
     torch.rand(5)  # other draws in between
     before = rng.snapshot()
     output.float().sum().backward()
@@ -350,7 +361,7 @@ def test_a_replay_restores_streams_and_autocast_and_says_what_it_is(rng: RngStre
 
 def test_where_gradients_are_off_the_layer_runs_without_a_checkpoint(rng: RngStreams) -> None:
     with torch.no_grad():
-        output = keep_results(lambda x: (x * 2, collectives.results_may_be_kept()), torch.ones(2, requires_grad=True),
+        output = rebuild_saved(lambda x: (x * 2, collectives.results_may_be_kept()), torch.ones(2, requires_grad=True),
                               results=KeptResults(("matmul",), skip_tail=True), rng=rng)
     assert output[1] is False and not output[0].requires_grad
 
@@ -367,7 +378,7 @@ def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -
         with failing_in_replays():
             return torch.mm(x, x).sin().cos()
 
-    output = keep_results(layer, torch.ones(2, 2, requires_grad=True), results=KeptResults(("max",), skip_tail=False), rng=rng)
+    output = rebuild_saved(layer, torch.ones(2, 2, requires_grad=True), results=KeptResults(("max",), skip_tail=False), rng=rng)
     before = rng.state()
     with pytest.raises(ValueError, match="not again"):
         output.sum().backward()
@@ -412,7 +423,7 @@ def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(rng:
 
     x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        output = keep_results(three_products, x, y, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
+        output = rebuild_saved(three_products, x, y, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
     products = [torch.mm(x, y), torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y)]
     assert [any(torch.equal(one, product) for one in packed) for product in products] == [True, True]
     assert len(packed) == 2 + 2 + 2  # the inputs, the states of two streams, two products

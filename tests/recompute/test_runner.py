@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute import regions, runner
+from megatron_lite.recompute import layer_runner as runner
+from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.plan import RecomputePlan, Segment
-from megatron_lite.recompute.regions import Regions
-from megatron_lite.recompute.runner import run_layers
+from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
@@ -168,7 +169,7 @@ def test_nested_plans_equal_none(rng: RngStreams) -> None:
         return torch.tanh(linear(hidden_states) * torch.rand_like(hidden_states))
 
     def layer(linear: nn.Linear, hidden_states: Tensor, regions: Regions) -> Tensor:
-        return regions.run("core_attn", lambda x, unread: drawing(linear, x), hidden_states)
+        return regions.run("core_attn", lambda x, skip_tail: drawing(linear, x), hidden_states)
 
     def outcome(inner: tuple[Segment, ...], outer: tuple[Segment, ...]) -> list[Tensor]:
         start = rng.snapshot()

@@ -100,6 +100,7 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, dropouts: tuple[
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [
+    (1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)])
 def test_exactly_the_tails_are_skipped_and_no_gradient_changes(tp_size: int, sequence_parallel: bool) -> None:
     assert run_ranks(faults, tp_size, sequence_parallel, detail=False) == [[]] * tp_size

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from tests.support.limits import HANG_S
+
 NODES = ("node1", "node2")
 NET = "198.18.77"  # for tests between networks (RFC 2544), and seen by nobody outside the namespaces
 NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare", "nsenter", "setpriv")
@@ -114,7 +116,7 @@ class Cluster:
             process.wait()
         shutil.rmtree(self._run, ignore_errors=True)
 
-    def run(self, *command: str, check: bool = True, timeout: float = 30.0, **variables: str) -> str:
+    def run(self, *command: str, check: bool = True, timeout: float = HANG_S, **variables: str) -> str:
         """The output of a command on the login node, which is the controller's."""
         done = subprocess.run([*self._with_controller(), *command], env={**self._env, **variables}, check=False,
                               capture_output=True, text=True, timeout=timeout)
@@ -186,7 +188,7 @@ class Cluster:
                 assert process.poll() is None, f"{name} ended with status {process.returncode}:\n{self.logs()}"
             return ready()
 
-        assert until(watched, 60.0), f"the cluster did not start:\n{self.logs()}"
+        assert until(watched, HANG_S), f"the cluster did not start:\n{self.logs()}"
 
     def logs(self) -> str:
         """The last lines of each daemon's log."""

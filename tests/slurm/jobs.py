@@ -10,6 +10,7 @@ from pathlib import Path
 from arguments import parse_args
 from tests.slurm.cluster import Cluster, until
 from tests.support.commands import ROOT
+from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes
 
@@ -17,7 +18,7 @@ SCRIPTS = {"torchrun": "train_multinode.sbatch", "srun": "train_multinode_srun.s
 TINY = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
         "--max-position-embeddings", "16", "--vocab-size", "98", "--micro-batch-size", "1", "--global-batch-size", "4",
         "--lr", "1e-2", "--eval-iters", "1", "--log-interval", "5", "--distributed-backend", "gloo",
-        "--distributed-timeout-minutes", "1"]
+        "--distributed-timeout-minutes", "5"]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 
@@ -55,7 +56,7 @@ class Run:
                               *options, str(ROOT / "examples" / "slurm" / SCRIPTS[launcher]), *TINY, *self.flags,
                               **self.variables, VENV=sys.prefix, ROOT=str(ROOT))
 
-    def complete(self, cluster: Cluster, job: int, seconds: float = 180.0) -> dict[str, str]:
+    def complete(self, cluster: Cluster, job: int, seconds: float = HANG_S) -> dict[str, str]:
         """What Slurm knows of the job once it is completed."""
         until(lambda: cluster.job(job)["JobState"] in ENDED, seconds)
         state = cluster.job(job)

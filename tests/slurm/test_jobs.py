@@ -11,6 +11,7 @@ import pytest
 from tests.slurm.cluster import Cluster, until
 from tests.slurm.jobs import ENDED, TINY, Run
 from tests.support.commands import ROOT
+from tests.support.limits import HANG_S
 
 FLAGS = ("--train-iters", "12", "--save-interval", "5")
 
@@ -40,7 +41,7 @@ def test_a_host_name_that_leads_to_the_loopback_is_said_before_gloo_fails(cluste
     wrapped = f"{hosts}; mount --bind {tmp_path}/$(hostname) /etc/hosts; exec {program}"
     job = cluster.submit("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/log",
                          "--wrap=srun --kill-on-bad-exit=1 unshare -m bash -c " + shlex.quote(wrapped), PYTHONPATH=str(ROOT))
-    assert until(lambda: cluster.job(job)["JobState"] in ENDED, 120) and cluster.job(job)["JobState"] == "FAILED"
+    assert until(lambda: cluster.job(job)["JobState"] in ENDED, HANG_S) and cluster.job(job)["JobState"] == "FAILED"
     log = (tmp_path / "log").read_text()
     assert log.count("error: gloo would listen at 127.0.1.1 on node1") == 1 and "set GLOO_SOCKET_IFNAME" in log
     assert "(node1 has eth0)" in log and "Exception raised" not in log

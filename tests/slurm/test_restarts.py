@@ -5,6 +5,7 @@ scontrol and scancel are programs of the test that write down how they were call
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT
+from tests.support.limits import HANG_S
 
 STATE = """#!/bin/bash
 if [[ $1 == show ]]; then echo "JobId=7 JobState=$STATE Restarts=0"; else echo "$@" >>"$CALLS"; fi
@@ -33,7 +35,7 @@ class Job:
         known = dict(root=str(ROOT), PATH=f"{self.folder}:/usr/bin:/bin", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]",
                      SLURM_CPUS_PER_TASK="2", CALLS=str(self.calls), STATE=state, VENV=str(self.folder))
         return subprocess.run(["bash", "-c", script, "job", step], cwd=ROOT, env={**known, **variables}, capture_output=True,
-                              text=True, timeout=30, check=False)
+                              text=True, timeout=HANG_S, check=False)
 
     def saved(self, iteration: int) -> str:
         """A step that saves."""
@@ -135,6 +137,20 @@ def test_wrong_flags_end_the_job_before_a_rank_starts(tmp_path: Path, flags: str
                           env=dict(root=str(ROOT), PATH="/usr/bin:/bin", VENV=sys.prefix, RANKS_PER_NODE="2",
                                    SLURM_JOB_NAME="gpt", SLURM_CPUS_PER_TASK="2", CHECKPOINT_PATH=str(tmp_path / "a b")))
     assert done.returncode == status and told.format(save=tmp_path / "a b") in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_any_save_path_is_read_as_it_was_given(tmp_path: Path, locale: str) -> None:
+    """A finished job must be seen as finished: its pointer lies below this path."""
+    given = os.fsencode(tmp_path) + 'Läufe/東京 "a"\\b\tc\nd $(e) ünï'.encode() + b"\xff "
+    script = ('set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; '
+              'check_flags "${FLAGS[@]}" --train-iters 40; printf "%s\\0%s" "$GOAL" "$SAVE"')
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False,
+                          env={b"root": os.fsencode(ROOT), b"PATH": b"/usr/bin:/bin", b"VENV": os.fsencode(sys.prefix),
+                               b"RANKS_PER_NODE": b"2", b"SLURM_JOB_NAME": b"gpt", b"SLURM_CPUS_PER_TASK": b"2",
+                               b"CHECKPOINT_PATH": given, b"LC_ALL": locale.encode()})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split(b"\0") == [b"40", given]
 
 
 def test_a_job_without_a_length_in_iterations_is_refused(tmp_path: Path) -> None:

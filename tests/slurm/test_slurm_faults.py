@@ -12,6 +12,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster, until
 from tests.slurm.jobs import Run
+from tests.support.limits import HANG_S
 
 pytestmark = pytest.mark.long
 FLAGS = ("--train-iters", "40", "--save-interval", "10")
@@ -32,7 +33,7 @@ def run(whole: Run, tmp_path: Path) -> Run:
 
 def in_its_middle(run: Run) -> None:
     """Waits until it has saved, and is not yet near its end."""
-    assert until(lambda: run.iteration > 0, 90) and run.iteration < 30, run.log.read_text()
+    assert until(lambda: run.iteration > 0, HANG_S) and run.iteration < 30, run.log.read_text()
 
 
 def processes(run: Run, **variables: str) -> Iterator[int]:
@@ -74,7 +75,7 @@ def test_a_lost_node(cluster: Cluster, run: Run, whole: Run) -> None:
     job = run.submit(cluster, "srun")
     in_its_middle(run)
     cluster.kill_node("node1")
-    assert until(lambda: cluster.job(job)["JobState"] == "PENDING", 60), cluster.job(job)
+    assert until(lambda: cluster.job(job)["JobState"] == "PENDING", HANG_S), cluster.job(job)
     assert list(processes(run)) == []
     cluster.boot_node("node1")
     log = continues(run, cluster, job, whole)

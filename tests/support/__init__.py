@@ -1,1 +1,1 @@
-"""What several tests share: starting ranks, and the reference values that they are compared with."""
+"""Parts that several tests share, such as starting ranks and computing reference values."""

@@ -1,16 +1,17 @@
-"""Damage to checkpoints, and what makes it look like what was written."""
+"""Damages checkpoints, and signs a damaged checkpoint as if it had been written that way."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, row_of
 
 
 def sign(step: Path) -> None:
-    """Writes a manifest of the files as they are now: what a writer with other contents would have left."""
+    """Writes a manifest of the files as they are now, as a writer of these contents would do."""
     rows = {path.name: row_of(path) for path in step.iterdir() if path.name != MANIFEST}
-    (step / MANIFEST).write_text(Manifest(Manifest.read(step).iteration, rows).to_json())
+    (step / MANIFEST).write_text(replace(Manifest.read(step), files=rows).to_json())
 
 
 def flip_bit(path: Path, bit: int) -> None:

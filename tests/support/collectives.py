@@ -1,4 +1,4 @@
-"""Records what a block of code sends: every collective that torch dispatches, whoever called it."""
+"""Records every collective that torch dispatches in a block of code, from any caller."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
+import torch._dynamo  # a dispatch mode imports it: 3 s, here once instead of in every forked rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.context_parallel import attention
+from megatron_lite.context_parallel import sharded_attention as attention
 
 
 class Sent(NamedTuple):
-    """One collective: "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "send" .., and the largest tensor it touched.
+    """One collective: its name and the shape of the largest tensor that it reads or writes.
 
-    A functional one goes by the name of the in-place one that does the same.
+    Names are "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "send" and so on. A
+    functional collective has the name of the in-place one that does the same.
     """
 
     name: str
@@ -35,7 +36,7 @@ class _Recorder(TorchDispatchMode):
         self.sent = sent
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "megatron_lite":  # our one operator, of which torch does not dispatch what it is made of
+        if func.namespace == "megatron_lite":  # our one operator: torch does not dispatch its parts
             with self:
                 return attention._attend_in_named_group(*args, **(kwargs or {}))
         results = func(*args, **(kwargs or {}))
@@ -49,7 +50,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def recorded_collectives() -> Iterator[list[Sent]]:
-    """The collectives issued inside the block by this thread, backward passes included, in order."""
+    """Yields the list of collectives that this thread issues in the block, backward included."""
     sent: list[Sent] = []
     with torch.autograd.set_multithreading_enabled(False), _Recorder(sent):
         yield sent

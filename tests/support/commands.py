@@ -1,4 +1,4 @@
-"""The program as a user starts it."""
+"""Starts the program as a user does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,19 +19,22 @@ MOCK = ["--mock-data", "--vocab-size", "98"]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment, one thread per process, no launcher's variables but those given."""
+    """Returns this environment with one thread per process and without a launcher's variables.
+
+    variables: variables to add.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
             and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 
 def command(*arguments: str, ranks: int = 1) -> list[str]:
-    """`python pretrain_gpt.py ...`, under torchrun for more than one rank."""
+    """Returns the command `python pretrain_gpt.py ...`, under torchrun for more than one rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return [*(launcher if ranks > 1 else [sys.executable]), str(ROOT / "pretrain_gpt.py"), *arguments]
 
 
-def run_command(*arguments: str, ranks: int = 1, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end and returns its status and output."""
+def run_command(*arguments: str, ranks: int = 1, timeout: float = HANG_S) -> subprocess.CompletedProcess[str]:
+    """Runs the program to its end. Returns its status and output."""
     return subprocess.run(command(*arguments, ranks=ranks), env=environment(), cwd=ROOT, capture_output=True, text=True,
                           timeout=timeout, check=False)

@@ -1,4 +1,4 @@
-"""Directories that are full or cannot be written, for root too, whom permissions do not stop."""
+"""Directories that are full or cannot be written, also by root, whom permissions do not stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
-    """A file system of its own, of this size. Skips the test where none may be mounted."""
+    """Yields a folder with its own file system of this size. Skips the test if it may not mount."""
     folder.mkdir()
     _mount("-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder))
     try:
@@ -23,14 +23,14 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 
 
 def check_can_mount(folder: Path) -> None:
-    """Skips the test where `make_read_only` would need what is not allowed."""
+    """Skips the test if `make_read_only` would need to mount and may not."""
     if os.geteuid() == 0:
         with small_disk(folder / "probe", kilobytes=4):
             pass
 
 
 def make_read_only(folder: Path) -> None:
-    """Nobody can write into the folder any more. For root it is mounted over itself."""
+    """Makes the folder read-only for everybody. Root mounts the folder over itself, read-only."""
     if os.geteuid() != 0:
         folder.chmod(0o555)
         return
@@ -39,8 +39,8 @@ def make_read_only(folder: Path) -> None:
 
 
 def make_writable(folder: Path) -> None:
-    """Undoes it, if it was done."""
-    if os.geteuid() == 0:  # (is_mount() does not see a folder that is mounted over itself)
+    """Undoes `make_read_only`, if it ran."""
+    if os.geteuid() == 0:  # no check before: is_mount() misses a folder mounted over itself
         subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
     folder.chmod(0o755)
 

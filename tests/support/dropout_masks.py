@@ -1,4 +1,4 @@
-"""Which dropout masks each TP rank drew in one forward pass, and whether that is what the parallelism asks for."""
+"""Records the dropout masks that each TP rank draws in a forward, and checks which are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from tests.support.models import build_tiny_model, sample_tokens
 
 @dataclass
 class Masks:
-    """In order of drawing. residual: [s, b, h] or [s/t, b, h]; attention: [b a/t, s, s]. True keeps the element."""
+    """The dropout masks in the order in which they were drawn. True keeps the element.
+
+    residual: [s, b, h], or [s/t, b, h] under sequence parallelism.
+    attention: [b a/t, s, s].
+    """
 
     residual: list[Tensor] = field(default_factory=list)
     attention: list[Tensor] = field(default_factory=list)
@@ -26,7 +30,7 @@ class Masks:
 
 @contextmanager
 def recorded_masks() -> Iterator[Masks]:
-    """Collects every mask drawn on the CPU inside the block."""
+    """Yields the list of masks, to which every mask drawn on the CPU in the block is added."""
     masks, draw = Masks(), dropout.draw_keep_mask
 
     def recording(shape: torch.Size, probability: float) -> dropout.KeepMask:
@@ -40,7 +44,7 @@ def recorded_masks() -> Iterator[Masks]:
 
 
 def masks_of_one_forward(parallel: ParallelState, *, sequence_parallel: bool) -> Masks:
-    """The masks of a two-layer GPT-2 with dropout 0.5 on this rank."""
+    """Returns this rank's masks of a forward of a two-layer GPT-2 with dropout 0.5."""
     config = variant_config("gpt2", hidden_dropout=0.5, attention_dropout=0.5, attention_backend="unfused")
     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32)
     with recorded_masks() as masks:
@@ -49,10 +53,14 @@ def masks_of_one_forward(parallel: ParallelState, *, sequence_parallel: bool) ->
 
 
 def mask_faults(first: Masks, second: Masks, *, sequence_parallel: bool) -> set[str]:
-    """What is wrong with the masks of two TP ranks: "residual", "attention", or both; empty where all is well."""
+    """Returns the kinds of masks that are wrong between two TP ranks: "residual", "attention".
+
+    Residual masks must be equal, or under sequence parallelism different. Attention masks must be
+    different.
+    """
     faults = set()
     for mine, other in zip(first.residual, second.residual, strict=True):
-        if torch.equal(mine, other) == sequence_parallel:  # the same tokens on each rank, or each its own
+        if torch.equal(mine, other) == sequence_parallel:  # ranks hold equal or own tokens
             faults.add("residual")
     for mine, other in zip(first.attention, second.attention, strict=True):
         if torch.equal(mine, other):  # each rank has its own heads

@@ -1,4 +1,4 @@
-"""Model variants that between them use every option, and how far a sharded run of one is from the unsharded run."""
+"""Model variants that together use every option, and the error of a sharded run of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from tests.support.models import (
@@ -27,7 +27,8 @@ from tests.support.models import (
 LLAMA = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False)
 GQA = dict(num_attention_heads=8, group_query_attention=True, num_query_groups=4)  # 4 groups: one per rank at TP 4
 
-# Named after the published model that each resembles. Sizes: hidden 32, ffn 40, heads of 6 channels, 61 token ids.
+# Each name is the published model that the variant resembles. Sizes: hidden 32, ffn 40, heads of 6
+# channels, 61 token ids.
 VARIANTS: dict[str, dict[str, object]] = {
     "gpt2": dict(attention_backend="flash"),
     "llama": dict(LLAMA, **GQA, untie_embeddings_and_output_weights=True, attention_backend="flash"),
@@ -41,7 +42,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """Losses and gradient norms of every step, and whole weights after the last."""
+    """The loss and gradient norm of every step, and the whole weights after the last step."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -49,27 +50,30 @@ class Training:
 
 
 def variant_config(name: str, **overrides: object) -> ModelConfig:
-    """The tiny model of a variant, in 2 layers."""
+    """Returns the config of a variant's tiny model with 2 layers."""
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 
 
 def gradients(name: str, parallel: ParallelState, *, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64,
               cp_comm_type: str = "p2p", seq_length: int = SEQ_LENGTH) -> Outcome:
-    """Loss and whole gradients of a variant, over two micro-batches."""
+    """Returns the loss and the whole gradients of a variant over two micro-batches."""
     model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
                              cp_comm_type=cp_comm_type)
     return loss_and_grads(model, parallel, seq_length=seq_length)
 
 
 def unsharded_gradients(name: str, dtype: torch.dtype = torch.float64, seq_length: int = SEQ_LENGTH) -> Outcome:
-    """The same in this process alone: no group, no collective."""
+    """Returns `gradients` computed in this process alone, without groups and collectives."""
     with tp_state(1) as parallel:
         return gradients(name, parallel, dtype=dtype, seq_length=seq_length)
 
 
 def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64,
           clip_grad: float = 1.0, cp_comm_type: str = "p2p") -> Training:
-    """`steps` AdamW updates, each over the same 4 sequences, split over the data-parallel and context-parallel ranks."""
+    """Trains a variant by `steps` AdamW updates.
+
+    Each uses the same 4 sequences, split over the data-parallel and context-parallel ranks.
+    """
     model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
                              cp_comm_type=cp_comm_type)
     optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
@@ -84,13 +88,16 @@ def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: 
 def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> float:
     optimizer.zero_grad()
     tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(batch=4, parallel=parallel))
-    loss = model.loss(tokens, labels).mean() / parallel.data_size
+    loss = model.loss(tokens, labels).mean() / parallel.dp_cp_size
     loss.backward()
-    return all_reduce_(loss.detach().double(), parallel.data_group).item()
+    return all_reduce_(loss.detach().double(), parallel.dp_cp_group).item()
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:
-    """Largest error, relative to the largest expected value. Infinite where the shapes differ or a value is not finite."""
+    """Returns the largest error relative to the largest expected value.
+
+    It is infinite if the shapes differ or a value is not finite.
+    """
     if expected.shape != actual.shape or not actual.isfinite().all():
         return float("inf")
     error = (expected.double() - actual.double()).abs().max() / expected.double().abs().max()
@@ -98,7 +105,7 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def differences(expected: Outcome, actual: Outcome) -> dict[str, float]:
-    """The difference of the loss ("loss") and of each gradient, by parameter name."""
+    """Returns the difference of the loss, as "loss", and of each gradient, by parameter name."""
     assert expected.grads.keys() == actual.grads.keys()
     return {"loss": difference(expected.loss, actual.loss),
             **{name: difference(grad, actual.grads[name]) for name, grad in expected.grads.items()}}

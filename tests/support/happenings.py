@@ -1,4 +1,7 @@
-"""Makes something happen to a rank at a named place: `happens(place, action, iteration=3)`, called in it before it starts."""
+"""Makes something happen to a rank at a named place of a run.
+
+The rank calls `happens(place, action, iteration=3)` before its run starts.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing import write
-from megatron_lite.data import gpt
+from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import column_linear
-from megatron_lite.training import build, loop
-from megatron_lite.training.runner import StageRunner
+from megatron_lite.training import build_trainer as build
+from megatron_lite.training import loop
+from megatron_lite.training.micro_batches import StageRunner
 
-# Where, and by patching what: the first call there of the iteration that is under way.
+# The places, and the function that is patched for each. The action runs before its first call in
+# the iteration.
 PLACES: dict[str, tuple[Any, str]] = {
-    "forward": (column_linear._ColumnParallelLinear, "forward"),
-    "backward": (column_linear._ColumnParallelLinear, "backward"),
-    "replay": (column_linear._ColumnParallelLinear, "forward"),
+    "forward": (column_linear._ColumnParallelMatmul, "forward"),
+    "backward": (column_linear._ColumnParallelMatmul, "backward"),
+    "replay": (column_linear._ColumnParallelMatmul, "forward"),
     "step": (loop, "train_step"),
     "evaluation": (StageRunner, "evaluate"),
     "saving": (write, "_write_tensors"),
@@ -28,7 +33,10 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 
 def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> None:
-    """`action()` once, at the place, during the iteration (counted from where the run started); 0: before the first."""
+    """Makes the run call `action()` once, at the place, during the iteration.
+
+    iteration: counted from the start of the run. 0 is before the first.
+    """
     steps, done = [0], [False]
     owner, name = PLACES[place]
     original = getattr(owner, name)
@@ -50,7 +58,7 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
 
 
 def builds_second(cache: Path) -> None:
-    """Makes this rank build its datasets after another has begun with an index in that folder."""
+    """Makes this rank wait before its datasets until another rank builds an index in `cache`."""
     build_datasets = build.build_datasets
 
     def second(*args: Any, **options: Any) -> Any:

@@ -1,10 +1,14 @@
-"""Random-init models of `transformers`, the same model in our configuration, and their tensors under our names.
+"""Randomly initialised models of transformers, our configs of them, and our names of their tensors.
 
-`our_tensors` is linear, so it maps weights to weights and gradients to gradients. What differs between the two worlds:
-    GPT-2's Conv1D holds [in, out]         ours [out, in]
-    GPT-2's c_attn is [all q, all k, all v]; Llama has three matrices      ours goes group by group: [q .. q k v]
-    Llama's gate_proj and up_proj          ours is one linear_fc1 [gate; up]
-    Nemotron's norm weights count from 0   ours from 1
+`our_tensors` is linear, so it maps weights to weights and gradients to gradients. The layouts of
+transformers and of this project differ:
+
+    transformers                                            here
+    GPT-2's Conv1D holds [in, out]                          [out, in]
+    GPT-2's c_attn is [all q, all k, all v]; Llama has      one matrix, group by group: [q .. q k v]
+    three matrices
+    Llama has gate_proj and up_proj                         one linear_fc1 [gate; up]
+    Nemotron stores norm weights minus 1                    as they are (the test adds the 1)
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 
 V, H, F, A, G, L, D, POSITIONS = 61, 32, 40, 4, 2, 2, 8, 17  # D = H / A: transformers' GPT-2 and GPT-NeoX know no other
-RENAMED = {  # suffixes; longest first where one contains another
+RENAMED = {  # module names within a layer
     "attn.c_proj": "self_attention.linear_proj", "attn.c_attn": "self_attention.linear_qkv", "mlp.c_fc": "mlp.linear_fc1",
     "mlp.c_proj": "mlp.linear_fc2", "ln_1": "input_layernorm", "ln_2": "pre_mlp_layernorm",
     "self_attn.o_proj": "self_attention.linear_proj", "mlp.down_proj": "mlp.linear_fc2",
@@ -32,7 +36,7 @@ RENAMED = {  # suffixes; longest first where one contains another
 
 @dataclass(frozen=True)
 class Peer:
-    """A model family: how transformers builds it, how we do, and where its layers' tensors go."""
+    """A model family: its model in transformers, our config of it, and the names of its tensors."""
 
     build: Callable[[], nn.Module]
     config: dict[str, object]
@@ -48,7 +52,7 @@ def _random(model_class: str, config_class: str, **config: object) -> Callable[[
         torch.manual_seed(11)
         model = getattr(transformers, model_class)(getattr(transformers, config_class)(
             vocab_size=V, attn_implementation="eager", **config))
-        for name, parameter in model.named_parameters():  # zeros and ones hide mistakes
+        for name, parameter in model.named_parameters():  # zeros and ones would hide mistakes
             if parameter.dim() == 1:
                 nn.init.normal_(parameter, 1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3)
         return model.eval()
@@ -76,6 +80,20 @@ PEERS = {
                   config={**_LLAMA, "kv_channels": D, "add_qkv_bias": True}, **_LLAMA_NAMES),
     "qwen3": Peer(build=_random("Qwen3ForCausalLM", "Qwen3Config", **_LLAMA_SIZES), config={**_LLAMA, "qk_layernorm": True},
                   **_LLAMA_NAMES),
+    # In transformers a window of 4 tokens includes the query's own token. The layers from number
+    # max_window_layers on have a window.
+    "mistral": Peer(build=_random("MistralForCausalLM", "MistralConfig", sliding_window=4, **_LLAMA_SIZES),
+                    config={**_LLAMA, "window_size": (3, 0)}, **_LLAMA_NAMES),
+    "qwen2 with windows": Peer(build=_random("Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=4,
+                                             max_window_layers=1, **_QWEN2_SIZES),
+                               config={**_LLAMA, "kv_channels": D, "add_qkv_bias": True, "window_size": (3, 0),
+                                       "window_attn_skip_freq": (0, 1)}, **_LLAMA_NAMES),
+    # In transformers no_rope_layers is 1 for a layer that does use rotary embeddings.
+    "smollm3": Peer(build=_random("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layers=[1, 0], use_sliding_window=True,
+                                  sliding_window=5, layer_types=["sliding_attention", "full_attention"], pad_token_id=None,
+                                  **_QWEN2_SIZES),
+                    config={**_LLAMA, "kv_channels": D, "no_rope_freq": 2, "window_size": (4, 0), "window_attn_skip_freq": 2},
+                    **_LLAMA_NAMES),
     "gpt_neox": Peer(build=_random("GPTNeoXForCausalLM", "GPTNeoXConfig", hidden_size=H, intermediate_size=F,
                                    num_hidden_layers=L, num_attention_heads=A, max_position_embeddings=POSITIONS,
                                    use_parallel_residual=False, tie_word_embeddings=False, initializer_range=0.2,
@@ -96,14 +114,14 @@ PEERS = {
 
 
 def our_config(peer: Peer) -> ModelConfig:
-    """Our configuration of the same model."""
+    """Returns our config of the peer's model."""
     sizes: dict[str, object] = dict(num_layers=L, hidden_size=H, num_attention_heads=A, ffn_hidden_size=F,
                                     max_position_embeddings=POSITIONS, hidden_dropout=0.0, attention_dropout=0.0)
     return ModelConfig(**{**sizes, **peer.config})  # type: ignore[arg-type]
 
 
 def our_tensors(peer: Peer, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Weights, or gradients, of the peer under our names and in our layout."""
+    """Returns the peer's weights, or its gradients, under our names and in our layout."""
     ours = {"embedding.word_embeddings.weight": theirs[peer.embedding]}
     if "transformer.wpe.weight" in theirs:
         ours["embedding.position_embeddings.weight"] = theirs["transformer.wpe.weight"]
@@ -140,6 +158,6 @@ def _our_layer(theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
 
 
 def _by_group(query: Tensor, key: Tensor, value: Tensor, *, groups: int) -> Tensor:
-    """[a d, ..], [g d, ..], [g d, ..] -> [g (a/g + 2) d, ..]."""
+    """Joins q, k and v by group: [a d, ..], [g d, ..], [g d, ..] -> [g (a/g + 2) d, ..]."""
     parts = zip(*(tensor.chunk(groups) for tensor in (query, key, value)), strict=True)
     return torch.cat([part for group in parts for part in group])

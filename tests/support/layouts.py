@@ -1,4 +1,4 @@
-"""The same small training in every layout over data-parallel ranks, and what came of it as whole tensors."""
+"""Runs a small training in every layout over data-parallel ranks. Its results are whole tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-import megatron_lite.optim.fsdp
-import megatron_lite.parallel.fsdp  # noqa: F401  (0.6 s, here once instead of in every forked rank)
+import megatron_lite.optim.fsdp_layout
+import megatron_lite.parallel.fsdp  # noqa: F401  (0.6 s: once here, not in every forked rank)
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.training import OptimizerConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.sharding import shard_model_
-from megatron_lite.optim.adamw import Optimizer
 from megatron_lite.optim.loss_scale import LossScale
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import RngStreams
@@ -22,7 +22,7 @@ from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, whole_tensor
 
-SMALL = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # of some 20,000 parameters
+SMALL = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # of about 20,000 parameters
 LAYOUTS = {
     "replicated": DataParallelConfig(),
     "overlap": DataParallelConfig(**SMALL),
@@ -36,8 +36,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Of each step the loss, the gradient norm and the number of zero gradients. grads: of the last step, clipped. All whole, and
-    states[name][key]. piece_elements: how many elements this rank's optimizer works on."""
+    """The result of a training. All tensors are whole.
+
+    losses, grad_norms, zeros: the loss, the gradient norm and the number of zero gradients by step.
+    grads: the gradients of the last step, clipped.
+    states: the optimizer's states as states[name][key].
+    piece_elements: the number of elements that this rank's optimizer updates.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -50,33 +55,42 @@ class Run:
 
 
 def build(name: str, parallel: ParallelState, config: DataParallelConfig, *, clip_grad: float = 1e9,
-          loss_scale: LossScale | None = None, **model: object) -> tuple[GPTModel, Optimizer]:
-    """A tiny model of a variant in the layout, from the same weights and random numbers every time."""
-    fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.data_rank))
+          loss_scale: LossScale | None = None, optimizer_impl: str = "torch", settings: OptimizerConfig | None = None,
+          **model: object) -> tuple[GPTModel, Optimizer]:
+    """Returns a tiny model of a variant in the layout, and its optimizer.
+
+    The first weights and the random numbers are the same every time.
+    settings: the optimizer's config, instead of clip_grad and optimizer_impl.
+    """
+    fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank))
     built = build_tiny_model(variant_config(name), fresh, **model)
     shard_model_(built, fresh, config)
-    return built, Optimizer(built, OptimizerConfig(clip_grad=clip_grad), fresh, config, loss_scale=loss_scale)
+    settings = settings or OptimizerConfig(clip_grad=clip_grad, optimizer_impl=optimizer_impl)
+    return built, Optimizer(built, settings, fresh, config, loss_scale=loss_scale)
 
 
 def backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, step: int, *, sequences: int = 12,
              micro_batches: int = 2) -> float:
-    """One step's gradients of the same sequences however many ranks share them, in micro-batches. Returns the mean loss."""
+    """Computes one step's gradients, in micro-batches. Returns the mean loss.
+
+    The sequences are the same for any number of ranks that share them.
+    """
     optimizer.zero_grad()
-    mine = [part.chunk(parallel.data_size)[parallel.data_rank].chunk(micro_batches)
+    mine = [part.chunk(parallel.dp_cp_size)[parallel.dp_cp_rank].chunk(micro_batches)
             for part in sample_tokens(step, batch=sequences)]
     total = torch.zeros((), dtype=torch.float64)
     for number, (tokens, labels) in enumerate(zip(*mine, strict=True)):
         if number == micro_batches - 1:
             optimizer.sync_next_backward()
-        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.data_size)
+        loss = model.loss(tokens, labels).mean() / (micro_batches * parallel.dp_cp_size)
         loss.backward()
         total += loss.detach()
-    return all_reduce_(total, parallel.data_group).item()
+    return all_reduce_(total, parallel.dp_cp_group).item()
 
 
 def train(name: str, parallel: ParallelState, config: DataParallelConfig, *, steps: int, clip_grad: float = 1e9,
           rate: float = 0.003, micro_batches: int = 2, **model_options: object) -> Run:
-    """`steps` updates in the layout."""
+    """Trains a tiny model by `steps` updates in the layout."""
     model, optimizer = build(name, parallel, config, clip_grad=clip_grad, **model_options)
     losses, norms, zeros = [], [], []
     for step in range(steps):
@@ -99,7 +113,7 @@ def train(name: str, parallel: ParallelState, config: DataParallelConfig, *, ste
 
 
 def differing(expected: Run, actual: Run) -> list[str]:
-    """Names of gradients, weights and states that are not equal to the bit."""
+    """Returns the names of gradients, weights and states that are not equal to the bit."""
     pairs = [(f"grad of {key}", value, actual.grads[key]) for key, value in expected.grads.items()]
     pairs += [(key, value, actual.weights[key]) for key, value in expected.weights.items()]
     pairs += [(f"{key}/{kind}", value, actual.states[key][kind]) for key, state in expected.states.items()

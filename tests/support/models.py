@@ -1,4 +1,4 @@
-"""Small models for tests, built and run on one rank of a TP group, and compared as whole (unsharded) tensors."""
+"""Small models for tests, which run on one rank of a TP group and are compared as whole tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_lite.parallel.chunks import select, spans_of
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
-VOCAB_SIZE = 61  # not a multiple of anything that splits it
+VOCAB_SIZE = 61  # no multiple of a number of ranks that splits it
 SEQ_LENGTH, BATCH = 12, 3
 
 
 def tiny_config(**overrides: object) -> ModelConfig:
-    """A GPT of unequal small sizes without dropout."""
+    """Returns the config of a GPT of unequal small sizes, without dropout."""
     values: dict[str, object] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=40, kv_channels=6,
                                      max_position_embeddings=17, hidden_dropout=0.0, attention_dropout=0.0,
                                      init_method_std=0.2)
@@ -35,14 +35,17 @@ def tiny_config(**overrides: object) -> ModelConfig:
 
 @contextmanager
 def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7) -> Iterator[ParallelState]:
-    """The parallel state of this process within the initialised default group (or alone)."""
+    """Yields this process's parallel state in the initialised default group, if one exists."""
     config = ParallelConfig(tensor_model_parallel_size=tp_size, context_parallel_size=cp_size, distributed_backend="gloo")
     with parallel_state(config, seed=seed) as parallel:
         yield parallel
 
 
 def padded_vocab_size(tp_size: int) -> int:
-    """A multiple of 12 rows per rank: 72 in all at TP 1 and 2; 96 at TP 4, whose last rank holds nothing but padding."""
+    """Returns the padded size, a multiple of 12 rows per rank.
+
+    It is 72 at TP 1 and 2, and 96 at TP 4, whose last rank holds only padding.
+    """
     return -(-VOCAB_SIZE // (12 * tp_size)) * 12 * tp_size
 
 
@@ -50,8 +53,8 @@ def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_p
                      dtype: torch.dtype = torch.float64, seed: int = 7, plan=None,
                      loss_chunk_size: int | None = None, stage: Stage | None = None, cp_comm_type: str = "p2p",
                      vocab_size: int = VOCAB_SIZE) -> GPTModel:
-    """This rank's shard (of one stage), with biases and norm weights that tell their elements apart."""
-    context = TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype,
+    """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ."""
+    context = RankContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype,
                                        cp_comm_type=cp_comm_type)
     padded = padded_vocab_size(parallel.tp_size) if vocab_size == VOCAB_SIZE else vocab_size
     model = GPTModel(config, context, vocab_size=vocab_size, padded_vocab_size=padded, plan=plan,
@@ -63,7 +66,10 @@ def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_p
 
 @torch.no_grad()
 def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> None:
-    """Gives biases and norm weights distinct values (by global index), since zeros and ones hide mistakes."""
+    """Gives the elements of biases and norm weights different values, by global index.
+
+    Their usual zeros and ones would hide mistakes.
+    """
     for parameter in model.parameters():
         spec = spec_of(parameter)
         if spec.init_std is not None:
@@ -78,7 +84,7 @@ def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> No
 
 def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH,
                   parallel: ParallelState | None = None) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), each [b, s]; with `parallel` each [b, s/c], this context-parallel rank's chunks."""
+    """Returns (tokens, labels): each [b, s], or with `parallel` this rank's chunks [b, s/c]."""
     text = torch.randint(0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed))
     rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
     spans = spans_of(seq_length, rank=rank, size=size)
@@ -87,7 +93,7 @@ def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LE
 
 @torch.no_grad()
 def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: ParallelState) -> None:
-    """Gives every parameter this rank's part of the whole tensor of its name; padding rows become zero."""
+    """Copies this rank's part of each whole tensor into the parameter. Padding rows become zero."""
     parameters = dict(model.named_parameters())
     assert parameters.keys() == weights.keys(), parameters.keys() ^ weights.keys()
     for name, parameter in parameters.items():
@@ -103,7 +109,10 @@ def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: Parall
 
 
 def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> Tensor:
-    """The global tensor of which each TP rank holds a shard split like `parameter`, without padding."""
+    """Returns the whole tensor, without padding, of which each TP rank holds the shard `local`.
+
+    The shard is split like `parameter`. One all-gather over the TP group, if it is split.
+    """
     spec = spec_of(parameter)
     if spec.tp_dim is None:
         return local.detach().clone()
@@ -118,14 +127,14 @@ def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> T
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss, and whole gradients by parameter name."""
+    """The loss, and the whole gradients by parameter name."""
 
     loss: Tensor
     grads: dict[str, Tensor]
 
 
 def loss_and_grads(model: GPTModel, parallel: ParallelState, *, micro_batches: int = 2, seq_length: int = SEQ_LENGTH) -> Outcome:
-    """Two micro-batches forward and backward through the product's own gradient buffer."""
+    """Runs micro-batches forward and backward through the product's own gradient buffer."""
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
     total = torch.zeros((), dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Models whose policies put things in host memory, and stand-ins for the copies of a device.
+"""Models whose policies move tensors to host memory, and stand-ins for a device's copies.
 
-`Late` makes each copy at the last moment that the order between streams allows. What is read, freed or written again too early
-shows as wrong bits or as a fault.
+`Late` runs each copy at the last moment that the order between streams allows. If the code reads,
+frees or overwrites memory too early, the result has wrong bits or `Late` records a fault.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ CONTIGUOUS = "*:full@host, contiguous"
 
 
 class Late(Lanes):
-    """Makes a copy only when somebody waits for it, or for a later one of its direction. faults: what came too early."""
+    """Copies that run only when the code waits for them, or for a later one of the same direction.
+
+    faults: the memory that was freed before its copy, as text.
+    """
 
     def __init__(self) -> None:
         self.queues: dict[str, list[tuple[int, Callable[[], None]]]] = {"out": [], "back": []}
@@ -47,7 +50,7 @@ class Late(Lanes):
         return self._queue("out", make, after)
 
     def back(self, target: Tensor, host: Tensor, *, after: Any) -> tuple[str, int]:
-        target.fill_(255)  # not a number, in every floating-point format
+        target.fill_(255)  # these bytes are NaN in every floating-point format
         place = weakref.ref(target.untyped_storage())
 
         def make() -> None:
@@ -64,7 +67,7 @@ class Late(Lanes):
             self.queues[direction].pop(0)[1]()
 
     def forsake(self, target: Tensor) -> None:
-        """As the allocator of a device does, it keeps the memory until the copy is over."""
+        """Keeps the memory until the copy has run, as the allocator of a device does."""
         self.wait(("back", self.count))
 
     def _queue(self, direction: str, make: Callable[[], None], after: Any) -> tuple[str, int]:
@@ -79,7 +82,7 @@ class Late(Lanes):
 
 
 class Noting(Lanes):
-    """A CPU's copies, whose moments are noted in `events`."""
+    """A CPU's copies, which are recorded in `events` in order."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -108,7 +111,10 @@ def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTMo
 
 
 def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
-    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
+    """Returns the gradients of micro-batches that are all in flight before the first backward.
+
+    The random numbers are the same at every call.
+    """
     draw_alike(model)
     for parameter in model.parameters():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Small models trained as a pipeline, in any layout of ranks, and alone."""
+"""Trains small models as a pipeline, in any layout of ranks, and on one rank."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages_of_rank
-from megatron_lite.config.training import OptimizerConfig
-from megatron_lite.model.stages import ModelStages
-from megatron_lite.optim.adamw import Optimizer
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
-from megatron_lite.training.runner import StageRunner
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tokens, whole_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes; chunks: stages on each pipeline rank."""
+    """The sizes of the parallel axes. chunks: the number of stages on each pipeline rank."""
 
     tp: int = 1
     pp: int = 1
@@ -57,8 +57,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Of the whole run, the same on every rank: losses and gradient norms of the steps. Of this rank's stages, as whole tensors:
-    the gradients of the first step and the weights after the last."""
+    """The result of a training.
+
+    losses, grad_norms: the figures of each step, the same on every rank.
+    first_grads: the first step's gradients of this rank's stages, as whole tensors.
+    weights: the final weights of this rank's stages, as whole tensors.
+    """
 
     losses: list[float]
     grad_norms: list[float]
@@ -67,7 +71,10 @@ class Trained:
 
 
 class Samples:
-    """Micro-batches `number` of a data-parallel rank: those that the single process has at the same places."""
+    """The micro-batches of a data-parallel rank.
+
+    All ranks together have the same micro-batches as a single process.
+    """
 
     def __init__(self, count: int, parallel: ParallelState) -> None:
         self._count, self._parallel = count, parallel
@@ -82,7 +89,7 @@ class Samples:
 @contextmanager
 def runner_of(layout: Layout, config: ModelConfig, *, dtype: torch.dtype = torch.float64, num_kept: int = 0, overlap: bool = True,
               recompute: RecomputeConfig | None = None, loss_chunk_size: int | None = None) -> Iterator[StageRunner]:
-    """This rank's stages, within the initialised default group (or alone)."""
+    """Yields the runner of this rank's stages, in the initialised default group, if one exists."""
     with parallel_state(layout.config, seed=7) as parallel:
         chunks = [build_tiny_model(config, parallel, sequence_parallel=layout.sequence_parallel, dtype=dtype, stage=stage,
                                    plan=plan_stage(recompute or RecomputeConfig(), stage.num_layers, stage.number),
@@ -97,8 +104,11 @@ def runner_of(layout: Layout, config: ModelConfig, *, dtype: torch.dtype = torch
 def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int, observer: Observer | None = None,
           after: Callable[[Action], None] | None = None, data_parallel: DataParallelConfig | None = None,
           **options: object) -> Trained:
-    """AdamW updates over `micro_batches` micro-batches in all, the same in each step. With data_parallel, which may share
-    them out, there are no first gradients."""
+    """Trains by AdamW over `micro_batches` micro-batches in all, the same in each step.
+
+    data_parallel: the layout of the optimizer. With it the result has no first gradients, since the
+        layout may shard them.
+    """
     with runner_of(layout, config, **options) as runner:  # type: ignore[arg-type]
         parallel = runner.parallel
         optimizer = Optimizer(runner.model, OptimizerConfig(), parallel, data_parallel)

@@ -1,12 +1,15 @@
-"""The program on several ranks without a launcher: each is a fork of the test that runs `pretrain_gpt.main` to its exit status.
+"""Runs the program on several ranks without a launcher.
+
+Each rank is a fork of the test and runs `pretrain_gpt.main` to its exit status.
 
     with program(arguments, ranks=2, prepare=prepare) as run:
         run.wait(0, 1)
         run.statuses, run.errors(0)
 
-`prepare(rank)` runs first in each rank: there a test patches what is to fail. Nobody ends the other ranks when one has died, as
-under srun without --kill-on-bad-exit; as a user's shell would, the test looks at statuses and at what was written. What torch
-imports late is imported here once: in each rank it would take longer than a short run.
+`prepare(rank)` runs first in each rank. A test uses it to patch the function that shall fail. When
+a rank dies, nothing ends the other ranks, as under srun without --kill-on-bad-exit. The test sees
+statuses and output, as a user's shell does. This file imports once the modules that torch imports
+late. In each rank these imports would take longer than a short run.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,11 +31,16 @@ from torch import _dynamo  # noqa: F401
 from torch.distributed import fsdp  # noqa: F401
 
 import pretrain_gpt
-from megatron_lite.training import watch
+from megatron_lite.supervision import watch
+from tests.support.limits import HANG_S
 
 
 class Program:
-    """statuses: by rank, of those that were waited for; negative: the signal that killed it."""
+    """The ranks of a program that runs.
+
+    statuses: the exit status by rank, of the ranks for which `wait` was called. A negative status
+        is the signal that killed the rank.
+    """
 
     def __init__(self, folder: Path, pids: list[int]) -> None:
         self.pids, self.statuses = pids, dict[int, int]()
@@ -41,8 +50,11 @@ class Program:
         """Sends a signal to a rank."""
         signal.pidfd_send_signal(self._pidfds[rank], number)
 
-    def wait(self, *ranks: int, timeout: float = 60.0) -> list[int]:
-        """The statuses of ranks, all by default, once they have ended. AssertionError with what they wrote where they do not."""
+    def wait(self, *ranks: int, timeout: float = HANG_S) -> list[int]:
+        """Waits until the ranks, by default all, have ended. Returns their statuses.
+
+        Raises AssertionError, with the output of all ranks, if one does not end in time.
+        """
         deadline = time.monotonic() + timeout
         for rank in ranks or range(len(self.pids)):
             while rank not in self.statuses:
@@ -55,25 +67,25 @@ class Program:
         return [self.statuses[rank] for rank in ranks or range(len(self.pids))]
 
     def output(self, rank: int) -> str:
-        """What a rank wrote to stdout."""
+        """Returns a rank's stdout."""
         return (self._folder / f"{rank}.out").read_text()
 
     def errors(self, rank: int) -> str:
-        """What a rank wrote to stderr."""
+        """Returns a rank's stderr."""
         return (self._folder / f"{rank}.err").read_text()
 
     def everything(self) -> str:
-        """What all ranks wrote, for a failing test."""
+        """Returns the output of all ranks, for the message of a failing test."""
         outputs = [self.output(rank).rpartition("end of arguments")[2] for rank in range(len(self.pids))]
         return "".join(f"--- rank {rank}\n{text}{self.errors(rank)}" for rank, text in enumerate(outputs))
 
     def messages(self) -> list[str]:
-        """The lines by which the program says why it ends, of all ranks."""
+        """Returns the lines of all ranks in which the program states why it ends."""
         return [line for rank in range(len(self.pids)) for line in self.errors(rank).splitlines()
                 if line.startswith("pretrain_gpt.py: ")]
 
-    def wait_for(self, happened: Callable[[], bool], timeout: float = 60.0) -> None:
-        """Returns as soon as something has happened. AssertionError where it does not."""
+    def wait_for(self, happened: Callable[[], bool], timeout: float = HANG_S) -> None:
+        """Returns as soon as `happened()` is true. Raises AssertionError after the timeout."""
         deadline = time.monotonic() + timeout
         while not happened():
             assert time.monotonic() < deadline, self.everything()
@@ -81,21 +93,27 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(arguments: list[str], *, ranks: int, prepare: Callable[[int], None] = lambda rank: None,
-            rank_0_owns_store: bool = False) -> Iterator[Program]:
-    """Starts it; no rank outlives the block. The run's store is the test's own, as torchrun's is torchrun's, or rank 0's, as
-    under srun."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+def program(arguments: list[str] | Callable[[int], list[str]], *, ranks: int, prepare: Callable[[int], None] = lambda rank: None,
+            rank_0_owns_store: bool = False, main: Callable[[list[str]], int] | None = None) -> Iterator[Program]:
+    """Starts the program. No rank outlives the block.
+
+    arguments: the arguments of all ranks, or a function of the rank.
+    rank_0_owns_store: whether rank 0 has the run's store, as under srun. By default the test
+        process has it, as torchrun does.
+    main: the main function of another program than pretrain_gpt.py.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANG_S))
     launch = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     if rank_0_owns_store:
-        del store  # its port is free now
+        del store  # frees its port, on which rank 0 opens its own store
     else:
         launch["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with tempfile.TemporaryDirectory(prefix="program_") as name:
         folder = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
-        run = Program(folder, [_start(rank, arguments, {**launch, "RANK": str(rank)}, prepare, folder) for rank in range(ranks)])
+        run = Program(folder, [_start(rank, arguments(rank) if callable(arguments) else arguments, {**launch, "RANK": str(rank)},
+                                      prepare, main or pretrain_gpt.main, folder) for rank in range(ranks)])
         try:
             yield run
         finally:
@@ -104,7 +122,21 @@ def program(arguments: list[str], *, ranks: int, prepare: Callable[[int], None] 
             run.wait()
 
 
-def _start(rank: int, arguments: list[str], variables: dict[str, str], prepare: Callable[[int], None], folder: Path) -> int:
+def run_program(*arguments: str, ranks: int = 1, prepare: Callable[[int], None] = lambda rank: None,
+                main: Callable[[list[str]], int] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the program to its end. Returns the first status that is not 0, if any, and the output.
+
+    The ranks' outputs follow each other. commands.run_command does this with new processes, which
+    takes ten times as long.
+    """
+    with program(list(arguments), ranks=ranks, prepare=prepare, main=main) as run:
+        status = next(filter(None, run.wait()), 0)
+        outputs, errors = ("".join(map(text, range(ranks))) for text in (run.output, run.errors))
+        return subprocess.CompletedProcess(arguments, status, outputs, errors)
+
+
+def _start(rank: int, arguments: list[str], variables: dict[str, str], prepare: Callable[[int], None],
+           main: Callable[[list[str]], int], folder: Path) -> int:
     for kind in ("out", "err"):
         (folder / f"{rank}.{kind}").touch()
     pid = os.fork()
@@ -118,7 +150,7 @@ def _start(rank: int, arguments: list[str], variables: dict[str, str], prepare: 
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         watch.BEAT_S, watch.SILENT_S, watch.STORE_S, watch.GRACE_S = 0.1, 2.0, 1.0, 2.0
         prepare(rank)
-        status = pretrain_gpt.main(arguments)
+        status = main(arguments)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1
     except BaseException:

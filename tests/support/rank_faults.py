@@ -1,4 +1,4 @@
-"""Faults of one rank in one iteration of a run, and how the run ends on each rank."""
+"""Makes one rank fail in one iteration of a run, and returns how the run ends on each rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # 1.5 s, which the first optimizer would take in every forked rank
+import torch._dynamo  # 1.5 s: once here, not in every forked rank at its first optimizer
 import torch.distributed as dist
 from torch import Tensor
 
-import megatron_lite.optim.fsdp
+import megatron_lite.optim.fsdp_layout
 import megatron_lite.parallel.fsdp  # noqa: F401
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig
@@ -20,7 +20,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import loop
-from megatron_lite.training.build import build_trainer
+from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
 
@@ -51,14 +51,16 @@ SHAPES = {
 
 
 def in_shape(config: RunConfig, name: str) -> RunConfig:
-    """The run in a layout of SHAPES."""
+    """Returns the run's config in a layout of SHAPES."""
     shape = SHAPES[name]
     return replace(config, parallel=replace(config.parallel, **shape.parallel), data_parallel=shape.data_parallel)
 
 
 def run_until_it_ends(config: RunConfig, prepare: Callable[[Trainer], Any] | None = None) -> tuple[Trainer, Exception | None]:
-    """Runs it on this rank: its trainer, and the error that ended it. A rank that fails, or finds that another has, leaves the
-    default group, as the program does."""
+    """Runs the config on this rank. Returns its trainer, and the error that ended it or None.
+
+    After an error the rank leaves the default group, as the program does.
+    """
     error: Exception | None = None
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         trainer = build_trainer(config, parallel)
@@ -74,7 +76,10 @@ def run_until_it_ends(config: RunConfig, prepare: Callable[[Trainer], Any] | Non
 
 
 def during_iteration(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], hook: Callable[[], Any]) -> None:
-    """Has `hook()`, a context manager, around these iterations' train_step. For a run from iteration 0."""
+    """Puts `hook()`, a context manager, around the train_step of these iterations.
+
+    The run must start at iteration 0.
+    """
     step, count = loop.train_step, iter(range(1, 10**6))
 
     def hooked(*args: Any, **options: Any) -> Any:
@@ -87,10 +92,13 @@ def during_iteration(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...
 
 
 class Poison:
-    """Inside it, one value of this rank is spoiled once a step.
+    """A context manager that spoils one value of this rank inside its block.
 
-    where: "loss" (of the step's first micro-batch, by a factor that gradients have too), "loss alone" (by a summand), "gradient"
-    (of what the last layer here returns), or the end of a parameter's name: its gradient.
+    where: the spoiled value.
+        "loss": the first loss in the block, by the factor `value`, which gradients have too.
+        "loss alone": the first loss in the block, by adding `value`, which changes no gradient.
+        "gradient": the gradient of the hidden states that this rank's last layer returns.
+        Any other text is the end of a parameter's name and means its gradient.
     """
 
     def __init__(self, where: str, value: float) -> None:
@@ -130,7 +138,7 @@ class Poison:
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Copies of this rank's weights and optimizer states."""
+    """Returns copies of this rank's weights and optimizer states."""
     optimizer = trainer.optimizer
     optimizer.finish()
     local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in trainer.model.named_parameters()}
@@ -139,6 +147,6 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that are not equal to the bit."""
+    """Returns the names of tensors that are not equal to the bit."""
     return sorted({*one.keys() ^ other.keys(), *(name for name in one.keys() & other.keys()
                                                  if not torch.equal(one[name], other[name]))})

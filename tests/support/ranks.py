@@ -1,15 +1,16 @@
 """Runs a function on several CPU ranks of one machine: `results = run_ranks(fn, world_size, *args)`.
 
-Each rank is a fork of the test process, so `fn` may be a closure over anything, and four ranks start in about 0.2 s.
-They meet through a file and talk gloo; TORCH_DISTRIBUTED_DEBUG=DETAIL turns mismatched collectives into errors.
-Forking is safe only as long as the parent never ran an OpenMP loop on several threads: tests/conftest.py sees to it.
-Not for CUDA, which cannot be used in a forked process.
+Each rank is a fork of the test process, so `fn` may be a closure over anything. Four ranks start in
+about 0.2 s. They meet through a file and communicate through gloo.
+Forking is safe only if the parent has never run an OpenMP loop on several threads, which
+tests/conftest.py ensures. The ranks cannot use CUDA, since a forked process cannot.
 """
 
 from __future__ import annotations
 
 import datetime
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -26,18 +27,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.limits import HANG_S
+from tests.support.pairs import FULL_GRIDS
+
 
 class RankFailure(RuntimeError):
     """A rank raised, died or did not return in time. The message holds the rank's own traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, detail: bool = True) -> list[Any]:
-    """Calls `fn(rank, world_size, *args)` in `world_size` processes that share a gloo group; the results in rank order.
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_S,
+              detail: bool = FULL_GRIDS) -> list[Any]:
+    """Calls `fn(rank, world_size, *args)` in `world_size` processes that share a gloo group.
 
-    Results come back pickled, tensors by value. Every rank starts from the same torch seed, whatever the parent drew.
-    RankFailure as soon as one rank fails, or after `timeout` seconds, with the place where each rank hangs; no process
-    outlives the call. detail=False: collectives are not compared between the ranks, which makes each several times faster.
+    Returns the results in rank order. Results come back pickled, tensors by value. Every rank
+    starts from the same torch seed, independent of the parent's generator. No process outlives the
+    call.
+    detail: compare collectives between the ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL), which makes each
+        several times slower. .ci/run does so unless a test turns it off.
+    Raises RankFailure as soon as one rank fails, or after `timeout` seconds. After a timeout the
+    message has the place where each rank hangs.
     """
+    _import_once()
     assert torch.get_num_threads() == 1, "the parent must be limited to one thread before it forks (tests/conftest.py)"
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -47,7 +57,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(target=_run_rank,
                                           args=(fn, rank, world_size, args, timeout, detail, Path(folder), writer))
-                with warnings.catch_warnings():  # Python 3.12 warns of any other thread, even an idle one of pytest's
+                # Python 3.12 warns about a fork beside any other thread, even an idle one.
+                with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 writer.close()  # the rank now holds the only writing end: its death reads as end of file
@@ -61,6 +72,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
             for reader in readers:
                 reader.close()
+
+
+def _import_once() -> None:
+    """Imports the modules that torch imports late.
+
+    Each rank would otherwise import them at its first optimizer, in one to four seconds.
+    """
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.distributed.fsdp")
 
 
 def _collect(processes: list[Any], readers: list[Connection], deadline: float, timeout: float, folder: Path) -> list[Any]:
@@ -89,14 +109,17 @@ def _collect(processes: list[Any], readers: list[Connection], deadline: float, t
 def _stacks(processes: list[Any], ranks: list[int], folder: Path) -> str:
     for rank in ranks:
         os.kill(processes[rank].pid, signal.SIGUSR1)
-    time.sleep(0.3)  # the handlers write as soon as the ranks are scheduled
-    dumps = [f"rank {rank}:\n{path.read_text()}" for rank in ranks if (path := folder / f"stack_{rank}").exists()]
-    return "\n".join(dumps)
+    files = [folder / f"stack_{rank}" for rank in ranks]
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in files):
+        time.sleep(0.05)  # the handlers write as soon as the ranks are scheduled
+    time.sleep(0.3)  # a stack is written in several pieces
+    return "\n".join(f"rank {rank}:\n{path.read_text()}" for rank, path in zip(ranks, files, strict=True) if path.exists())
 
 
 def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], timeout: float, detail: bool,
               folder: Path, writer: Connection) -> None:
-    """The body of one child. multiprocessing ends it with os._exit, so that none of pytest's exit handlers run in it."""
+    """Runs one child. multiprocessing ends it with os._exit: no exit handler of pytest runs."""
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
@@ -109,7 +132,7 @@ def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[An
             if dist.is_initialized():
                 dist.barrier()  # with DETAIL: a collective that not every rank reached is an error here
             writer.send_bytes(result)
-        except BaseException:  # the failure must reach the parent before the other ranks notice that this one is gone
+        except BaseException:  # must reach the parent before other ranks see that this one is gone
             writer.send_bytes(pickle.dumps((False, traceback.format_exc())))
         finally:
             if dist.is_initialized():

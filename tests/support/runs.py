@@ -1,4 +1,4 @@
-"""Small training runs on mock data, inside the test's own processes."""
+"""Small training runs on mock data, in the test's own processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_lite.config.training import (
     TrainingConfig,
 )
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.training.build import build_trainer
+from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
 
 TIMINGS = ("iteration_ms", "tokens_per_second")
@@ -30,7 +30,10 @@ def tiny_run(*, tp_size: int = 1, sequence_parallel: bool = False, model: dict[s
              training: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
              metrics: Path | None = None, learning_rate: float | None = None,
              data_parallel: DataParallelConfig | None = None) -> RunConfig:
-    """A run of 20 iterations of 4 samples with dropout, a vocabulary of 98 + 1 ids padded to a multiple of 64 x TP."""
+    """Returns the config of a run of 20 iterations of 4 samples, with dropout.
+
+    The vocabulary has 98 + 1 ids and is padded to a multiple of 64 x TP.
+    """
     return RunConfig(
         model=ModelConfig(**{**dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16),
                              **(model or {})}),
@@ -56,7 +59,10 @@ def _schedule(constant: float | None, *, by_samples: bool) -> LrScheduleConfig:
 
 
 def run_to_end(config: RunConfig) -> Trainer:
-    """Runs it in this process (as one rank of the initialised default group, if any) and returns the finished trainer."""
+    """Runs the config in this process. Returns the finished trainer.
+
+    If a default group is initialised, this process is one of its ranks.
+    """
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         trainer = build_trainer(config, parallel)
         trainer.run()
@@ -64,16 +70,16 @@ def run_to_end(config: RunConfig) -> Trainer:
 
 
 def with_checkpoint(config: RunConfig, **fields: Any) -> RunConfig:
-    """The run with other --save/--load settings."""
+    """Returns the run's config with other --save and --load settings."""
     return replace(config, checkpoint=CheckpointConfig(**fields))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file without their timings."""
+    """Returns the rows of a metrics file without their timings."""
     return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS}
             for line in path.read_text().splitlines()]
 
 
 def step_bytes(root: Path, iteration: int) -> dict[str, bytes]:
-    """Every tensor file of a checkpoint, by name."""
+    """Returns the bytes of every tensor file of a checkpoint, by name."""
     return {path.name: path.read_bytes() for path in sorted((root / f"iter_{iteration:07d}").glob("*.safetensors"))}

@@ -1,4 +1,4 @@
-"""run_ranks: results in order, failures with their traceback, and no process left behind."""
+"""Tests of run_ranks: results in order, failures with their traceback, and no process left over."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.limits import HANG_S, patiently
 from tests.support.ranks import RankFailure, run_ranks
 
 
@@ -75,8 +76,8 @@ def test_a_failing_rank_is_named_with_its_traceback_while_the_others_wait() -> N
 
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 3 failed.*in fail_on_rank_one.*KeyError: 'the reason'"):
-        run_ranks(fail_on_rank_one, 3, timeout=60)
-    assert time.monotonic() - start < 20
+        run_ranks(fail_on_rank_one, 3)
+    assert time.monotonic() - start < 0.7 * HANG_S
 
 
 def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
@@ -84,8 +85,11 @@ def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
         while rank == 0:
             pass
 
-    with pytest.raises(RankFailure, match=r"(?s)did not return in 2 s.*rank 0:.*hang_on_rank_zero"):
-        run_ranks(hang_on_rank_zero, 2, timeout=2)
+    def check(limit: float) -> None:
+        with pytest.raises(RankFailure, match=rf"(?s)did not return in {limit:g} s.*rank 0:.*hang_on_rank_zero"):
+            run_ranks(hang_on_rank_zero, 2, timeout=limit)
+
+    patiently(check, 1)
 
 
 def test_a_rank_that_dies_without_a_word_is_named() -> None:
@@ -96,7 +100,7 @@ def test_a_rank_that_dies_without_a_word_is_named() -> None:
             pass
 
     with pytest.raises(RankFailure, match="rank 1 of 2 died with exit code 7"):
-        run_ranks(die_on_the_last_rank, 2, timeout=20)
+        run_ranks(die_on_the_last_rank, 2)
 
 
 def test_an_unpicklable_result_is_a_failure_of_its_rank() -> None:
@@ -109,7 +113,7 @@ def test_unequal_collectives_are_an_error_not_a_wrong_result() -> None:
         dist.all_reduce(torch.ones(2 + rank))
 
     with pytest.raises(RankFailure, match="Detected mismatch between collectives"):
-        run_ranks(reduce_unequal_sizes, 2, timeout=30)
+        run_ranks(reduce_unequal_sizes, 2, detail=True)
 
 
 def test_a_collective_that_not_every_rank_reaches_is_an_error() -> None:
@@ -118,4 +122,4 @@ def test_a_collective_that_not_every_rank_reaches_is_an_error() -> None:
             dist.all_reduce(torch.ones(2))
 
     with pytest.raises(RankFailure, match="Detected mismatch between collectives"):
-        run_ranks(reduce_on_rank_zero, 2, timeout=30)
+        run_ranks(reduce_on_rank_zero, 2, detail=True)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_lite.tensor_parallel.mappings import copy_to_tensor_parallel_region
 from tests.support.collectives import Sent, recorded_collectives
+from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
-from megatron_lite.tensor_parallel.context import TensorParallelContext
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron_lite.tensor_parallel.mappings import copy_to_tensor_parallel_region, gather_from_sequence_parallel_region
+from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.collectives import recorded_collectives
+from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state, whole_tensor
 from tests.support.ranks import run_ranks
 
@@ -30,7 +31,7 @@ def draw(*shape, seed):
 @contextmanager
 def tp_context(tp_size, *, sequence_parallel):
     with tp_state(tp_size) as parallel:
-        yield parallel, TensorParallelContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=torch.float64)
+        yield parallel, RankContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=torch.float64)
 
 
 @torch.no_grad()

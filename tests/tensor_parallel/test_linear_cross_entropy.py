@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.memory.live_storages import LiveStorages
+from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
-from megatron_lite.tensor_parallel.mappings import copy_to_tensor_parallel_region
 from tests.support.collectives import recorded_collectives
+from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -299,3 +299,39 @@ def test_nothing_of_the_size_of_the_vocabulary_is_kept():
         losses = losses_of(hidden, weight, case.labels, 8, tp_group=None, sequence_parallel=False, first_id=0, num_ids=2048)
     assert losses.requires_grad
     assert live.total_bytes() == 96 * (8 + 1 + 4 + 4)  # columns, whether they are here, shares, losses
+
+
+def gradients_in_bf16(seed: int, chunk_size: int | None, *, seq_length: int, batch: int, vocab_size: int,
+                      spread: float) -> list[torch.Tensor]:
+    """Losses, the gradient of hidden states and that of the weight, in float64. None: all logits at once."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden_states = torch.randn(seq_length, batch, 48, generator=generator).bfloat16().requires_grad_()
+    weight = (spread * torch.randn(vocab_size, 48, generator=generator)).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab_size, (seq_length, batch), generator=generator)
+    shared = dict(tp_group=None, first_id=0, num_ids=vocab_size)
+    if chunk_size is None:
+        logits = column_parallel_linear(hidden_states, weight, None, tp_group=None, sequence_parallel=False)
+        losses = vocab_parallel_cross_entropy(logits, labels, **shared)
+    else:
+        losses = vocab_parallel_linear_cross_entropy(hidden_states, weight, labels, chunk_size=chunk_size,
+                                                     sequence_parallel=False, **shared)
+    losses.mean().backward()
+    return [losses.detach().double(), hidden_states.grad.double(), weight.grad.double()]
+
+
+BF16_GRID = [(seed, seq_length, vocab_size, spread) for seed, (seq_length, vocab_size) in enumerate(((64, 512), (33, 1000)))
+             for spread in (0.05, 0.5)]
+
+
+@pytest.mark.parametrize(("seed", "seq_length", "vocab_size", "spread"), BF16_GRID)
+def test_in_bf16_chunks_change_only_the_weights_gradient_and_that_by_less_than_one_rounding(
+        seed: int, seq_length: int, vocab_size: int, spread: float) -> None:
+    """2^-8 is the spacing of bf16. Each chunk's product is rounded once, by half of it at most; the sum over chunks is not."""
+    shape = dict(seq_length=seq_length, batch=2, vocab_size=vocab_size, spread=spread)
+    whole = gradients_in_bf16(seed, None, **shape)
+    for chunk_size in (1, 7, 32, 2 * seq_length):
+        chunked = gradients_in_bf16(seed, chunk_size, **shape)
+        assert torch.equal(chunked[0], whole[0]) and torch.equal(chunked[1], whole[1])
+        assert (chunked[2] - whole[2]).norm() <= 2**-8 * whole[2].norm()
+        assert abs(chunked[2].norm() / whole[2].norm() - 1.0) <= 2**-9
+    assert torch.equal(chunked[2], whole[2])  # one chunk

@@ -7,13 +7,13 @@ import torch
 from torch.autograd import gradcheck
 
 from megatron_lite.tensor_parallel.mappings import (
-    copy_to_tensor_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_parallel_region,
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from tests.support.collectives import recorded_collectives
+from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 

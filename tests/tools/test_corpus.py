@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import corpus
+from tests.support.limits import HANG_S
 
 PLAY = """# A Play
 
@@ -124,5 +125,5 @@ def test_stdlib_leaves_tests_out_and_stops_at_the_cap(tmp_path: Path, monkeypatc
 
 def test_module_runs_by_its_documented_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_lite.tools.corpus", "--output", str(tmp_path), "--corpus", "stdlib"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert result.stdout.startswith(f"{tmp_path}/corpus.jsonl: the sources of Python's standard library, ")

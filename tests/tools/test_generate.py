@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from torch import Tensor
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import TokenizerConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import (
@@ -37,6 +39,8 @@ from megatron_lite.tools.generate import (
 )
 from tests.support.checkpoints import flip_bit
 from tests.support.commands import ROOT, environment
+from tests.support.limits import HANG_S
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -184,6 +188,27 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
 
 # --- checkpoints ---
 
+def test_the_recomputation_of_the_training_does_not_matter() -> None:
+    run = tiny_run(tp_size=2)
+    for parallel, recompute in (
+            (run.parallel, dict(recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=True)),
+            (replace(run.parallel, pipeline_model_parallel_size=2), dict(recompute_policy="stage1/*:full"))):
+        saved = replace(run, parallel=parallel, recompute=RecomputeConfig(**recompute))
+        assert config_for_ranks(saved, 1, "gloo").recompute == RecomputeConfig()
+
+
+def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_being_read(tmp_path: Path) -> None:
+    run = tiny_run()
+    stored = json.loads(run.to_json())
+    stored["recompute"]["recompute_policy"] = "stage1/*:full"
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert read_config(tmp_path) == run
+    stored["model"]["num_layers"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(InputError, match="num_layers must be a whole number from 1"):
+        read_config(tmp_path)
+
+
 def generate_on_ranks(rank: int, world_size: int, *arguments: str) -> Output:
     return run_main(*arguments)
 
@@ -206,7 +231,7 @@ def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: tuple[str, ...]
     arguments = ("--load", checkpoint, "--prompt", PROMPT, "--prompt", "8 1", "--max-new-tokens", "30", *sampling)
     alone = run_main(*arguments)
     assert alone.status == 0 and len(alone.stdout.split()) >= 20
-    first, second = run_ranks(generate_on_ranks, 2, *arguments)
+    first, second = run_ranks(generate_on_ranks, 2, *arguments, detail=False)
     assert first == alone
     assert second == Output(0, "", "")
 
@@ -218,11 +243,11 @@ def test_a_checkpoint_of_tp_2_is_read_at_tp_1(tmp_path: Path, checkpoint: str) -
                             checkpoint=dict(save=str(tmp_path)),
                             model=dict(init_method_std=0.2, hidden_dropout=0.0, attention_dropout=0.0)))
 
-    run_ranks(train, 2)
+    run_ranks(train, 2, detail=False)
     arguments = ("--load", str(tmp_path), "--prompt", PROMPT, "--greedy", "--max-new-tokens", "9")
     alone = run_main(*arguments)
     assert alone.status == 0
-    assert alone == run_ranks(generate_on_ranks, 2, *arguments)[0]
+    assert alone == run_ranks(generate_on_ranks, 2, *arguments, detail=False)[0]
 
 
 def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str) -> None:
@@ -231,6 +256,23 @@ def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str) -> None
     output = run_main("--load", checkpoint, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "20")
     assert output.stdout.split() == [str(token) for token in expected]
     assert "the last 16 tokens only" in output.stderr
+
+
+def test_windows_and_layers_without_rotary_embedding_are_the_checkpoints(tmp_path: Path) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=3, eval_iters=0), checkpoint=dict(save=str(tmp_path)),
+                        model=dict(init_method_std=0.2, position_embedding_type="rope", window_size=(2, 0),
+                                   window_attn_skip_freq=2, no_rope_freq=2)))
+    step = find_step(str(tmp_path), None).step
+    with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
+        model = load_model(step, config_for_ranks(read_config(step), 1, "gloo"), parallel)
+        attentions = [layer.self_attention for layer in model.decoder.layers]
+    assert [attention.core_attention.window for attention in attentions] == [(2, 0), None]
+    assert [attention.rotates for attention in attentions] == [True, False]
+    expected = greedy_by_hand(str(tmp_path), [5, 17, 3], 20)
+    arguments = ("--load", str(tmp_path), "--prompt", PROMPT, "--greedy", "--max-new-tokens", "20")
+    output = run_main(*arguments)
+    assert output.stdout.split() == [str(token) for token in expected[: len(output.stdout.split())]]
+    assert len(output.stdout.split()) > 3 and output == run_ranks(generate_on_ranks, 2, *arguments)[0]
 
 
 def test_an_earlier_iteration_can_be_read(checkpoint: str) -> None:
@@ -281,25 +323,27 @@ def test_on_a_terminal_the_text_comes_token_by_token(checkpoint: str) -> None:
     assert len([text for text in writes if text.strip()]) == 7  # the prompt and six tokens
 
 
-@pytest.mark.slow
 def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-               "megatron_lite.tools.generate", "--load", checkpoint, "--greedy", "--max-new-tokens", "8"]
-    done = subprocess.run([*command, "--prompt", "-", "--distributed-backend", "gloo"], input=f"{PROMPT}\n", env=environment(),
-                          cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    def prepare(rank: int) -> None:
+        sys.stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode() if rank == 0 else b""))
+
+    done = run_program("--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", "-", "--distributed-backend",
+                       "gloo", ranks=2, prepare=prepare, main=main)
     assert done.returncode == 0, done.stderr
     assert done.stdout == run_main("--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", PROMPT).stdout
 
 
-@pytest.mark.slow
-def test_a_fault_that_all_ranks_meet_is_said_once(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(("flags", "message"), [
+    ((), "error: --load"), (("--top-k", "-1"), "error: --top-k must be at least 0")])
+def test_a_fault_that_all_ranks_meet_is_said_once(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    """Rank 0 speaks first, and torchrun ends the others."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
                 "megatron_lite.tools.generate", "--load", str(tmp_path), "--prompt", "1"]
-    for flags, message in (((), "error: --load"), (("--top-k", "-1"), "error: --top-k must be at least 0")):
-        done = subprocess.run([*torchrun, *flags], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120,
-                              check=False)
-        assert done.returncode != 0
-        assert done.stderr.count(message) == done.stderr.count(" error: ") + done.stderr.startswith("error: ") == 1
+    done = subprocess.run([*torchrun, *flags], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
+                          check=False)
+    assert done.returncode != 0
+    assert done.stderr.count(message) == done.stderr.count(" error: ") + done.stderr.startswith("error: ") == 1
 
 
 def test_a_character_that_the_terminal_lacks_is_replaced(checkpoint: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.memory.timeline import Event, Timeline, write_timeline
+from megatron_lite.memory.measure.timeline import Event, Timeline, write_timeline
 from megatron_lite.tools import plot_memory
 
 MIB = 2**20

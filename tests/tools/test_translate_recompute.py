@@ -52,13 +52,14 @@ def test_a_shell_splits_the_line_into_the_flags(config: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (b"", "not JSON"), (b"{", "not JSON"), (b"\xff\xfe\x00", "not JSON"), (b"[" * 100_000, "not JSON"),
+    (b"", "not JSON"), (b"{", "not JSON"), (b"\xff\xfe\x00", "not a text in UTF-8 (byte 0)"), (b"[" * 100_000, "not JSON"),
     (b"1" * 5000, "not JSON"), (b"[]", "expected an object"), (b"{}", "no section activation_checkpointing"),
-    (b'{"activation_checkpointing": {"a": 1, "a": 2}}', "the key 'a' stands twice"),
+    (b'{"activation_checkpointing": {"a": 1, "a": 2}}', "'a' is given twice"),
     (b'{"activation_checkpointing": {"profil": true}}', "unknown key 'profil'"),
     (b'{"activation_checkpointing": {"profile": "' + b"y" * 9000 + b'"}}', "profile must be bool"),
     (b'{"activation_checkpointing": {"' + b"y" * 9000 + b'": "a\\nb"}}', "unknown key"),
-    (b'{"activation_checkpointing": {"partition_activations": true}}', "needs a tensor-parallel size > 1 (got 1)"),
+    (b'{"activation_checkpointing": {"partition_activations": true}}', "the file does not say how many there are: give --tp N"),
+    (b'{"activation_checkpointing": {"number_checkpoints": true}}', "number_checkpoints must be int or null (got True)"),
 ])
 def test_a_file_that_will_not_do_is_one_line(config: Path, capsys: pytest.CaptureFixture[str], text: bytes, message: str) -> None:
     config.write_bytes(text)
@@ -69,7 +70,7 @@ def test_a_file_that_will_not_do_is_one_line(config: Path, capsys: pytest.Captur
 def test_a_huge_file_is_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open(config, "wb") as file:
         file.truncate(2**33)
-    assert "larger than 1 MiB" in fault(["--from", "oslo", "--json", str(config)], capsys)
+    assert "larger than 256 KiB" in fault(["--from", "oslo", "--json", str(config)], capsys)
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
@@ -83,14 +84,50 @@ def test_a_size_below_one_is_one_line(config: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--from", "fairscale"], "invalid choice: 'fairscale'"), ([], "--from"), (["--from", "torchtune", "--tp", "2"],
-                                                                            "--tp belongs to deepspeed and oslo"),
+    (["--from", "fairscale"], "invalid choice: 'fairscale'"), (["again.json"], "give the config once: FILE, or --json FILE"),
+    (["--from", "torchtune", "--tp", "2"], "--tp belongs to deepspeed and oslo (got a config of torchtune)"),
+    (["--from", "oslo", "--component", "a"], "--component belongs to modalities (got a config of oslo)"),
     (["--from", "oslo", "--tp", "two"], "invalid int value: 'two'")])
 def test_a_bad_command_line_ends_with_status_2(config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
                                                message: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         translate_recompute.main([*arguments, "--json", str(config)])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_no_file_at_all_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        translate_recompute.main(["--from", "oslo"])
+    assert stopped.value.code == 2 and "give the config once: FILE, or --json FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--num-layers", "0"], "--num-layers must be at least 1 (got 0)"), (["--tp", "3"], "contradicts tensor_parallel_size 2"),
+    (["--component", "a"], "--component belongs to modalities (got a config of oslo)")])
+def test_an_option_that_does_not_fit_the_file_is_one_line(config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
+                                                          message: str) -> None:
+    config.write_text('{"tensor_parallel_size": 2, "activation_checkpointing": {"enable": true}}')
+    assert message in fault([str(config), *arguments], capsys)
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("a.yaml", "ac_mode: selective\nac_option: two", "ac_option of selective must be 'op' or a number of layers (got 'two')"),
+    ("a.yaml", "ac_mode: selective\nac_option: yes", "ac_option must be int or str or null (got True)"),
+    ("a.yaml", "ac_mode: 2024-01-01", "ac_mode must be str or null (got datetime.date(2024, 1, 1))"),
+    ("a.yaml", "ac_variant: selective_layer_activation_checkpointing\nac_fun_params:\n  ac_freq: two", "ac_freq must be int"),
+    ("a.yaml", "ac_variant: selective_layer_activation_checkpointing\nac_fun_params:\n  ac_freq: true", "ac_freq must be int"),
+    ("a.yaml", "ac_variant: selective_layer_activation_checkpointing\nac_fun_params: 2", "ac_fun_params must be Mapping or null"),
+    ("a.yaml", "ac_variant: &a\n  b: 1\nlayers_fqn: *a", "ac_variant must be str (got {'b': 1})"),
+    ("a.toml", "[activation_checkpoint]\nmode = true", "mode must be str (got True)"),
+    ("a.toml", "[activation_checkpoint]\nselective_ac_option = 1.5", "selective_ac_option must be int or str (got 1.5)"),
+    ("a.toml", "[[activation_checkpoint]]\nmode = 'full'", "none of its keys tells"),
+    ("a.toml", "activation_checkpoint = {mode = 'full', memory_bugdet = 1}", "unknown key 'memory_bugdet'"),
+    ("a.json", '{"activation_checkpointing": {"enable": 1}}', "enable must be bool (got 1)"),
+])
+def test_a_value_of_the_wrong_type_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str,
+                                               message: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert message in fault([str(tmp_path / name)], capsys)
 
 
 def test_it_runs_as_a_command_without_torch(config: Path) -> None:

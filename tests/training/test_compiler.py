@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.meter import kept_for_backward
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.training.compiler import compile_layers_, memory_budget
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.runs import run_to_end, tiny_run
@@ -45,6 +46,7 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
     config = tiny_run(metrics=tmp_path / "m", model=NO_DROPOUT, training=dict(train_iters=3, torch_compile=True))
     run_to_end(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
@@ -71,4 +73,4 @@ def test_what_does_not_go_together_is_refused(training: dict[str, object], recom
 def test_dropout_under_a_budget_is_a_warning() -> None:
     budget = RecomputeConfig(activation_memory_budget=0.5)
     config: RunConfig = replace(tiny_run(training=dict(torch_compile=True)), recompute=budget)
-    assert any("every dropout ends a graph" in warning for warning in config.recompute_warnings())
+    assert any("every dropout ends a graph" in warning for warning in recompute_notices(config))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpointing.files import METADATA
+from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.loss_scale import LossScaleConfig
+from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
@@ -65,7 +65,7 @@ def _overflow_on_one(rank: int, world_size: int, axis: str, folder: Path, iterat
     return trainer.progress.skipped_iterations, trainer.optimizer.loss_scale.scale.item(), weights
 
 
-@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+@pytest.mark.parametrize("axis", [pytest.param("dp", marks=pytest.mark.long), pytest.param("tp", marks=pytest.mark.long), "pp"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_halves_the_scale_and_training_recovers(tmp_path: Path,
                                                                                              axis: str) -> None:
     before = run_ranks(_overflow_on_one, 2, axis, tmp_path, 2, detail=False)
@@ -115,6 +115,7 @@ def _run(rank: int, world_size: int, folder: Path, metrics: Path, exit_interval:
                         checkpoint=dict(save=str(folder), load=str(folder) if load else None)))
 
 
+@pytest.mark.long
 def test_a_resumed_run_leaves_the_same_bytes_and_the_same_scale(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_ranks(_run, 2, whole, tmp_path / "whole.jsonl", None, False, detail=False)
@@ -201,6 +202,6 @@ def test_a_run_keeps_the_bytes_that_were_predicted_and_nothing_beside_them(tmp_p
     for number, policy in enumerate(("*:none", "0:full; *:pointwise")):
         folder = tmp_path / f"{number}"
         folder.mkdir()
-        run_ranks(_measure, tp_size, tp_size, folder, policy)
+        run_ranks(_measure, tp_size, tp_size, folder, policy, detail=False)
         row = rows(folder / "metrics")[0]
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from tests.support.commands import MOCK, SMALL_RUN, run_command
+from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.layouts import LAYOUTS
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
 
@@ -30,7 +30,8 @@ def _run(rank: int, world_size: int, *configs: RunConfig) -> list[str | None]:
     return [run_to_end(config).activation_bytes.fault for config in configs]
 
 
-@pytest.mark.parametrize(("layout", "bf16"), [("zero1, overlap", True), ("fsdp2, memory-efficient", True), ("fsdp2", False)])
+@pytest.mark.parametrize(("layout", "bf16"), [
+    ("zero1, overlap", True), ("fsdp2, memory-efficient", True), pytest.param("fsdp2", False, marks=pytest.mark.long)])
 def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path: Path, layout: str, bf16: bool) -> None:
     """Weights, moments, master weights, random-number streams (dropout is on) and every logged loss. The kept bytes are as
     predicted: gathered weights are none of them."""
@@ -48,7 +49,7 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path: Path, lay
     assert len(step_bytes(tmp_path / "whole", 6)) == 4 and step_bytes(tmp_path / "whole", 6) == step_bytes(tmp_path / "parts", 6)
 
 
-@pytest.mark.parametrize(("bf16", "tp_size"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("bf16", "tp_size"), [(False, 1), pytest.param(True, 2, marks=pytest.mark.long)])
 def test_a_checkpoint_is_the_same_file_whatever_layout_loads_and_saves_it(tmp_path: Path, bf16: bool, tp_size: int) -> None:
     """Saved by replicas, then loaded and saved again, without a step between, by each layout after the other."""
     def config(layout: str, save: Path, load: Path | None) -> RunConfig:
@@ -71,7 +72,7 @@ def _run_all(rank: int, world_size: int, configs: list[RunConfig]) -> None:
         run_to_end(config)
 
 
-@pytest.mark.parametrize("layout", ["zero1, overlap", "fsdp2, memory-efficient"])
+@pytest.mark.parametrize("layout", [pytest.param("zero1, overlap", marks=pytest.mark.long), "fsdp2, memory-efficient"])
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, layout: str) -> None:
     """From one process to two ranks that share out what it had, and back: the losses are those of one process throughout."""
     def run(config: RunConfig, ranks: int) -> list[float]:
@@ -108,27 +109,10 @@ def test_a_run_alone_needs_no_layout(layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_line_starts_a_sharded_run_on_two_ranks_and_names_what_has_no_effect_on_one(tmp_path: Path) -> None:
     flags = [*SMALL_RUN, *MOCK, "--train-iters", "2", "--bf16", "--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"]
-    done = run_command(*flags, "--metrics-jsonl", str(tmp_path / "two"), ranks=2)
+    done = run_program(*flags, "--metrics-jsonl", str(tmp_path / "two"), ranks=2)
     assert done.returncode == 0 and "has no effect" not in done.stdout, done.stdout + done.stderr
     assert "Warning" not in done.stderr
-    alone = run_command(*flags, "--metrics-jsonl", str(tmp_path / "one"))
+    alone = run_program(*flags, "--metrics-jsonl", str(tmp_path / "one"))
     assert "--use-torch-fsdp2 has no effect at data-parallel size 1" in alone.stdout
     first, second = (rows(tmp_path / name)[0] for name in ("one", "two"))
     assert second["activation_bytes_measured"] == second["activation_bytes_predicted"] == first["activation_bytes_measured"]
-
-
-@pytest.mark.parametrize(("config", "data_size", "expected"), [
-    (DataParallelConfig(), None, []),
-    (DataParallelConfig(), 1, []),
-    (DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True), 2, []),
-    (DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True), 1,
-     ["--overlap-grad-reduce has no effect at data-parallel size 1: nothing is shared out or summed",
-      "--use-distributed-optimizer has no effect at data-parallel size 1: nothing is shared out or summed"]),
-    (DataParallelConfig(ddp_bucket_size=5), None,
-     ["--ddp-bucket-size 5 has no effect without --overlap-grad-reduce: everything is reduced at once"]),
-    (DataParallelConfig(use_torch_fsdp2=True, overlap_grad_reduce=True, ddp_bucket_size=5), None,
-     ["--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps always",
-      "--ddp-bucket-size 5 has no effect under --use-torch-fsdp2, which reduces layer by layer"]),
-])
-def test_settings_without_effect_are_named(config: DataParallelConfig, data_size: int | None, expected: list[str]) -> None:
-    assert config.notices(data_size) == expected

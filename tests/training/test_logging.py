@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import LoggingConfig
 from megatron_lite.training.logging import LogExtras, RunFacts, iteration_line, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
+from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 FACTS = RunFacts(num_iterations=9, num_samples=36, batch_size=4, tokens=64, world_size=2, flops=30_000_000,
@@ -51,6 +53,34 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
     assert "throughput per GPU (TFLOP/s/GPU): 0.1500" in line  # 30 GFLOP in 100 ms by 2 ranks
     assert "global batch size:     3 |" in line
     assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms
+
+
+def test_replays_that_a_batch_of_this_size_is_spared_do_not_count() -> None:
+    """4 of 41 MFLOP in every iteration of 4 samples, 1 of 41 / 4 in one of 1 sample."""
+    facts = FACTS._replace(spared_flops={4: 4_000_000, 1: 1_000_000})
+    assert own_fields([record()], facts)[1:] == ["MFU: 30.0%", "HFU: 37.0%"]
+    assert own_fields([record(), record(global_batch_size=1, iteration_ms=12.5)], facts)[1:] == ["MFU: 30.0%", "HFU: 37.0%"]
+
+
+def _utilization(rank: int, world_size: int, folder: Path) -> None:
+    from contextlib import redirect_stdout
+
+    config = tiny_run(model=dict(attention_backend="unfused"), training=dict(
+        global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0))
+    recompute = RecomputeConfig(recompute_policy="*:full", num_microbatches_with_partial_activation_checkpoints=1)
+    with open(folder / f"log{rank}", "w") as log, redirect_stdout(log):
+        run_to_end(replace(config, recompute=recompute, parallel=replace(config.parallel, pipeline_model_parallel_size=2),
+                           logging=LoggingConfig(peak_tflops_per_gpu=1e-9, log_interval=1)))
+
+
+def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(tmp_path: Path) -> None:
+    """A layer runs 13312 - 4096 multiply-adds per token again, a tenth of the 3 x 30720 of a step; see below for the figures.
+
+    Each of 2 ranks has one of 2 layers. Of 1, 1, 2 and 3 micro-batches rank 0 recomputes 0, 0, 1 and 1, and rank 1 none.
+    """
+    run_ranks(_utilization, 2, tmp_path, detail=False)
+    found = re.findall(r"MFU: ([\d.]+)% \| HFU: ([\d.]+)%", (tmp_path / "log0").read_text())
+    assert [float(hardware) / float(model) for model, hardware in found] == pytest.approx([1, 1, 1 + 0.1 / 2, 1 + 0.1 / 3])
 
 
 def test_without_a_known_peak_there_is_no_utilization() -> None:

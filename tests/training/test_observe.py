@@ -13,7 +13,7 @@ import torch
 import pretrain_gpt
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import LoggingConfig
-from megatron_lite.memory.timeline import read_timeline
+from megatron_lite.memory.measure.timeline import read_timeline
 from megatron_lite.model import mlp
 from megatron_lite.training.step import TrainingError
 from tests.support.commands import MOCK, SMALL_RUN
@@ -44,7 +44,7 @@ def _train_each(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.long
 def test_fifty_iterations_with_dropout_log_the_same_text_under_every_policy(tmp_path: Path) -> None:
-    run_ranks(_train_each, 2, tmp_path, detail=False, timeout=280)
+    run_ranks(_train_each, 2, tmp_path, detail=False)
     texts, kept = {}, {}
     for name in POLICIES:
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
@@ -81,13 +81,15 @@ def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
     _keep_a_tensor(monkeypatch, [], by_the_graph=True)
     config = replace(tiny_run(training=dict(train_iters=1)), recompute=RecomputeConfig(recompute_verify=verify))
     message = f"were predicted (+{MLP_BYTES})"  # torch keeps the ones, not the output
+    named = "saved but not predicted: layer 0, module decoder.layers.0.mlp: float32 [16, 1, 128], 8,192 bytes"
     if verify:
         with pytest.raises(TrainingError) as raised:
             run_to_end(config)
-        assert "--recompute-verify" in str(raised.value) and message in str(raised.value)
+        assert "--recompute-verify" in str(raised.value) and message in str(raised.value) and named in str(raised.value)
     else:
         run_to_end(config)
-        assert sum(message in line and line.startswith("warning") for line in capsys.readouterr().out.splitlines()) == 1
+        assert sum(line.startswith("warning") and message in line and named in line
+                   for line in capsys.readouterr().out.splitlines()) == 1
 
 
 def test_bytes_in_host_memory_that_were_not_predicted_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import LrScheduleConfig
+from megatron_lite.config.training import CheckpointConfig, LrScheduleConfig
 from megatron_lite.data.mock import MockDataset
+from megatron_lite.recompute.arena import Arena
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
@@ -51,6 +53,7 @@ def _losses(rank: int, world_size: int, folder: Path, tp_size: int, pp_size: int
                        recompute=recompute if pp_size > 1 else config.recompute))
 
 
+@pytest.mark.long
 def test_the_losses_of_a_ramp_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """The same samples in each iteration, at every data-parallel size. float32 sums in another order."""
     for world_size, tp_size, pp_size in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2)):
@@ -62,16 +65,50 @@ def test_the_losses_of_a_ramp_do_not_depend_on_the_layout(tmp_path: Path) -> Non
         assert [row["lm_loss"] for row in found] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-4), name
 
 
-def _interleaved(rank: int, world_size: int) -> str:
-    config = tiny_run(training=dict(RAMP, rampup_batch_size=(2, 3, 12), train_iters=7))
+def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Trains over batches of 1, 1, 2 and 3 micro-batches, with and without slots. The slots of each arena that was made."""
+    made: list[int] = []
+    real = Arena.__init__
+
+    def noting(self: Arena, *args: Any, **facts: Any) -> None:
+        real(self, *args, **facts)
+        made.append(self._num_slots)
+
+    for contiguous in (False, True):
+        config = tiny_run(metrics=folder / str(contiguous), training=dict(global_batch_size=3, rampup_batch_size=(1, 1, 3),
+                                                                          train_iters=4, eval_iters=0))
+        recompute = RecomputeConfig(recompute_policy="*:full", contiguous_saved_activations=contiguous)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Arena, "__init__", noting)
+            run_to_end(replace(config, recompute=recompute, parallel=replace(config.parallel, pipeline_model_parallel_size=2)))
+    return made
+
+
+def test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_flight(tmp_path: Path) -> None:
+    assert run_ranks(_with_slots, 2, tmp_path, detail=False) == [[2], [1]]  # the last stage has one micro-batch in flight
+    assert [row["global_batch_size"] for row in rows(tmp_path / "True")] == [1, 1, 2, 3]
+    assert rows(tmp_path / "True") == rows(tmp_path / "False")
+
+
+def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
+    """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a checkpoint behind the ramp."""
+    config = tiny_run(training=dict(RAMP, train_iters=3), checkpoint=dict(save=str(folder)))
     parallel = replace(config.parallel, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    config = replace(config, parallel=parallel, model=replace(config.model, num_layers=4))
+    ramp = replace(config, training=replace(config.training, rampup_batch_size=(2, 3, 6), train_iters=5),
+                   checkpoint=replace(config.checkpoint, load=str(folder)))
     with pytest.raises(InputError) as fault:
-        run_to_end(replace(config, parallel=parallel, model=replace(config.model, num_layers=4)))
-    return str(fault.value)
+        run_to_end(replace(ramp, checkpoint=CheckpointConfig()))
+    run_to_end(config)  # to 8 samples
+    return str(fault.value), run_to_end(ramp).progress.consumed_samples
 
 
-def test_a_ramp_through_a_batch_that_the_interleaved_pipeline_cannot_take_is_refused_at_the_start() -> None:
-    assert all("5 micro-batches per step are not a multiple of" in message for message in run_ranks(_interleaved, 2))
+def test_a_ramp_through_a_batch_that_the_interleaved_pipeline_cannot_take_is_refused_unless_it_is_over(tmp_path: Path) -> None:
+    for message, consumed in run_ranks(_interleaved, 2, tmp_path, detail=False):
+        assert message == ("5 micro-batches per step are not a multiple of --pipeline-model-parallel-size 2, as several virtual "
+                           "stages per rank need: --rampup-batch-size 2 3 6 has a batch of 5 samples; give a START and an "
+                           "INCREMENT that are multiples of 2, or leave the virtual stages out")
+        assert consumed == 8 + 2 * 8
 
 
 def test_every_sample_is_read_once_and_in_order_and_evaluations_take_the_full_batch(
@@ -92,10 +129,10 @@ def _run(rank: int, world_size: int, folder: Path, metrics: Path, exit_interval:
 
 def test_a_run_resumed_in_the_middle_of_the_ramp_leaves_the_same_bytes(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(_run, 2, whole, tmp_path / "whole.jsonl", None, False)
-    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", 3, False)
+    run_ranks(_run, 2, whole, tmp_path / "whole.jsonl", None, False, detail=False)
+    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", 3, False, detail=False)
     assert (parts / "latest_checkpointed_iteration.txt").read_text() == "3"
-    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", None, True)
+    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", None, True, detail=False)
     assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
     expected = step_bytes(whole, 7)
     assert expected and step_bytes(parts, 7) == expected

@@ -10,8 +10,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 # world size, TP size, sequence parallel, bf16
-LAYOUTS = [pytest.param(1, 1, False, False, id="tp1"), pytest.param(1, 1, False, True, id="tp1-bf16"),
-           pytest.param(2, 2, False, False, id="tp2"), pytest.param(2, 2, True, True, id="tp2-sp-bf16"),
+LAYOUTS = [pytest.param(1, 1, False, False, id="tp1"), pytest.param(1, 1, False, True, id="tp1-bf16", marks=pytest.mark.long),
+           pytest.param(2, 2, False, False, id="tp2", marks=pytest.mark.long), pytest.param(2, 2, True, True, id="tp2-sp-bf16"),
            pytest.param(4, 2, True, False, id="tp2-sp-dp2", marks=pytest.mark.long)]
 
 
@@ -29,9 +29,9 @@ def test_ten_iterations_a_restart_and_ten_more_equal_twenty(tmp_path: Path, worl
     common = (tp_size, sequence_parallel, bf16)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_ranks(_run, world_size, *common, whole, tmp_path / "whole.jsonl", None, False)
-    run_ranks(_run, world_size, *common, parts, tmp_path / "parts.jsonl", 10, False)
+    run_ranks(_run, world_size, *common, parts, tmp_path / "parts.jsonl", 10, False, detail=False)
     assert (parts / "latest_checkpointed_iteration.txt").read_text() == "10"
-    run_ranks(_run, world_size, *common, parts, tmp_path / "parts.jsonl", None, True)
+    run_ranks(_run, world_size, *common, parts, tmp_path / "parts.jsonl", None, True, detail=False)
     assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
     assert len(rows(tmp_path / "whole.jsonl")) == 20
     expected = step_bytes(whole, 20)

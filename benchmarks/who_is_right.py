@@ -1,0 +1,348 @@
+"""Finds which recomputation engine trains which model correctly, for docs/who-is-right.md.
+
+Each cell is one training of a small random model by one engine. It is compared to the bit with the
+same training without recomputation: losses, gradients, buffers, and the final state of torch's
+generator. The models are those of the tests (tests/support/foreign*.py). Nothing is timed, and the
+text is the same on every run.
+
+    python benchmarks/who_is_right.py
+        prints the tables
+    python benchmarks/who_is_right.py --output docs/who-is-right.md
+        replaces the tables of the page, between its two marks
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import pickle
+import re
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+
+from megatron_lite.recompute.apply import apply_policy_  # noqa: E402
+from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, error_of, train  # noqa: E402
+from tests.support.foreign_families import FAMILIES, VARIANTS  # noqa: E402
+from tests.support.foreign_layers import LAYERS, UNSEEN  # noqa: E402
+from tests.support.foreign_wrapped import (  # noqa: E402
+    compile_around,
+    compile_forwards,
+    compile_layers,
+    train_compiled,
+    train_in_ddp,
+)
+from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
+
+BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
+MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
+ROUNDING = 1e-3  # relative; a gradient further off is wrong
+BF16_ROUNDING = 2.0**-5  # under autocast
+WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
+NOT_APPLICABLE, EQUAL, ROUNDED, REFUSED_TOO = "-", "equal", "equal up to rounding", "error, as without"
+PLAIN_REFUSES = "weights written before backward"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A column of the tables.
+
+    put: puts the engine on a model.
+    only_transformers: whether the engine is a method that only models of transformers have.
+    """
+
+    name: str
+    put: Callable[[nn.Module, Foreign], None]
+    only_transformers: bool = False
+
+
+def _wrap_layers(model: nn.Module, foreign: Foreign, *, use_reentrant: bool) -> None:
+    for name in foreign.lists:
+        for layer in dict.fromkeys(model.get_submodule(name)):
+            layer.forward = partial(_checkpointed, layer.forward, use_reentrant)
+
+
+def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any) -> Any:
+    """Calls `forward` under torch's checkpoint.
+
+    The reentrant mode takes no keyword arguments. They are passed by position, so that it sees
+    their tensors.
+    """
+    if not use_reentrant:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    names = tuple(kwargs)
+
+    def by_position(*values: Any) -> Any:
+        return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+    return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=True)
+
+
+def _enable(model: nn.Module, foreign: Foreign, *, use_reentrant: bool | None) -> None:
+    inner: Any = next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
+    inner.gradient_checkpointing_enable(None if use_reentrant is None else {"use_reentrant": use_reentrant})
+
+
+def _policy(model: nn.Module, foreign: Foreign, *, text: str, verify: bool = False) -> None:
+    for name in foreign.lists:
+        apply_policy_(model, layers_fqn=name, policy=text, verify=verify)
+
+
+ENGINES = (
+    Engine("torch, non-reentrant", partial(_wrap_layers, use_reentrant=False)),
+    Engine("torch, reentrant", partial(_wrap_layers, use_reentrant=True)),
+    Engine("transformers", partial(_enable, use_reentrant=None), only_transformers=True),
+    Engine("transformers, reentrant", partial(_enable, use_reentrant=True), only_transformers=True),
+    Engine("ours, `full`", partial(_policy, text="*:full")),
+    Engine("ours, `full`, verify", partial(_policy, text="*:full", verify=True)),
+    Engine("ours, `ops(matmul)`", partial(_policy, text="*:ops(matmul)")),
+    Engine("ours, `full@host`", partial(_policy, text="*:full@host")),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the tables.
+
+    run: returns the outcome of the model that `prepare` has changed.
+    tolerance: the relative error above which a gradient or loss is wrong.
+    plain_refuses: whether plain torch ends in an error. An engine should end in an error too.
+    seconds: the processor time after which a training counts as endless.
+    """
+
+    name: str
+    foreign: Foreign
+    run: Callable[[Prepare | None], Outcome]
+    tolerance: float = ROUNDING
+    plain_refuses: bool = False
+    seconds: int = 20
+
+
+def cells(row: Row) -> list[str]:
+    """Returns the cells of the row, one for each engine."""
+    expected = None if row.plain_refuses else alone(partial(row.run, None), row.seconds)
+    assert expected is None or isinstance(expected, Outcome), f"{row.name}: {expected}"
+    return [cell(row, engine, expected) for engine in ENGINES]
+
+
+def cell(row: Row, engine: Engine, expected: Outcome | None) -> str:
+    """Returns one cell. expected: the outcome of plain torch, or None if it ends in an error."""
+    if engine.only_transformers and not _is_of_transformers(row.foreign):
+        return NOT_APPLICABLE
+    found = alone(partial(row.run, lambda model: engine.put(model, row.foreign)), row.seconds)
+    if isinstance(found, str):
+        return REFUSED_TOO if expected is None else found
+    return "**silent**" if expected is None else verdict(expected, found, row.tolerance)
+
+
+def alone(training: Callable[[], Outcome], seconds: int) -> Outcome | str:
+    """Returns the outcome of the training, or a text about the error in which it ends.
+
+    The training runs in its own process, because some engines never return.
+    """
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_send, args=(training, seconds, writer))
+    process.start()
+    writer.close()
+    try:
+        found = pickle.loads(reader.recv_bytes())
+    except EOFError:
+        process.join()
+        # A stack overflow or the time limit: the size of the stack decides which comes first.
+        endless = process.exitcode in (-signal.SIGXCPU, -signal.SIGSEGV)
+        found = "**hangs, or the process dies**" if endless else f"error: the process ends with {process.exitcode}"
+    process.join()
+    reader.close()
+    return found
+
+
+def _send(training: Callable[[], Outcome], seconds: int, writer: Connection) -> None:
+    # The limit is on processor time, so on a busy machine a training does not count as endless.
+    used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds + 5))
+    try:
+        found: Outcome | str = training()
+    except Exception as error:  # any error of an engine is the content of its cell
+        found = f"error: {short(error)}"
+    writer.send_bytes(pickle.dumps(found))
+
+
+def verdict(expected: Outcome, found: Outcome, tolerance: float) -> str:
+    """Returns the comparison in a few words. Bold text means that the training is wrong."""
+    counts, parts = count_unequal(expected, found, tolerance), []
+    rounded = counts["rounded"] > 0 or not all(map(torch.equal, expected.losses, found.losses))
+    if any(error_of(one, other) > tolerance for one, other in zip(expected.losses, found.losses, strict=True)):
+        parts.append("loss wrong")
+    trained = sum(gradient is not None for gradient in expected.gradients.values())
+    parts += [f"{counts[kind]} of {trained} {kind}" for kind in ("wrong", "lost") if counts[kind]]
+    if counts["made up"]:
+        parts.append(f"{counts['made up']} zeros for None")
+    changed = sum(not torch.equal(buffer, found.buffers[name]) for name, buffer in expected.buffers.items())
+    if changed:
+        parts.append(f"{changed} of {len(expected.buffers)} buffers differ")
+    if not torch.equal(expected.generator, found.generator):
+        parts.append("the generator ends elsewhere")
+    if parts:
+        return f"**{', '.join(parts)}**"
+    return ROUNDED if rounded else EQUAL
+
+
+def short(error: Exception) -> str:
+    """Returns the error's message in at most 60 characters, without memory addresses."""
+    for pattern, words in SHORT.items():
+        if re.search(pattern, str(error), re.DOTALL):
+            return words
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    text = lines[-1] if isinstance(error, RankFailure) else (lines or [type(error).__name__])[0]
+    text = text.removeprefix("RuntimeError: ")
+    text = re.sub(r"0x[0-9a-f]+", "..", text).replace("|", "/")
+    return text if len(text) <= 60 else text[:57].rsplit(" ", 1)[0] + " .."
+
+
+# Long messages of torch, as patterns, and their meaning here in a few words.
+SHORT = {
+    "is to be kept for backward, but was written to": "a kept result is written in place",
+    r"size of tensor a .* must match|shape '.*' is invalid": "other shapes inside of the replay",
+    r"backward through the graph a second time": "backward through a graph that is gone",
+    r"A different number of tensors": "the replay saves another number of tensors",
+    r"modified by an inplace operation|modified in-place since": "a tensor was written in place",
+    r"is being modified inplace|is being used in an in-place": "an argument must not be written in place",
+    r"does not require grad and does not have a grad_fn": "the loss has no gradient",
+    r"checkpoint is incompatible with": "not with torch.autograd.grad",
+    r"has been marked as ready twice|mark a variable ready only once": "DDP gets a gradient twice",
+    r"'tuple' object has no attribute": "the output came back as a plain tuple",
+    r"during backward but not found|invocation index": "the replay runs another operator",
+}
+
+
+def _is_of_transformers(foreign: Foreign) -> bool:
+    return any(foreign is model for model in (*FAMILIES.values(), *VARIANTS.values()))
+
+
+def _trained(names: Sequence[str]) -> Iterator[Row]:
+    for name in names:
+        yield Row(name, MODELS[name], partial(train, MODELS[name], "two micro-batches"))
+
+
+def _ways() -> Iterator[Row]:
+    model = MODELS[WAYS_OF]
+    for name in ("two forwards in flight", "bf16 autocast", "adapters", "adapters under bf16 autocast", "backward twice",
+                 "torch.autograd.grad", "functional_call", "second-order gradients", PLAIN_REFUSES):
+        yield Row(WAYS[name], model, partial(train, model, name), tolerance=BF16_ROUNDING if "bf16" in name else ROUNDING,
+                  plain_refuses=name == PLAIN_REFUSES)
+    for name, other, options in (("DDP", model, {}), ("DDP, static_graph", model, dict(static=True)),
+                                 ("DDP, find_unused_parameters", model, dict(find_unused=True)),
+                                 ("the same, a layer with an output that nobody reads", LAYERS["an output that nobody reads"],
+                                  dict(find_unused=True))):
+        yield Row(name, other, partial(_in_ranks, other, dict(dict(find_unused=False), **options)), seconds=300)
+    chain = LAYERS["a tensor"]
+    for name, other, wrap, first in ((f"torch.compile around {WAYS_OF}", model, compile_around, False),
+                                     ("torch.compile around a chain of layers", chain, compile_around, False),
+                                     ("torch.compile around each layer, engine included", chain, compile_layers, False),
+                                     ("the engine around compiled forwards", chain, compile_forwards, True)):
+        yield Row(name, other, partial(train_compiled, other, wrap=wrap, backend="aot_eager", first=first), seconds=600)
+
+
+WAYS = {
+    "two forwards in flight": "two forwards, the later backward first",
+    "bf16 autocast": "bf16 autocast",
+    "adapters": "everything frozen but adapters (LoRA)",
+    "adapters under bf16 autocast": "adapters under bf16 autocast",
+    "backward twice": "backward twice (retain_graph)",
+    "torch.autograd.grad": "torch.autograd.grad",
+    "functional_call": "functional_call with other weights",
+    "second-order gradients": "create_graph: a penalty on gradients",
+    PLAIN_REFUSES: "weights changed before backward: plain torch refuses",
+}
+
+
+def _in_ranks(foreign: Foreign, options: dict[str, bool], prepare: Prepare | None) -> Outcome:
+    """Returns the outcome of the first of two ranks that train under DDP."""
+    result = run_ranks(lambda rank, size: train_in_ddp(foreign, prepare, **options), 2, detail=False, timeout=60)[0]
+    assert isinstance(result, Outcome)
+    return result
+
+
+TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
+    "Models of transformers, called by default": ("model", lambda: _trained([*FAMILIES])),
+    "The same where more goes into a layer, or more of it into the loss": ("model", lambda: _trained([*VARIANTS])),
+    "Layers of plain torch": ("a layer returns, holds, takes or does", lambda: _trained([*LAYERS])),
+    "What other engines do not see": ("a layer draws or counts with", lambda: _trained([*UNSEEN])),
+    f"Ways to train ({WAYS_OF} unless said)": ("way", _ways),
+}
+
+
+def tables() -> str:
+    """Returns Markdown: a summary, and a table for each kind of row."""
+    _warm_up()
+    found = {title: [(row.name, cells(row)) for row in rows()] for title, (_, rows) in TABLES.items()}
+    head = [engine.name for engine in ENGINES]
+    every = [each for lines in found.values() for _, each in lines]
+    kinds: dict[str, Callable[[str], bool]] = {
+        "equal to the bit": lambda text: text in (EQUAL, REFUSED_TOO),
+        "equal up to rounding": lambda text: text == ROUNDED,
+        "an error": lambda text: text.startswith("error: "),
+        "silently other": lambda text: text.startswith("**"),
+        "not applicable": lambda text: text == NOT_APPLICABLE,
+    }
+    parts = [f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on a CPU. Rows by outcome:\n",
+             _table(["rows", *head], [(name, [str(sum(kind(line[number]) for line in every)) for number in range(len(head))])
+                                      for name, kind in kinds.items()])]
+    for title, (what, _) in TABLES.items():
+        parts += [f"### {title}\n", _table([what, *head], found[title])]
+    return "\n".join(parts)
+
+
+def _warm_up() -> None:
+    """Imports modules once that each forked process would import again.
+
+    The imports of a selective checkpoint and of a compiler take seconds.
+    """
+    for name, way in (("a tensor", "two micro-batches"), ("BERT", "bf16 autocast")):
+        train(MODELS[name], way, lambda model, name=name: _policy(model, MODELS[name], text="0:ops(matmul)"))
+    train_compiled(MODELS["a tensor"], None, wrap=compile_layers, backend="aot_eager")
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the tables, or writes them into a page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a page with the two marks between which the tables stand")
+    chosen = parser.parse_args(arguments)
+    if chosen.output and not chosen.output.is_file():
+        parser.error(f"--output {chosen.output} does not exist: name a page that holds the marks {BEGIN} and {END}")
+    page = chosen.output.read_text() if chosen.output else ""
+    if chosen.output and not (BEGIN in page and END in page):
+        parser.error(f"{chosen.output} lacks the marks {BEGIN} and {END}")
+    torch.set_num_threads(1)  # the ranks are forks of this process
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    text = tables()
+    if chosen.output:
+        chosen.output.write_text(f"{page.split(BEGIN)[0]}{BEGIN}\n{text}{END}{page.split(END)[1]}")
+    else:
+        print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The files of a checkpoint directory. A kill leaves either the old state or the new one.
+
+    DIR/latest_checkpointed_iteration.txt      "40", replaced only once iter_0000040 is complete
+    DIR/lock.json                              who writes here (lock.py)
+    DIR/iter_0000040/config.json               the RunConfig
+                     metadata.json             progress, the sizes of the parallel axes, the
+                                               identity of the data
+                     parameters_pp00.json      global shape and split of each parameter of a
+                                               pipeline rank
+                     model_pp00_tp00of02.safetensors        one rank's shards, by parameter name,
+                                                            without vocabulary padding
+                     optimizer_pp00_tp00of02.safetensors    NAME/STATE by the update rule
+                                                            (NAME/exp_avg ..), NAME/master
+                     rng_00000.safetensors     random-number streams, one file per rank
+                     manifest.json             size and SHA-256 of each of these files, and which
+                                               start saved them; written last
+
+A start writes a step into iter_0000040.tmp-TOKEN, syncs it, and renames it. TOKEN is different for
+every start. A tensor that all TP ranks hold alike is in the file of TP rank 0 only. A tied
+embedding is in the file of the first pipeline rank only. These other names are not steps:
+
+    iter_N.tmp-TOKEN, latest_..txt.tmp-TOKEN    unfinished; the next start removes them
+    iter_N.deleted-TOKEN                        about to be deleted; the next start restores it if
+                                                it is still complete
+    iter_N.superseded, iter_N.superseded2 ..    a step of a course that was left; readers ignore it
+                                                (retention.py)
+    iter_N.old                                  a step that another step is replacing; readers use
+                                                it while iter_N is missing
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import read_up_to, sync_file
+
+LATEST = "latest_checkpointed_iteration.txt"
+CONFIG, METADATA = "config.json", "metadata.json"
+MOST_ITERATIONS = 10**9 - 1  # the longest name of a step has nine digits
+STEP_NAME = re.compile(r"iter_(\d{7,9})(\.old)?")
+SUPERSEDED = re.compile(r"iter_(\d{7,9})\.superseded\d*")
+UNFINISHED = re.compile(r"iter_\d{7,9}\.tmp(-\w+)?|" + re.escape(LATEST) + r"\.tmp(-\w+)?")
+CONDEMNED = re.compile(r"iter_\d{7,9}\.deleted(-\w+)?")
+
+
+def step_directory(root: Path, iteration: int) -> Path:
+    """Returns the path of an iteration's checkpoint: iter_N, or iter_N.old if only that exists."""
+    final = root / f"iter_{iteration:07d}"
+    old = final.with_suffix(".old")
+    return old if old.exists() and not final.exists() else final
+
+
+def shard_file(kind: str, pp_rank: int, tp_rank: int, tp_size: int) -> str:
+    """Returns the file name of one rank's tensors.
+
+    kind: "model" or "optimizer".
+    pp_rank, tp_rank: the pipeline rank and the TP rank that hold the tensors.
+    """
+    return f"{kind}_pp{pp_rank:02d}_tp{tp_rank:02d}of{tp_size:02d}.safetensors"
+
+
+def parameters_file(pp_rank: int) -> str:
+    """Returns the file name of the parameters' layouts of one pipeline rank."""
+    return f"parameters_pp{pp_rank:02d}.json"
+
+
+def rng_file(rank: int) -> str:
+    """Returns the file name of one rank's random-number streams."""
+    return f"rng_{rank:05d}.safetensors"
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Returns the iterations of all steps under `root`, good or damaged, in ascending order."""
+    names = (STEP_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    return sorted({int(name[1]) for name in names if name is not None})
+
+
+def read_pointer(root: Path) -> int:
+    """Returns the iteration that the pointer names.
+
+    Raises InputError if the pointer is missing or names no step.
+    """
+    pointer = root / LATEST
+    if not pointer.exists():
+        raise InputError(f"{pointer}: no such file")
+    text = read_bounded(pointer, 32).decode(errors="replace").strip()
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise InputError(f"{pointer}: expected an iteration number, found {text!r}")
+    step = step_directory(root, int(text))
+    if not step.is_dir():
+        raise InputError(f"{pointer}: names iteration {text}, but {step.name} does not exist")
+    return int(text)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read, unbuffered.
+
+    Raises OSError if the file cannot be opened, and InputError if it is a link, a pipe or a device.
+    Without O_NONBLOCK, opening a pipe that no process writes to would wait for ever.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise _not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def regular_size(path: Path) -> int:
+    """Returns the size of a regular file.
+
+    Raises OSError if the file is missing, and InputError if it is a link, a pipe or a device.
+    """
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise _not_regular(path)
+    return found.st_size
+
+
+def _not_regular(path: Path) -> InputError:
+    return InputError(f"{path}: is no regular file, and links, pipes and devices are not read: the checkpoint is damaged")
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Returns the contents of a regular file.
+
+    Raises InputError if it cannot be read, or is longer than `limit` bytes.
+    """
+    try:
+        with open_regular(path) as file:
+            data = read_up_to(file, limit)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}): the checkpoint is incomplete or damaged") from error
+    if data is None:
+        raise InputError(f"{path}: longer than {limit} bytes: the checkpoint is damaged")
+    return data
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file and syncs its contents. The caller syncs the folder."""
+    with path.open("wb") as file:
+        file.write(data)
+        sync_file(file)

@@ -1,0 +1,1 @@
+"""Floor 6: the dry run of pretrain_gpt.py, its start, and the exit status of each error."""

@@ -1,0 +1,33 @@
+"""The exit status of the program, and the errors that end it outside of the supervised part.
+
+These are the errors before the rank joins the process groups, and after it has left them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from megatron_lite.cli.messages import report_before_joining, say
+from megatron_lite.config.checks import InputError
+from megatron_lite.parallel.launch import Launch, read_launch
+from megatron_lite.parallel.signals import die_of
+
+
+def exit_status(program: Callable[[Launch], int]) -> int:
+    """Returns `program(launch)`, or 2 after an InputError.
+
+    After Ctrl-C the process ends by SIGINT itself, as a shell expects.
+    """
+    rank = 0
+    try:
+        launch = read_launch()
+        rank = launch.rank
+        return program(launch)
+    except InputError as error:
+        report_before_joining(error, rank)
+        return 2
+    except KeyboardInterrupt:
+        if rank == 0:
+            say("stopped by SIGINT", rank)
+        die_of(signal.SIGINT)

@@ -1,0 +1,88 @@
+"""The regions of a transformer layer that `--recompute-modules` and `--recompute-policy` can name.
+
+This table is the only place that holds facts about a region. The flags and their help, the rules of
+the configuration, the schedule, the engine (recompute/region_runner.py), the prediction of memory
+(memory/) and the report read it. description/ names the operations of each region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+CORE_ATTENTION, LAYERNORM, MLP_REGION = "core_attn", "layernorm", "mlp"
+ACTIVATION, DROPOUT = "activation", "dropout"
+ALIAS = "pointwise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionFacts:
+    """One row of the table.
+
+    method: how backward gets the region's results back.
+        replay   The region keeps its inputs; backward runs it again.
+        discard  The region keeps its inputs. Operations that save its output store a recipe
+                 instead, so the output is freed; backward runs the region again for them.
+        redraw   The region keeps the state of the random-number stream; backward draws its mask
+                 again.
+    help: what the region holds, in a few words.
+    parent: the region that contains this one; recomputing the parent recomputes this one too.
+    draws: whether a replay needs the states of the random-number streams, which are then kept.
+    skips_tail: whether a replay can leave out the region's last matmul, because backward does not
+        read the region's output.
+    needs_scores: whether the region frees memory only where attention builds its scores. A flash
+        kernel keeps none, and its backward rebuilds them anyway.
+    """
+
+    method: Literal["replay", "discard", "redraw"]
+    help: str
+    parent: str | None = None
+    draws: bool = False
+    skips_tail: bool = False
+    needs_scores: bool = False
+
+
+REGIONS = {
+    CORE_ATTENTION: RegionFacts(method="replay", help="scores, softmax and their product with the values",
+                                draws=True, skips_tail=True, needs_scores=True),
+    LAYERNORM: RegionFacts(method="discard", help="the two norms of a layer"),
+    MLP_REGION: RegionFacts(method="replay", help="the whole MLP", draws=True, skips_tail=True),
+    ACTIVATION: RegionFacts(method="discard", help="the activation of the MLP", parent=MLP_REGION),
+    DROPOUT: RegionFacts(method="redraw", help="the dropout masks of the residual stream"),
+}
+MODULES = tuple(REGIONS)
+# The regions that run no matmul again. The name `pointwise` stands for all of them.
+POINTWISE = tuple(name for name, facts in REGIONS.items() if facts.method != "replay")
+
+
+def regions_help() -> str:
+    """Returns every region with what it holds, for --help."""
+    each = [f"{name} ({facts.help})" for name, facts in REGIONS.items()]
+    return f"{', '.join(each)}; {ALIAS} is {', '.join(POINTWISE)}"
+
+
+def expanded(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names with the alias `pointwise` replaced by its regions."""
+    return tuple(region for name in names for region in (POINTWISE if name == ALIAS else (name,)))
+
+
+def without_nested(regions: Collection[str]) -> frozenset[str]:
+    """Returns the regions without those whose parent is among them: it recomputes them anyway."""
+    return frozenset(region for region in regions if REGIONS[region].parent not in regions)
+
+
+def nested(regions: Collection[str]) -> list[tuple[str, str]]:
+    """Returns (region, parent) for every region whose parent is among the regions."""
+    return [(name, facts.parent) for name, facts in REGIONS.items()
+            if name in regions and facts.parent is not None and facts.parent in regions]
+
+
+def any_skips_tail(regions: Iterable[str]) -> bool:
+    """Returns whether a replay of one of the regions can leave out its last matmul."""
+    return any(REGIONS[region].skips_tail for region in regions)
+
+
+def without_effect(regions: Iterable[str], *, builds_scores: bool) -> list[str]:
+    """Returns the regions that free next to nothing, given whether attention builds its scores."""
+    return [region for region in regions if REGIONS[region].needs_scores and not builds_scores]

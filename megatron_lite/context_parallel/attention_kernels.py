@@ -1,0 +1,134 @@
+"""Fused attention of some queries to some keys, forward and backward, with torch's own kernels.
+
+The forward also returns the log-sum-exp of each row (`lse`). The backward of a kernel rebuilds the
+softmax as exp(q k - lse). It needs only `lse` and rowsum(dy * y) to account for other keys. If both
+cover all keys, the kernel returns the exact gradients of its own keys, and the gradients of parts
+add up (2205.14135, 2310.01889).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+LARGEST_FLASH_HEAD = 256
+aten = torch.ops.aten
+
+
+class Attended(NamedTuple):
+    """The result of attention.
+
+    output: [b, a, n, d] in any memory layout.
+    lse: [b, a, n], at least float32: the log of the sum of exponentials of each row.
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+class AttentionGradients(NamedTuple):
+    """The gradients of query, key and value, in the shapes of those tensors."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def has_kernel(query: Tensor) -> bool:
+    """Returns whether a kernel supports tensors of this device, dtype and head dim.
+
+    The last dim of `query` holds the channels of a head.
+    """
+    channels = query.shape[-1]
+    if query.device.type == "cpu":
+        return True
+    if query.dtype == torch.float32:
+        return channels % 4 == 0
+    return query.dtype in (torch.bfloat16, torch.float16) and channels % 8 == 0 and channels <= LARGEST_FLASH_HEAD
+
+
+def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the tensors in the dtype that torch's own attention uses: autocast's, if enabled."""
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None) -> Attended:
+    """Returns softmax(scale q k^T) v and its log-sum-exp.
+
+    query: [b, a, n, d]. key, value: [b, g, m, d].
+    causal: row i reads the columns 0 to i only; n must equal m.
+    mask: [n, m] in the query's dtype, added to the scores. Each row must read a column.
+
+    With `causal` the mask must hide later columns too. The CPU's flash kernel then skips their
+    blocks. On CUDA only the memory-efficient kernel takes a mask, and it gets the mask without
+    `causal`.
+    """
+    if query.device.type == "cpu":
+        return Attended(*aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask,
+                                                                          scale=scale))
+    if query.dtype == torch.float32 or mask is not None:
+        key, value = _for_each_head(query, key, value)
+        bias, causal = _bias(query, mask), causal and mask is None
+        output, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
+        # The kernel pads the rows of lse.
+        return Attended(output, lse[..., : query.shape[2]].contiguous())
+    output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return Attended(output, lse)
+
+
+def attend_backward(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, *, causal: bool,
+                    scale: float, mask: Tensor | None = None) -> AttentionGradients:
+    """Returns the gradients of these keys and values, and their part of the query's gradient.
+
+    attended: the result of these queries with all of their keys, not only with these keys.
+    The shapes are those of `attend`.
+    """
+    if query.device.type == "cpu":
+        return AttentionGradients(*aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_output, query, key, value, *attended, 0.0, causal, attn_mask=mask, scale=scale))
+    if query.dtype == torch.float32 or mask is not None:
+        return _efficient_backward(grad_output, query, key, value, attended, causal=causal and mask is None, scale=scale,
+                                   mask=mask)
+    # The kernel takes a dropout seed. Dropout is 0 here, so its value does not matter.
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+    lengths: list[Any] = [None, None, query.shape[2], key.shape[2]]
+    return AttentionGradients(*aten._scaled_dot_product_flash_attention_backward(
+        grad_output, query, key, value, attended.output, attended.lse.contiguous(), *lengths, 0.0, causal, seed,
+        torch.empty_like(seed[0]), scale=scale))
+
+
+def _efficient_backward(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, *, causal: bool,
+                        scale: float, mask: Tensor | None) -> AttentionGradients:
+    b, groups, m, d = key.shape
+    rows = attended.lse.shape[-1]
+    # This kernel expects the rows of lse padded to a multiple of 32. With lse = inf a padded row
+    # has softmax 0.
+    lse = torch.nn.functional.pad(attended.lse, (0, -rows % 32), value=torch.inf)
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # dropout is 0: any value
+    grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_output, query, *_for_each_head(query, key, value), _bias(query, mask), attended.output, lse, seed, seed, 0.0,
+        [True, True, True, False], causal, scale=scale)
+    return AttentionGradients(grad_query, *(grad.reshape(b, groups, -1, m, d).sum(2) for grad in (grad_key, grad_value)))
+
+
+def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Returns the mask [n, m] as a view [b, a, n, m] for the memory-efficient kernel.
+
+    The kernel's loads need rows that start at multiples of 16 elements.
+    """
+    if mask is None:
+        return None
+    n, m = mask.shape
+    return torch.nn.functional.pad(mask, (0, -m % 16))[:, :m].expand(*query.shape[:2], n, m)
+
+
+def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns key and value repeated for every head: this kernel does not support query groups."""
+    repeats = query.shape[1] // key.shape[1]
+    return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))

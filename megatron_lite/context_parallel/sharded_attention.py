@@ -1,0 +1,140 @@
+"""Causal attention of a sequence sharded over context-parallel ranks, without an [s, s] matrix.
+
+Each rank holds two chunks of the sequence (parallel/chunks.py).
+
+    keys and values of      queries of this rank that read them
+    this rank               all, each up to its own position: one causal kernel
+    a rank before           all read the first chunk, none the second
+    a rank after            the second chunk reads all, the first none
+
+Each part of keys and values therefore costs half of a square of work. Parts are merged row by row.
+With the log-sum-exps l1 and l2 of two parts,
+
+    y = y1 + sigmoid(l2 - l1) (y2 - y1)        l = log(e^l1 + e^l2)
+
+Ring Attention is 2310.01889. The form with an all-gather is Llama 3's, 2407.21783 sec. 3.3.2.
+exchange.py has the collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from megatron_lite.context_parallel.attention_kernels import Attended, attend, attend_backward, in_autocast_dtype
+from megatron_lite.context_parallel.exchange import EXCHANGES
+from megatron_lite.parallel.chunks import ContextParallel
+from megatron_lite.parallel.collectives import results_may_be_kept
+
+
+def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, *, cp: ContextParallel, scale: float) -> Tensor:
+    """Returns the attention output [s/c, b, a/t, d] of this rank's queries.
+
+    query: [s/c, b, a/t, d]. key, value: [s/c, b, g/t, d]. cp.group must not be None.
+    Keeps its inputs, its output and one float32 (float64) per row. The merged output and the
+    query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
+    their own dtype, with one addition per rank. Issues the collectives of exchange.py on cp.group.
+    """
+    return _ContextParallelAttention.apply(*in_autocast_dtype(query, key, value), cp.group, cp.comm_type, scale)
+
+
+class _ContextParallelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str,
+                scale: float) -> Tensor:
+        if results_may_be_kept():
+            # As one operator: the mode keeps the result of all parts, and the replay sends nothing.
+            output, lse = torch.ops.megatron_lite.context_parallel_attention(query, key, value, group.group_name, comm_type,
+                                                                             scale)
+        else:
+            output, lse = _attend(query, key, value, group, comm_type, scale)
+        ctx.group, ctx.comm_type, ctx.scale = group, comm_type, scale
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        exchange, own = EXCHANGES[ctx.comm_type], torch.stack((key, value))
+        grad_keys_values = exchange.sum(own, ctx.group)
+        grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        grad_output = grad_output.contiguous()
+        # The parts arrive again, as in forward. Each kernel gets the output and lse of all keys, so
+        # the sum of the parts' gradients is the whole gradient.
+        for source, keys_values in exchange.parts(own, ctx.group):
+            queries, keys, causal = _reading(ctx.group.rank(), source, query.shape[0])
+            part_key, part_value = map(heads_first, keys_values[:, keys])
+            attended = Attended(heads_first(output[queries]), lse[:, :, queries])
+            grads = attend_backward(heads_first(grad_output[queries]), heads_first(query[queries]), part_key, part_value,
+                                    attended, causal=causal, scale=ctx.scale)
+            grad_query[queries] += heads_last(grads.query)
+            grad_keys_values.add(source, keys, heads_last(grads.key), heads_last(grads.value))
+        return grad_query.to(query.dtype), *grad_keys_values.result().unbind(), None, None, None
+
+
+class Reading(NamedTuple):
+    """The queries of this rank and the keys of a part that they read, as slices of their tensors.
+
+    causal: whether each query reads the keys only up to its own position.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def _reading(rank: int, source: int, num_tokens: int) -> Reading:
+    every, first, second = slice(0, num_tokens), slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)
+    if source == rank:
+        return Reading(every, every, True)
+    return Reading(every, first, False) if source < rank else Reading(second, every, False)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str,
+            scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the output [s/c, b, a, d] and the log-sum-exp of each row, [b, a, s/c]."""
+    total: Attended | None = None
+    for source, keys_values in EXCHANGES[comm_type].parts(torch.stack((key, value)), group):
+        queries, keys, causal = _reading(group.rank(), source, query.shape[0])
+        part_key, part_value = map(heads_first, keys_values[:, keys])
+        part = attend(heads_first(query[queries]), part_key, part_value, causal=causal, scale=scale)
+        if total is None:
+            total = Attended(part.output.to(part.lse.dtype), part.lse)
+        else:
+            merge_(Attended(total.output[:, :, queries], total.lse[:, :, queries]), part)
+    assert total is not None
+    return heads_last(total.output.to(query.dtype)), total.lse.contiguous()
+
+
+def merge_(total: Attended, part: Attended) -> None:
+    """Merges into `total` the attention of the same queries to other keys, `part`, in place."""
+    total.output.lerp_(part.output.to(total.output.dtype), torch.sigmoid(part.lse - total.lse).unsqueeze(-1))
+    torch.logaddexp(total.lse, part.lse, out=total.lse)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """Returns [n, b, a, d] as a view [b, a, n, d]."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def heads_last(tensor: Tensor) -> Tensor:
+    """Returns [b, a, n, d] as a view [n, b, a, d]."""
+    return tensor.permute(2, 0, 1, 3)
+
+
+def _attend_in_named_group(query: Tensor, key: Tensor, value: Tensor, group: str, comm_type: str,
+                           scale: float) -> tuple[Tensor, Tensor]:
+    return _attend(query, key, value, _resolve_process_group(cast(Any, group)), comm_type, scale)
+
+
+# As one operator, a selective checkpoint can keep the result like that of a kernel. The replay then
+# issues no collective.
+_OPERATORS = torch.library.Library("megatron_lite", "DEF")
+_OPERATORS.define("context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str comm_type, float scale)"
+                  " -> (Tensor, Tensor)")
+_OPERATORS.impl("context_parallel_attention", _attend_in_named_group, "CompositeExplicitAutograd")

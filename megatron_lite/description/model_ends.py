@@ -1,0 +1,84 @@
+"""The description of the embedding and of the model's head as operations.
+
+The head is the final norm, the output projection and the loss. The code is in model/embedding.py
+and model/gpt.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.linears import column_backward, hidden_collective, row_backward, row_forward
+from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    Collective,
+    KeptTensor,
+    Matmul,
+    Operation,
+    OperatorCall,
+    Parameter,
+)
+from megatron_lite.description.sizes import Sizes
+
+
+def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
+    """Returns the embedding of a first stage.
+
+    Each tensor-parallel rank looks up the ids of its own rows of the vocabulary. A collective sums
+    the results: an all-reduce, or a reduce-scatter under sequence parallelism.
+    """
+    keeps = [KeptTensor("token ids", 8 * sizes.tokens)]
+    if sizes.tp_size > 1:
+        keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
+    parameters = [Parameter("word_embeddings.weight", _words(model, sizes))]
+    if model.positions.learned:
+        parameters.append(Parameter("position_embeddings.weight", (model.max_position_embeddings, model.hidden_size)))
+    if model.hidden_dropout > 0.0:
+        keeps.append(KeptTensor("embedding dropout mask", sizes.local_tokens * model.hidden_size))
+    return (Operation("embedding", "embedding", tuple(keeps), calls=(OperatorCall("", (), (), row_forward(model, sizes)),),
+                      backward=row_backward(model, sizes), parameters=tuple(parameters)),)
+
+
+def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
+    """Returns the final norm, the output projection and the loss of a last stage.
+
+    With several tensor-parallel ranks the loss issues two all-reduces. The first takes the maximum
+    of the logits; the second sums the label's logit and the exponentials, two numbers per token.
+    The output weight is a parameter of the head unless it is tied to an embedding on the same
+    stage.
+    """
+    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    columns = sizes.padded_vocab_size // sizes.tp_size
+    untied = model.untie_embeddings_and_output_weights
+    weights: tuple[Parameter, ...] = (Parameter("weight", _words(model, sizes)),)
+    # A tied model multiplies by the embedding's weight. A last stage without the embedding holds a
+    # copy of that weight.
+    if not untied:
+        copy = Parameter("embedding.word_embeddings.weight", _words(model, sizes))
+        weights = () if sizes.has_embedding else (copy,)
+    row = sizes.tokens * sizes.accumulate_bytes
+    several = sizes.tp_size > 1
+    gathers = (hidden_collective(ALL_GATHER, model, sizes),) if several and sizes.sequence_parallel else ()
+    logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
+    project = OperatorCall("", (), (Matmul("logits", 2 * sizes.tokens * model.hidden_size * columns),), gathers)
+    sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row)) if several else ()
+    # With chunks no logits are kept: backward of the output layer runs the projection again.
+    return (
+        Operation("final_layernorm", "decoder.final_layernorm",
+                  (KeptTensor("output of the last layer", hidden),
+                   norm_statistics("final norm", model, sizes, sizes.local_tokens)),
+                  parameters=norm_parameters(model, model.hidden_size)),
+        Operation("output_layer", "output_layer" if untied else "", (KeptTensor("normed output", hidden),), calls=(project,),
+                  backward=column_backward(model, sizes),
+                  rebuilds=project.matmuls if sizes.loss_chunk_size is not None else (),
+                  parameters=weights),
+        Operation("loss", "", (*((logits,) if sizes.loss_chunk_size is None else ()),
+                               KeptTensor("labels", 8 * sizes.tokens), KeptTensor("which labels are here", sizes.tokens),
+                               KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens)),
+                  calls=(OperatorCall("", (), (), sums),)),
+    )
+
+
+def _words(model: ModelConfig, sizes: Sizes) -> tuple[int, int]:
+    return sizes.padded_vocab_size // sizes.tp_size, model.hidden_size

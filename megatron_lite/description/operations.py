@@ -1,0 +1,190 @@
+"""The types of the description: kept tensors, operator calls, collectives and operations.
+
+A layer is a tuple of operations in the order of the forward. memory/ computes kept bytes,
+operators, FLOPs, collectives and parameter counts as sums over this tuple. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_lite.config.regions import REGIONS
+from megatron_lite.description.sizes import Sizes
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+SHIFT = "ring shift"
+
+
+class KeptTensor(NamedTuple):
+    """A storage that lives from forward to backward.
+
+    All views of a storage are one KeptTensor. Its bytes count once, however many operations save
+    it.
+
+    name: a name that is unique in its layer.
+    in_paper: whether it is one of the terms of 2205.05198, section 4.1.
+    stays: whether no policy moves it to host memory. It is true for tables that all layers share,
+        and for the states of generators, which lie in host memory already.
+    shared: whether all layers save the same storage, such as the rotary tables.
+    """
+
+    name: str
+    num_bytes: int
+    in_paper: bool = False
+    stays: bool = False
+    shared: bool = False
+
+
+class Matmul(NamedTuple):
+    """A matrix product of the forward.
+
+    flops: its FLOPs on one rank, 2 per multiply-add.
+    """
+
+    name: str
+    flops: int
+
+
+class Collective(NamedTuple):
+    """One collective of a group of n ranks.
+
+    num_bytes: the bytes of the whole tensor. A rank receives (n-1)/n of them in an all-gather or a
+        reduce-scatter, twice as many in an all-reduce, and all of them in a ring shift.
+    """
+
+    kind: str
+    num_bytes: int
+
+
+class OperatorCall(NamedTuple):
+    """One call of a torch operator that `ops(...)` of a policy can name.
+
+    operator: torch's name of the operator, or "" if no policy may keep its result.
+    returns: its results. A storage that an operation also saves has the same name here.
+    matmuls, collectives: the matrix products and the collectives of the call.
+    output_only: whether only the operation's output depends on the call. If backward does not read
+        that output, a replay can leave the call out.
+    """
+
+    operator: str
+    returns: tuple[KeptTensor, ...]
+    matmuls: tuple[Matmul, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    output_only: bool = False
+
+
+class Parameter(NamedTuple):
+    """A parameter of an operation's module. shape: its shape on one TP rank."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements on one TP rank."""
+        return math.prod(self.shape)
+
+
+class RegionEntry(NamedTuple):
+    """One passage of the forward through a region.
+
+    inputs: the tensors that are kept if the region is recomputed. `kept` adds the random-number
+        states of a region that draws.
+    discards: the names of the outputs that are freed if the region is recomputed. Backward rebuilds
+        them for the operations that saved them.
+    """
+
+    region: str
+    inputs: tuple[KeptTensor, ...]
+    discards: tuple[str, ...] = ()
+
+    def kept(self, sizes: Sizes) -> tuple[KeptTensor, ...]:
+        """Returns everything that is kept for the passage if the region is recomputed."""
+        if not REGIONS[self.region].draws:
+            return self.inputs
+        return (*self.inputs, rng_state(f"RNG states of {self.region}", sizes.rng_state_bytes))
+
+
+class Operation(NamedTuple):
+    """One operation of the model.
+
+    name: a name that is unique in its layer.
+    module: the name, within the layer, of the module that runs it; "" is the layer itself. For the
+        embedding and the head it is the name within the model.
+    keeps: the tensors that are kept for its backward if nothing is recomputed.
+    regions: the regions in which it lies, outermost first.
+    enters: the regions that begin with it.
+    calls: its operator calls in order.
+    backward: the collectives of its backward.
+    rebuilds: matmuls that its backward runs in addition to two for each matmul of the forward.
+    parameters: the parameters of its module.
+    """
+
+    name: str
+    module: str
+    keeps: tuple[KeptTensor, ...] = ()
+    regions: tuple[str, ...] = ()
+    enters: tuple[RegionEntry, ...] = ()
+    calls: tuple[OperatorCall, ...] = ()
+    backward: tuple[Collective, ...] = ()
+    rebuilds: tuple[Matmul, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def forward(self) -> tuple[Collective, ...]:
+        """The collectives of its forward."""
+        return tuple(collective for call in self.calls for collective in call.collectives)
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of its forward on one rank."""
+        return sum(matmul.flops for call in self.calls for matmul in call.matmuls)
+
+
+@dataclass(frozen=True)
+class LayerDescription:
+    """The operations of one layer, in the order of the forward.
+
+    peculiarity: a text that tells how the layer differs from other layers of the model, or "".
+    """
+
+    operations: tuple[Operation, ...]
+    peculiarity: str = ""
+
+    @property
+    def input(self) -> KeptTensor:
+        """The layer's input, which a recomputed unit keeps."""
+        return self.operations[0].keeps[0]
+
+    def tables(self) -> dict[str, int]:
+        """Returns the bytes of the tensors that this layer shares with other layers, by name."""
+        return {tensor.name: tensor.num_bytes for one in self.operations for tensor in one.keeps if tensor.shared}
+
+    def inside(self, regions: Set[str]) -> Iterator[Operation]:
+        """Yields the operations that lie in one of the regions."""
+        return (one for one in self.operations if not regions.isdisjoint(one.regions))
+
+    def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
+        """Returns the calls that a replay can leave out if its output is not read.
+
+        They are the `output_only` calls of the last operation that has calls. Each is (name of the
+        operation, number of the call).
+
+        region: the region that is replayed, or None for the whole layer.
+        """
+        within = [one for one in self.operations if one.calls and (region is None or region in one.regions)]
+        return frozenset((within[-1].name, number) for number, call in enumerate(within[-1].calls)
+                         if call.output_only) if within else frozenset()
+
+
+def rng_state(name: str, num_bytes: int) -> KeptTensor:
+    """Returns a saved state of random-number streams. It lies in host memory."""
+    return KeptTensor(name, num_bytes, stays=True)
+
+
+def shared_table(name: str, num_bytes: int) -> KeptTensor:
+    """Returns a constant table that all layers save."""
+    return KeptTensor(name, num_bytes, stays=True, shared=True)

@@ -1,0 +1,104 @@
+"""The sizes of one micro-batch on one rank, which decide the bytes of every tensor.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The values that decide the bytes of tensors, besides the shape of the model.
+
+    seq_length: the length of the whole sequence, before context parallelism splits it.
+    element_bytes: the bytes of an element of weights and activations: 4, or 2 under --bf16 or
+        --fp16.
+    device: "cpu" or "cuda".
+    loss_chunk_size: the number of tokens that have logits at a time. None: the logits of all tokens
+        are kept.
+    has_embedding: whether the stage holds the embedding.
+    has_head: whether the stage holds the final norm, the output projection and the loss.
+    first_layer: the number of the stage's first layer in the whole model, counted from 0.
+    """
+
+    micro_batch_size: int
+    seq_length: int
+    padded_vocab_size: int
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    cp_size: int = 1
+    cp_comm_type: str = "p2p"
+    element_bytes: int = 4
+    device: str = "cpu"
+    loss_chunk_size: int | None = None
+    has_embedding: bool = True
+    has_head: bool = True
+    first_layer: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
+        """Returns the sizes of one pipeline stage, or of the whole model if `stage` is None.
+
+        Raises ValueError if the size of the vocabulary is not known.
+        """
+        tp_size = config.parallel.tensor_model_parallel_size
+        return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
+                   padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
+                   sequence_parallel=config.parallel.sequence_parallel, cp_size=config.parallel.context_parallel_size,
+                   cp_comm_type=config.parallel.cp_comm_type, device=device,
+                   element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
+                   loss_chunk_size=config.training.loss_chunk_size,
+                   has_embedding=stage is None or stage.is_first, has_head=stage is None or stage.is_last,
+                   first_layer=0 if stage is None else stage.first_layer)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a micro-batch on one rank: s b / c."""
+        return self.own_seq_length * self.micro_batch_size
+
+    @property
+    def own_seq_length(self) -> int:
+        """The tokens of each sequence on one context-parallel rank: s / c."""
+        return self.seq_length // self.cp_size
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that share the work of a layer on a micro-batch: t c."""
+        return self.tp_size * self.cp_size
+
+    @property
+    def local_tokens(self) -> int:
+        """The tokens of a norm or a residual on one rank.
+
+        They are s b / (c t) under sequence parallelism, else s b / c.
+        """
+        return self.tokens // self.tp_size if self.sequence_parallel else self.tokens
+
+    @property
+    def accumulate_bytes(self) -> int:
+        """The bytes of an element of sums and statistics, which are in float32 at least."""
+        return max(4, self.element_bytes)
+
+    @property
+    def rng_state_bytes(self) -> int:
+        """The bytes that a replayed unit or region keeps to repeat its draws.
+
+        They are the state of every stream and, on CUDA, the state of the CPU's generator.
+        """
+        if self.device == "cpu":
+            return NUM_STREAMS * CPU_RNG_STATE
+        return NUM_STREAMS * CUDA_RNG_STATE + CPU_RNG_STATE
+
+    @property
+    def stream_state_bytes(self) -> int:
+        """The bytes of the state of one random-number stream."""
+        return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE

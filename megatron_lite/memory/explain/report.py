@@ -1,0 +1,328 @@
+"""The report of `--explain-recompute` as data: the effect of a recompute plan, layer by layer.
+
+report_text.py prints it. All figures are of one micro-batch on one rank; in a pipeline it is the
+rank with the highest peak. They follow from the plan that training executes. Standard library only.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.regions import CORE_ATTENTION
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage
+from megatron_lite.description.operations import KeptTensor, LayerDescription
+from megatron_lite.description.self_attention import CORE
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.explain.advice import Note, notes
+from megatron_lite.memory.explain.prices import Priced, alternatives, price, rank_plans, with_flags
+from megatron_lite.memory.predict.flops import replayed_flops
+from megatron_lite.memory.predict.kept_tensors import EMBEDDING, HEAD, Term, activation_terms
+from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
+from megatron_lite.memory.predict.replays import left_out, replayed_calls
+from megatron_lite.memory.predict.traffic import Traffic, embedding_collectives, head_collectives, segment_collectives
+from megatron_lite.recompute.plan import RecomputePlan, Segment, keep_everything
+
+
+class ReportPart(NamedTuple):
+    """A part that the model has once, such as the embedding.
+
+    kept: its kept tensors, the largest first. traffic: its collectives.
+    """
+
+    kept: tuple[KeptTensor, ...]
+    traffic: Traffic = Traffic()
+
+    @property
+    def kept_bytes(self) -> int:
+        """The kept bytes of the part."""
+        return sum(tensor.num_bytes for tensor in self.kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRun:
+    """Neighbouring segments of a stage that are treated alike. Each figure is of one segment.
+
+    A segment is one layer or one unit.
+    count: the number of segments.
+    stage: the number of the pipeline stage; None without a pipeline.
+    kept: the tensors kept on the device. moved: those kept in host memory.
+    rebuilt: the operations that backward runs again in each layer.
+    left_out: those of them that the replay skips, in words, because only its unread output needs
+        them; None if it skips none.
+    replay_flops: the FLOPs of the replay on one rank.
+    traffic: the collectives.
+    peculiarity: what sets these layers apart from others of the model; "" if nothing.
+    """
+
+    segment: Segment
+    count: int
+    stage: int | None
+    kept: tuple[KeptTensor, ...]
+    moved: tuple[KeptTensor, ...]
+    rebuilt: tuple[str, ...]
+    left_out: str | None
+    replay_flops: int
+    traffic: Traffic
+    peculiarity: str = ""
+
+    @property
+    def last_layer(self) -> int:
+        """The last layer of these segments. The first is `segment.first_layer`."""
+        return self.segment.first_layer + self.count * self.segment.num_layers - 1
+
+    @property
+    def kept_bytes(self) -> int:
+        """The kept bytes of one segment."""
+        return sum(tensor.num_bytes for tensor in self.kept)
+
+
+class PaperFigure(NamedTuple):
+    """A formula of arXiv 2205.05198 for a treatment of a layer, and its value in bytes.
+
+    The paper assumes 16-bit activations and 1-byte masks.
+    """
+
+    formula: str
+    num_bytes: int
+
+
+class Comparison(NamedTuple):
+    """The kept bytes of a layer or a unit, beside the paper's figure.
+
+    paper: the paper's figure, if it has a formula for this treatment.
+    in_paper_bytes: the paper's terms at this run's sizes.
+    others: the kept tensors that the paper does not count.
+    """
+
+    segment: Segment
+    paper: PaperFigure | None
+    in_paper_bytes: int
+    others: tuple[KeptTensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The report on a run. The kept bytes of its parts add up to `own.kept_bytes`.
+
+    sizes: the sizes of a micro-batch in the rank's stages together.
+    rank: the pipeline rank of the figures, which is the one with the highest peak.
+    ranks: the memory of all pipeline ranks; empty without a pipeline.
+    num_microbatches: the micro-batches of a step, at the end of a batch-size ramp.
+    own: the cost of the run's own flags.
+    without: the cost without recomputation, on the rank that then has the highest peak.
+    without_here: the cost without recomputation, on `rank`.
+    """
+
+    config: RunConfig
+    sizes: Sizes
+    rank: int
+    ranks: tuple[RankMemory, ...]
+    num_microbatches: int
+    own: Priced
+    without: Priced
+    without_here: Priced
+    embedding: ReportPart
+    rotary_tables: ReportPart
+    runs: tuple[LayerRun, ...]
+    head: ReportPart
+    comparisons: tuple[Comparison, ...]
+    policies: tuple[Priced, ...]
+    notes: tuple[Note, ...]
+
+    @property
+    def unlike_the_paper(self) -> tuple[str, ...]:
+        """The reasons why this model's terms differ from the paper's formula."""
+        model, sizes = self.config.model, self.sizes
+        reasons = {
+            f"1/{sizes.cp_size} of each sequence, on each context-parallel rank": sizes.cp_size > 1,
+            "4-byte activations": sizes.element_bytes != 2,
+            "flash attention, which keeps no scores": not model.builds_scores(sizes.device),
+            "float32 softmax": model.builds_scores(sizes.device) and model.attention_softmax_in_fp32,
+            "no dropout of the scores": model.attention_dropout == 0.0,
+            "no dropout of the residual": model.hidden_dropout == 0.0,
+            f"{model.activation}": model.activation != "gelu",
+            f"f = {model.ffn_size / model.hidden_size:.2f} h": model.ffn_size != 4 * model.hidden_size,
+            f"{model.query_groups} query groups": model.query_groups != model.num_attention_heads,
+            f"heads of {model.head_dim} channels": model.head_dim * model.num_attention_heads != model.hidden_size,
+        }
+        return tuple(reason for reason, holds in reasons.items() if holds)
+
+
+def likely_device(distributed_backend: str) -> str:
+    """Returns the device on which training would run, "cpu" or "cuda", without importing torch.
+
+    `auto` takes a GPU if the machine has a visible one.
+    """
+    device = chosen("--distributed-backend", distributed_backend, {"auto": None, "gloo": "cpu", "nccl": "cuda"})
+    if device is not None:
+        return device
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if not hidden and glob.glob("/dev/nvidia[0-9]*") else "cpu"
+
+
+def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
+    """Returns the report on a run. The vocabulary size must be known.
+
+    device: "cpu" or "cuda".
+    dp_size: the number of data-parallel ranks that share --global-batch-size.
+    ValueError: the run cannot split this batch.
+    """
+    run, config = config, _of_one_replica(config, dp_size)
+    pipeline_size, model = config.parallel.pipeline_model_parallel_size, config.model
+    own, without = price(config, device), price(with_flags(config), device)
+    plans = rank_plans(config, own.rank)
+    sizes = replace(Sizes.of(config, device=device), has_embedding=any(stage.is_first for stage, _ in plans),
+                    has_head=any(stage.is_last for stage, _ in plans))
+    runs: list[LayerRun] = []
+    terms: list[Term] = []
+    for stage, plan in plans:
+        own_sizes = Sizes.of(config, device=device, stage=stage)
+        own_terms = activation_terms(model, plan, own_sizes)
+        runs += _runs(config, plan, own_terms, own_sizes, stage.number if pipeline_size > 1 else None)
+        terms += own_terms
+    head = ReportPart(_largest_first(term for term in terms if term.operation == HEAD),
+                head_collectives(model, sizes) if sizes.has_head else Traffic())
+    policies = alternatives(config, device)
+    return Report(
+        config=run, sizes=sizes, rank=own.rank, own=own, without=without, runs=tuple(runs), head=head, policies=policies,
+        without_here=price(with_flags(config), device, rank=own.rank), num_microbatches=step_microbatches(config),
+        ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
+        embedding=ReportPart(_largest_first(term for term in terms if term.operation == EMBEDDING),
+                       embedding_collectives(model, sizes) if sizes.has_embedding else Traffic()),
+        rotary_tables=ReportPart(_largest_first(term for term in terms if term.tensor.shared)),
+        comparisons=tuple(_comparisons(config, [(plans[0][0], keep_everything(plans[0][0].num_layers)), *plans], sizes)),
+        notes=notes(config, sizes, own=own, without=without, policies=policies, head_bytes=head.kept_bytes,
+                    layers_bytes=sum(run.count * run.kept_bytes for run in runs)))
+
+
+def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
+    """Returns the run of one data-parallel rank, with its share of the batch.
+
+    ValueError: the share is not a whole number of micro-batches.
+    """
+    config.training.batch_schedule(dp_size)
+    batch = config.training.global_batch_size
+    share = None if batch is None else batch // dp_size
+    return replace(config, training=replace(config.training, global_batch_size=share, rampup_batch_size=()))
+
+
+def _runs(config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes,
+          stage: int | None) -> Iterator[LayerRun]:
+    layers = describe_layers(config.model, sizes, plan.num_layers)
+    again = replayed_flops(config.model, plan, batch=sizes.micro_batch_size, seq_length=sizes.seq_length, device=sizes.device,
+                            tp_size=sizes.tp_size, cp_size=sizes.cp_size, first_layer=sizes.first_layer)
+    for _, alike in itertools.groupby(plan.segments, key=lambda segment: _treatment(segment, layers)):
+        segment, *others = alike
+        numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
+        yield LayerRun(segment=segment, count=1 + len(others), stage=stage, kept=_kept_in(terms, numbers, on_host=False),
+                       moved=_kept_in(terms, numbers, on_host=True),
+                       rebuilt=_rebuilt(plan, segment, layers), left_out=_left_out(plan, segment, layers),
+                       replay_flops=sum(sum(again[number].values()) for number in numbers) // sizes.num_ranks,
+                       traffic=segment_collectives(config.model, plan, segment, sizes, layers),
+                       peculiarity=_peculiarity(layers[number] for number in numbers))
+
+
+def _peculiarity(layers: Iterable[LayerDescription]) -> str:
+    """Returns in words how the layers of a segment differ from others of the model.
+
+    If the layers differ from each other, the text has the words for each kind.
+    """
+    words = dict.fromkeys(layer.peculiarity for layer in layers)
+    return " and ".join(word or "neither" for word in words) if any(words) else ""
+
+
+def _kept_in(terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None) -> tuple[KeptTensor, ...]:
+    """Returns the tensors that the layers keep, the largest first, without shared tables.
+
+    on_host: True: those in host memory; False: those on the device; None: both.
+    """
+    return _largest_first(term for term in terms if term.layer in layers and not term.tensor.shared
+                          and on_host in (None, term.on_host))
+
+
+def _largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
+    return tuple(sorted((term.tensor for term in terms), key=lambda tensor: -tensor.num_bytes))
+
+
+def _treatment(segment: Segment, layers: tuple[LayerDescription, ...]) -> Hashable:
+    """Returns the key by which the report puts neighbouring segments into one line.
+
+    It consists of the treatment and of the layers' descriptions.
+    """
+    own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
+    return replace(segment, first_layer=0), own
+
+
+def _rebuilt(plan: RecomputePlan, segment: Segment, layers: tuple[LayerDescription, ...]) -> tuple[str, ...]:
+    """Returns the operations that backward runs again in a layer of the segment."""
+    layer = layers[segment.first_layer]
+    if segment.unit:
+        return tuple(operation.name for operation in layer.operations)
+    again = {operation.name for _, operation, call in replayed_calls((layer,), segment, skip_tail=plan.skip_tail)
+             if call.matmuls}
+    inside = layer.operations if segment.ops else layer.inside(segment.regions)
+    return tuple(operation.name for operation in inside
+                 if operation.name in again or not any(call.matmuls for call in operation.calls)
+                 # Where attention builds its scores, at least the softmax runs again.
+                 or (len([call for call in operation.calls if call.matmuls]) > 1))
+
+
+def _left_out(plan: RecomputePlan, segment: Segment, layers: tuple[LayerDescription, ...]) -> str | None:
+    """Returns in words the matmuls that a replay of the segment skips; None if it skips none."""
+    if not plan.skip_tail:
+        return None
+    own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
+    skipped = left_out(own, segment)
+    names = ["softmax x value" if one.name == CORE else one.name for one in own[-1].operations
+             if any((one.name, number) in skipped and call.matmuls for number, call in enumerate(one.calls))]
+    return " and ".join(f"the last {name}" if segment.num_layers > 1 else name for name in names) or None
+
+
+def _comparisons(config: RunConfig, plans: Iterable[tuple[Stage, RecomputePlan]], sizes: Sizes) -> Iterator[Comparison]:
+    """Yields one comparison for each treatment of a layer in the plans of the stages, in their order."""
+    seen = set()
+    for stage, plan in plans:
+        own_sizes = replace(sizes, first_layer=stage.first_layer)
+        terms = activation_terms(config.model, plan, own_sizes)
+        layers = describe_layers(config.model, own_sizes, plan.num_layers)
+        for segment in plan.segments:
+            treatment = replace(segment, first_layer=0, num_layers=1), layers[segment.first_layer]
+            if treatment in seen:
+                continue
+            seen.add(treatment)
+            kept = _kept_in(terms, range(segment.first_layer, segment.first_layer + segment.num_layers))
+            yield Comparison(segment, paper_figure(config, segment, sizes),
+                             sum(tensor.num_bytes for tensor in kept if tensor.in_paper),
+                             tuple(tensor for tensor in kept if not tensor.in_paper))
+
+
+def paper_figure(config: RunConfig, segment: Segment, sizes: Sizes) -> PaperFigure | None:
+    """Returns the formula of arXiv 2205.05198 for the segment; None if the paper has none.
+
+    The formulas are equations 1, 2 and 4, and those of section 5 and the appendix. They depend on
+    the recomputed regions and on how the layer is split over ranks.
+    """
+    heads, t = config.model.num_attention_heads, sizes.tp_size
+    sbh, scores = sizes.tokens * config.model.hidden_size, 5 * heads * sizes.seq_length * sizes.tokens // t
+    if segment.unit:
+        split = sizes.sequence_parallel or segment.split
+        return PaperFigure("2sbh/t" if split else "2sbh", 2 * sbh // (t if split else 1))
+    if segment.ops or segment.regions not in (frozenset(), frozenset({CORE_ATTENTION})):
+        return None
+    whole = not segment.regions
+    linear = 34 * sbh // t if sizes.sequence_parallel else 10 * sbh + 24 * sbh // t
+    if sizes.sequence_parallel:
+        formula = "(sbh/t)(34 + 5as/h)" if whole else "34sbh/t"
+    elif t > 1:
+        formula = "sbh(10 + 24/t + 5as/ht)" if whole else "sbh(10 + 24/t)"
+    else:
+        formula = "sbh(34 + 5as/h)" if whole else "34sbh"
+    return PaperFigure(formula, linear + (scores if whole else 0))

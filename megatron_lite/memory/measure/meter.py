@@ -1,0 +1,147 @@
+"""Measures the bytes that a forward keeps for its backward.
+
+    with kept_for_backward(exclude=model.parameters(), model=model) as meter:
+        loss = model.loss(tokens, labels).mean()
+    meter.total_bytes(), meter.by_module()          as long as the loss, and with it the graph, is alive
+
+torch passes every tensor that is saved for backward to the meter's hooks. The meter counts whole
+storages, each once, with their sizes at the time of the call. A storage that has been freed or
+resized to 0 since does not count. The hooks miss a tensor that a Function puts on its context as a
+plain attribute, and one that a cache keeps: live_storages.py finds these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+Label = TypeVar("Label")
+
+
+class KeptForBackward(Generic[Label]):
+    """The saved tensors that went through `pack` and are still alive.
+
+    exclude: tensors whose storages do not count.
+    label: called at each save; returns the label of the running module.
+    torch calls only the topmost pair of hooks. Hooks that are put on top of these must call these
+    for every tensor that is to count.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor], label: Callable[[], Label]) -> None:
+        self._excluded = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in exclude)}
+        self._label = label
+        self._numbers = count()
+        self._saved: WeakValueDictionary[int, SavedTensor[Label]] = WeakValueDictionary()  # in the order of saving
+
+    def pack(self, tensor: Tensor) -> SavedTensor[Label]:
+        """The pack hook. Copies nothing."""
+        saved = SavedTensor(tensor, self._label())
+        self._saved[next(self._numbers)] = saved
+        return saved
+
+    def unpack(self, saved: SavedTensor[Label]) -> Tensor:
+        """The unpack hook."""
+        return saved.tensor()
+
+    def storages(self) -> dict[int, KeptStorage[Label]]:
+        """Returns every kept storage, by its address."""
+        kept: dict[int, KeptStorage[Label]] = {}
+        for saved in list(self._saved.values()):
+            storage = saved.detached.untyped_storage()
+            if storage._cdata not in self._excluded and storage._cdata not in kept:
+                kept[storage._cdata] = KeptStorage(storage.nbytes(), saved.label, tuple(saved.detached.shape),
+                                                   str(saved.detached.dtype).removeprefix("torch."))
+        return kept
+
+    def total_bytes(self) -> int:
+        """Returns the bytes of all kept storages."""
+        return sum(storage.num_bytes for storage in self.storages().values())
+
+    def by_module(self) -> dict[Label, int]:
+        """Returns the kept bytes by module. "" stands for saves outside of every module.
+
+        A storage counts for the module whose forward saved it first.
+        """
+        totals: Counter[Label] = Counter()
+        for storage in self.storages().values():
+            totals[storage.label] += storage.num_bytes
+        return dict(totals)
+
+
+@dataclass(frozen=True)
+class KeptStorage(Generic[Label]):
+    """A kept storage: its size, and the facts of its first save.
+
+    label: the label of that save. shape, dtype: those of the saved tensor; dtype as in "float32".
+    """
+
+    num_bytes: int
+    label: Label
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SavedTensor(Generic[Label]):
+    """The object that the graph holds in place of a saved tensor, as long as it needs the tensor.
+
+    Reading it raises RuntimeError if the tensor was written to after the save. torch leaves this
+    check to the hooks.
+    """
+
+    __slots__ = ("__weakref__", "_version", "detached", "label")
+
+    def __init__(self, tensor: Tensor, label: Label) -> None:
+        self.detached = tensor.detach()  # an output holds its graph, which would hold the output
+        self.label = label
+        self._version = tensor._version
+
+    def tensor(self) -> Tensor:
+        """Returns the saved tensor. RuntimeError if it was written to after the save."""
+        if self.detached._version != self._version:
+            raise RuntimeError(f"a tensor {list(self.detached.shape)} saved in {self.label!r} has been modified by an "
+                               f"inplace operation: is at version {self.detached._version}, expected {self._version}")
+        return self.detached
+
+
+@contextmanager
+def kept_for_backward(*, exclude: Iterable[Tensor] = (), model: nn.Module | None = None) -> Iterator[KeptForBackward[str]]:
+    """Counts the tensors that are saved in the block.
+
+    It copies nothing and does not synchronise, and gradients are the same bits as without it.
+    exclude: tensors whose storages (and so whose views) do not count, such as the parameters.
+    model: the module whose submodules become the labels; None: all labels are "".
+    """
+    with running_modules(model) as running:
+        meter = KeptForBackward(exclude, lambda: running[-1] if running else "")
+        with torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
+            yield meter
+
+
+@contextmanager
+def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
+    """Yields a list that always holds the qualified names of the modules whose forward is running.
+
+    The outermost comes first. Without a model the list stays empty.
+    """
+    running: list[str] = []
+
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with ExitStack() as stack:
+        for name, module in [] if model is None else model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running

@@ -1,0 +1,133 @@
+"""The memory timeline of one forward and backward: an event per operator, as data and as JSON.
+
+Standard library only.
+
+    {"format": "megatron_lite memory timeline", "version": 1, "name": "full uniform 1",
+     "phases": ["forward", "replay", "backward"], "categories": ["activation", "rebuilt", "gradient", "temporary"],
+     "modules": ["decoder.layers.0.mlp", ...], "operators": ["aten.mm", ...],
+     "events": [[number, phase, module, operator, bytes of each category ...], ...]}
+
+phase, module and operator are indices into the lists above the events. number counts the operators
+that ran before. An operator that changes nothing has no event. Bytes are those alive right after
+the operator, in storages created since the start. Parameters, a buffer of their gradients and the
+batch existed before and do not count.
+
+    activation   saved for backward by the forward          gradient    a parameter's gradient
+    rebuilt      saved by a replay                          temporary   all others, such as tensors
+                                                                        that no backward needs and
+                                                                        gradients of activations
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import read_up_to, written_beside
+
+FORMAT, VERSION = "megatron_lite memory timeline", 1
+PHASES = FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
+CATEGORIES = ACTIVATION, REBUILT, GRADIENT, TEMPORARY = "activation", "rebuilt", "gradient", "temporary"
+MAX_FILE_BYTES = 32 * 2**20
+
+
+class Event(NamedTuple):
+    """The state after an operator.
+
+    number: the number of operators that ran before it.
+    module: the name of the running module; "" outside of every module.
+    live_bytes: the bytes alive after the operator, by category.
+    """
+
+    number: int
+    phase: str
+    module: str
+    operator: str
+    live_bytes: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The live bytes of all categories together."""
+        return sum(self.live_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The events, in order, of a run with the recompute policy `name`."""
+
+    name: str
+    events: tuple[Event, ...]
+
+    @property
+    def peak(self) -> Event:
+        """The first event with the most bytes alive."""
+        return max(self.events, key=lambda event: event.total_bytes)
+
+
+def write_timeline(timeline: Timeline, path: str) -> None:
+    """Writes the timeline to a file. The file is complete or does not appear."""
+    modules = {name: place for place, name in enumerate(dict.fromkeys(event.module for event in timeline.events))}
+    operators = {name: place for place, name in enumerate(dict.fromkeys(event.operator for event in timeline.events))}
+    document = {"format": FORMAT, "version": VERSION, "name": timeline.name, "phases": PHASES, "categories": CATEGORIES,
+                "modules": list(modules), "operators": list(operators),
+                "events": [[event.number, PHASES.index(event.phase), modules[event.module], operators[event.operator],
+                            *event.live_bytes] for event in timeline.events]}
+    with written_beside(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        json.dump(document, file, separators=(",", ":"))
+
+
+def read_timeline(path: str) -> Timeline:
+    """Reads a timeline from a file.
+
+    OSError: the file cannot be read.
+    InputError: the file is not of this format; the error names the fault.
+    """
+    with open(path, "rb") as file:
+        text = read_up_to(file, MAX_FILE_BYTES)
+    if text is None:
+        raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB, so not a memory timeline")
+    try:
+        document = json.loads(text)
+    # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError. Deep nesting raises
+    # RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from None
+    try:
+        return _timeline(document)
+    except _FormatError as error:
+        raise InputError(f"{path}: not a memory timeline of version {VERSION}: {error}") from None
+
+
+class _FormatError(Exception):
+    pass
+
+
+def _timeline(document: Any) -> Timeline:
+    _require(isinstance(document, dict), f"expected an object, found {type(document).__name__}")
+    for key, value in dict(format=FORMAT, version=VERSION, phases=list(PHASES), categories=list(CATEGORIES)).items():
+        _require(document.get(key) == value, f"expected {json.dumps(value)} under {key!r}")
+    _require(isinstance(document.get("name"), str), "expected a string under 'name'")
+    for key in ("modules", "operators"):
+        names = document.get(key)
+        _require(isinstance(names, list) and all(isinstance(name, str) for name in names), f"expected strings under {key!r}")
+    rows = document.get("events")
+    if not isinstance(rows, list) or not rows:
+        raise _FormatError("expected a list of at least one event under 'events'")
+    limits = [2**63, len(PHASES), len(document["modules"]), len(document["operators"]), *[2**63] * len(CATEGORIES)]
+    events, last = [], -1
+    for place, row in enumerate(rows):
+        _require(isinstance(row, list) and len(row) == len(limits)
+                 and all(type(value) is int and 0 <= value < limit for value, limit in zip(row, limits, strict=True))
+                 and row[0] > last, f"event {place} is not {len(limits)} integers within bounds, or out of order")
+        number, phase, module, operator, *live_bytes = row
+        events.append(Event(number, PHASES[phase], document["modules"][module], document["operators"][operator],
+                            tuple(live_bytes)))
+        last = number
+    return Timeline(name=document["name"], events=tuple(events))
+
+
+def _require(condition: bool, expectation: str) -> None:
+    if not condition:
+        raise _FormatError(expectation)

@@ -1,0 +1,4 @@
+"""Predicts kept bytes, peaks, FLOPs, collectives and parameters, as sums over the description.
+
+No torch.
+"""

@@ -1,0 +1,129 @@
+"""The bytes that one micro-batch keeps for backward on one rank, in closed form: a sum of tensors.
+
+    activation_bytes    on the device        host_bytes    in host memory, under @host
+
+Every tensor is a storage that lives from forward to backward and is no parameter.
+memory/measure/meter.py measures the same figure, and the two are equal to the byte. The sum has
+more terms than sbh(34 + 5as/h)/t of arXiv 2205.05198; each of them has a name too (see `in_paper`).
+The tensors come from description/. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from typing import NamedTuple
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation, rng_state
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.predict.replays import kept_calls
+from megatron_lite.recompute.plan import RecomputePlan, Segment
+
+EMBEDDING, HEAD, UNIT = "embedding", "head", "unit"
+
+
+class Term(NamedTuple):
+    """A kept tensor and its place.
+
+    layer: the number of the layer in its stage; None before the first layer and after the last.
+    operation: the name of the first operation that keeps it.
+    on_host: whether it waits for backward in host memory. A tensor in an arena counts with its own
+        bytes, like any other.
+    module: the module that runs the operation, by its name within the layer; None if no single
+        module keeps the tensor.
+    """
+
+    layer: int | None
+    operation: str
+    tensor: KeptTensor
+    on_host: bool = False
+    module: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor."""
+        return self.tensor.num_bytes
+
+
+def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
+    """Returns every tensor that is kept, in the order of the forward."""
+    layers = describe_layers(model, sizes, plan.num_layers)
+    terms = list(_end_terms(EMBEDDING, embedding_operations(model, sizes))) if sizes.has_embedding else []
+    for segment in plan.segments:
+        terms += _segment_terms(layers, plan, segment, sizes)
+    terms += _end_terms(HEAD, head_operations(model, sizes)) if sizes.has_head else []
+    return tuple(_placed(_shared_once(terms), plan))
+
+
+def activation_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the sum of the `activation_terms` on the device."""
+    return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if not term.on_host)
+
+
+def host_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the sum of the `activation_terms` in host memory."""
+    return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if term.on_host)
+
+
+def layer_terms(operations: Iterable[Operation], number: int, rebuilt: Set[str], sizes: Sizes) -> Iterator[Term]:
+    """Yields the tensors that the operations of one layer keep if the named regions are recomputed.
+
+    number: the layer's number in its stage, for the terms.
+    """
+    operations = tuple(operations)
+    # A rebuilt region's discarded outputs are freed. Operations that save them keep nothing.
+    seen = {name for one in operations for entry in one.enters if entry.region in rebuilt for name in entry.discards}
+    for operation in operations:
+        candidates = [Term(number, f"{entry.region} (rebuilt)", tensor, module=operation.module) for entry in operation.enters
+                      if entry.region in rebuilt for tensor in entry.kept(sizes)]
+        if rebuilt.isdisjoint(operation.regions):
+            candidates += [Term(number, operation.name, tensor, module=operation.module)
+                           for tensor in operation.keeps]
+        for term in candidates:
+            if term.tensor.name not in seen:
+                seen.add(term.tensor.name)
+                yield term
+
+
+def _segment_terms(layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment,
+                   sizes: Sizes) -> Iterator[Term]:
+    first = segment.first_layer
+    if not segment.unit and not segment.ops:
+        for number in range(first, first + segment.num_layers):
+            yield from layer_terms(layers[number].operations, number, segment.regions, sizes)
+        return
+    # A unit keeps only its input (1/t of it if split) and the states of the random-number streams.
+    # A layer with an `ops(...)` policy keeps these and the results of the chosen operators.
+    kept = layers[first].input
+    if segment.split:
+        kept = kept._replace(name=f"1/{sizes.tp_size} of the layer input", num_bytes=kept.num_bytes // sizes.tp_size)
+    yield Term(first, UNIT, kept)
+    yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
+    if segment.ops:
+        for operation, call in kept_calls(layers[first], segment.ops, skip_tail=plan.skip_tail):
+            yield from (Term(first, operation.name, tensor, module=operation.module)
+                       for tensor in call.returns)
+
+
+def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:
+    return (Term(None, name, tensor) for operation in operations for tensor in operation.keeps)
+
+
+def _placed(terms: Iterable[Term], plan: RecomputePlan) -> Iterator[Term]:
+    """Marks the terms of segments that keep in host memory, except tensors that no policy moves."""
+    moved = {layer for segment in plan.segments if segment.on_host
+             for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)}
+    return (term._replace(on_host=term.layer in moved and not term.tensor.stays) for term in terms)
+
+
+def _shared_once(terms: list[Term]) -> Iterator[Term]:
+    """Yields the terms, and a tensor that all layers share only once, at its first occurrence."""
+    seen = set()
+    for term in terms:
+        if not term.tensor.shared:
+            yield term
+        elif term.tensor.name not in seen:
+            seen.add(term.tensor.name)
+            yield term

@@ -1,0 +1,186 @@
+"""The peak: the most bytes that one rank holds for a micro-batch's backward at any moment.
+
+Held are the tensors that are kept and not yet used, and those that a replay has rebuilt.
+
+    the forward ends      all that is kept: activation_bytes
+    a unit was replayed   what the layers before it keep, and all that the unit's layers save. Later
+                          layers have freed their tensors by then. A layer with an `ops(...)`
+                          policy has a moment of the same kind.
+
+Tensors in host memory come back when their segment's backward begins, and those of the segment
+before it come back with them. That too can be the fullest moment, although nothing is rebuilt.
+
+A long unit keeps little and rebuilds much, so the second sum can be larger than the first.
+Gradients and short-lived workspaces come on top of both, and no plan changes them much. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms, layer_terms
+from megatron_lite.memory.predict.replays import kept_calls
+from megatron_lite.recompute.plan import RecomputePlan, Segment
+
+
+class PeakMoment(NamedTuple):
+    """A moment and the bytes held at it.
+
+    first_layer, last_layer: the layers that were replayed, or whose tensors have come back from
+        host memory; None at the end of the forward.
+    """
+
+    first_layer: int | None
+    last_layer: int | None
+    held_bytes: int
+
+
+def peak(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> PeakMoment:
+    """Returns the moment at which the rank holds the most bytes."""
+    return max(moments(model, plan, sizes), key=lambda moment: moment.held_bytes)
+
+
+def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[PeakMoment]:
+    """Yields the moments that can be the peak, in the order of the layers.
+
+    They are the end of the forward, and the fullest moment of each segment's replay or return from
+    host memory.
+    """
+    terms = activation_terms(model, plan, sizes)
+    yield PeakMoment(None, None, sum(term.num_bytes for term in terms if not term.on_host))
+    # By layer: bytes kept on the device, and bytes moved to host memory. A table that layers share
+    # counts in the first layer that keeps it.
+    kept, moved = [0] * plan.num_layers, [0] * plan.num_layers
+    for term in terms:
+        if term.layer is not None:
+            (moved if term.on_host else kept)[term.layer] += term.num_bytes
+    tables_from = {term.tensor.name: term.layer for term in terms if term.tensor.shared and term.layer is not None}
+    layers = describe_layers(model, sizes, plan.num_layers)
+    returned = _returned_early(plan, moved)
+    of_regions: dict[tuple[int, frozenset[str], frozenset[str]], int] = {}
+    # Backward runs from the last segment to the first. When it reaches a segment, the later ones
+    # have freed their tensors: only the segment's own bytes and `before`, those of the embedding
+    # and of all earlier segments, are held.
+    before = sum(term.num_bytes for term in terms if term.operation == EMBEDDING)
+    # The replay of a split unit gathers the input of the split unit before it at the same time.
+    gathered_ahead = 0
+    for segment, early in zip(plan.segments, returned, strict=True):
+        first, stop = segment.first_layer, segment.first_layer + segment.num_layers
+        own = sum(kept[first:stop]) + sum(moved[first:stop])
+        here, layer = before + early, layers[first]
+        tables = frozenset(name for name, layer_number in tables_from.items() if layer_number < first)
+        if segment.unit:
+            held = here + own + _rebuilt_unit(layers[first:stop], segment, sizes, tables)
+            yield PeakMoment(first, stop - 1, held + gathered_ahead if segment.split else held)
+            gathered_ahead = layer.input.num_bytes if segment.split else gathered_ahead
+        elif segment.ops:
+            calls = kept_calls(layer, segment.ops, skip_tail=plan.skip_tail)
+            names = tables | {tensor.name for _, call in calls for tensor in call.returns}
+            yield PeakMoment(first, stop - 1, here + own + _rebuilt_unit((layer,), segment, sizes, names))
+        else:
+            key = (id(layer), segment.regions, tables)  # layers that are alike share one description
+            if key not in of_regions:
+                of_regions[key] = _fullest_replay(layer, segment.regions, sizes, tables)
+            fullest = of_regions[key]  # 0 for an empty region: dropout at probability 0
+            if segment.on_host:
+                fullest = max(fullest, own)
+            if fullest:
+                yield PeakMoment(first, stop - 1, here + fullest)
+        before += sum(kept[first:stop])
+
+
+def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
+    """Returns, for each segment, the bytes of earlier segments that are back on the device already.
+
+    The time is the begin of the segment's backward. The first read of a segment also starts the
+    copies of the last segment before it that moved something. The replay of a split unit reads the
+    shard of the split unit before it, because it starts the gather of that shard.
+    moved: by layer, the bytes moved to host memory.
+    """
+    sizes = [sum(moved[segment.first_layer : segment.first_layer + segment.num_layers]) for segment in plan.segments]
+    returned: set[int] = set()
+    early = [0] * len(sizes)
+
+    def earlier(number: int, *, split: bool = False) -> int | None:
+        return next((one for one in reversed(range(number)) if (plan.segments[one].split if split else sizes[one])), None)
+
+    for number in reversed(range(len(sizes))):
+        before = earlier(number, split=True) if plan.segments[number].split else None
+        for read in (number, before):
+            if read is not None and sizes[read]:
+                returned |= {one for one in (read, earlier(read)) if one is not None}
+        early[number] = sum(sizes[one] for one in returned if one < number)
+    return early
+
+
+def _rebuilt_unit(layers: Sequence[LayerDescription], segment: Segment, sizes: Sizes,
+                  kept: Set[str]) -> int:
+    """Returns the bytes that the replay of a unit adds to the unit's kept bytes.
+
+    They are all that its layers save without recomputation, except an input that is kept whole.
+    kept: the names of further tensors that are held already, such as tables of earlier layers.
+    """
+    tables: dict[str, int] = {}
+    rebuilt = 0
+    for layer in layers:
+        tables |= {name: num_bytes for name, num_bytes in layer.tables().items() if name not in kept}
+        rebuilt += sum(term.num_bytes for term in layer_terms(layer.operations, 0, frozenset(), sizes)
+                       if term.tensor.name not in kept and not term.tensor.shared)
+    return rebuilt + sum(tables.values()) - (0 if segment.split else layers[0].input.num_bytes)
+
+
+def _fullest_replay(layer: LayerDescription, rebuilt: Set[str], sizes: Sizes, tables: Set[str]) -> int:
+    """Returns the most bytes that one layer with these regions holds right after a rebuild.
+
+    0 if the layer rebuilds nothing. tables: the names of tensors that earlier layers hold; they do
+    not count.
+    """
+    return max((sum(num_bytes for name, num_bytes in held.items() if name not in tables)
+                for held in _replays(layer.operations, rebuilt, sizes)), default=0)
+
+
+def _replays(operations: tuple[Operation, ...], rebuilt: Set[str], sizes: Sizes) -> Iterator[dict[str, int]]:
+    """Yields {name: bytes} of the held tensors, at each operation whose backward rebuilds a tensor.
+
+    Held are all tensors that the operations up to this one keep, and the rebuilt tensors.
+    """
+    # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
+    # discarded output, or it lies in a rebuilt region and saves a tensor.
+    region_of = {name: entry.region for operation in operations for entry in operation.enters
+                 if entry.region in rebuilt for name in entry.discards}
+    for number, operation in enumerate(operations):
+        reads_discarded = any(tensor.name in region_of for tensor in operation.keeps)
+        if not reads_discarded and (rebuilt.isdisjoint(operation.regions) or not operation.keeps):
+            continue
+        done = operations[: number + 1]
+        held = {term.tensor.name: term.num_bytes for term in layer_terms(done, 0, rebuilt, sizes)}
+        # Names are unique in a layer, so a tensor that is kept and rebuilt counts once. A replayed
+        # operation may read a discarded output. Its region is then rebuilt too, and holds what the
+        # region's last operation saves.
+        for again in _run_again(done, rebuilt):
+            held |= _bytes_of(again)
+            for region in {region_of[tensor.name] for tensor in again.keeps if tensor.name in region_of}:
+                makers = [one for one in done[:number] if region in one.regions]
+                held |= _bytes_of(*makers[-1:])
+        yield held
+
+
+def _run_again(done: tuple[Operation, ...], rebuilt: Set[str]) -> Iterable[Operation]:
+    """Returns the last operation, and those before it in the same passage of a rebuilt region."""
+    first = len(done) - 1
+    inside = rebuilt & frozenset(done[-1].regions)
+    while first > 0 and not inside.isdisjoint(done[first - 1].regions):
+        if any(entry.region in inside for entry in done[first].enters):
+            break
+        first -= 1
+    return done[first:]
+
+
+def _bytes_of(*operations: Operation) -> dict[str, int]:
+    return {tensor.name: tensor.num_bytes for operation in operations for tensor in operation.keeps}

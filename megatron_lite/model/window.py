@@ -1,0 +1,69 @@
+"""Fused attention in which a query reads a window of keys: its own token's and those right before.
+
+torch's kernels have no window. They take a mask of s x s elements, which autograd would keep for
+backward. The Function below builds the mask again in backward instead. A layer with a window
+therefore keeps the same tensors as a layer without one.
+
+    device    kernel, forward and backward            the mask
+    CPU       _scaled_dot_product_flash_attention     with is_causal, which skips the keys that are
+              _for_cpu                                later, half of the work
+    CUDA      _scaled_dot_product_efficient           alone, expanded over samples and heads
+              _attention
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.context_parallel.attention_kernels import Attended, attend, attend_backward, in_autocast_dtype
+from megatron_lite.context_parallel.sharded_attention import heads_first, heads_last
+
+
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, *, reach: int, scale: float) -> Tensor:
+    """Attention in a window: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t, d].
+
+    Query i reads the keys i - reach to i. Needs `has_kernel(query)`.
+    Keeps five tensors for backward, as torch's own causal attention does:
+
+        query, key, value   the arguments themselves; views of one storage stay views
+        output              [s, b, a/t, d], which linear_proj keeps too
+        log-sum-exp         of each row, [b, a/t, s] in float32 (float64 for float64)
+
+    Forward and backward each hold a mask [s, s] in the query's dtype, and a second one while they
+    build it. The function issues no collective and draws no random number.
+    """
+    return _WindowedAttention.apply(*in_autocast_dtype(query, key, value), reach, scale)
+
+
+def window_mask(query: Tensor, reach: int) -> Tensor:
+    """Returns [s, s] in the query's dtype: 0 for the keys i - reach to i of query i, else -inf.
+
+    The mask is added to scores. query: [s, ..].
+    """
+    s = query.shape[0]
+    later, earlier = query.new_full((s, s), -torch.inf).triu_(1), query.new_full((s, s), -torch.inf).tril_(-reach - 1)
+    return later.add_(earlier)
+
+
+class _WindowedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: int, scale: float) -> Tensor:
+        # One call of torch's kernel: an ops(attention) policy can keep its result.
+        attended = attend(heads_first(query), heads_first(key), heads_first(value), causal=True, scale=scale,
+                          mask=window_mask(query, reach))
+        ctx.reach, ctx.scale = reach, scale
+        output = heads_last(attended.output)
+        ctx.save_for_backward(query, key, value, output, attended.lse)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        grads = attend_backward(heads_first(grad_output.contiguous()), heads_first(query), heads_first(key), heads_first(value),
+                                Attended(heads_first(output), lse), causal=True, scale=ctx.scale,
+                                mask=window_mask(query, ctx.reach))
+        return *map(heads_last, grads), None, None

@@ -1,0 +1,171 @@
+"""The update rule AdamW, by torch's fused kernel or by NVIDIA apex's FusedAdam: `--optimizer-impl`.
+
+Both update the same tensors in place: a master weight and two moments for each piece. A checkpoint
+is therefore the same for both. They round differently: torch scales the weight by 1 - lr * decay
+before the update, and apex adds decay * weight to the update. If `skipped` is 1, both change
+nothing and do not count the step, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.optim.pieces import Layout, Piece
+from megatron_lite.parallel.apex import fused_adam, require
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.state import ParallelState
+
+STATES = ("exp_avg", "exp_avg_sq")
+Group = Mapping[str, Any]  # "params" and "weight_decay", as torch.optim takes them
+
+
+class AdamW:
+    """The UpdateRule AdamW. Its states are the means of the gradient and of its square.
+
+    It issues no collective.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device) -> None:
+        pieces = list(pieces)
+        groups = _weight_decay_groups(pieces, config.weight_decay)
+        self._kernel = adam_update(groups, config, device) if groups else None
+        self.states = {piece.name: self._new_states(piece.master) for piece in pieces}
+
+    @classmethod
+    def of(cls, layout: Layout, _: Mapping[str, ParameterSpec], config: OptimizerConfig, parallel: ParallelState) -> AdamW:
+        """Returns the rule for all pieces of a layout."""
+        return cls(layout.pieces, config, parallel.device)
+
+    def state_names(self, _: str) -> tuple[str, ...]:
+        """See UpdateRule."""
+        return STATES
+
+    def step(self, learning_rate: float, skipped: Tensor) -> None:
+        """See UpdateRule."""
+        if self._kernel is not None:
+            self._kernel.step(learning_rate, skipped)
+
+    def set_num_updates(self, number: int) -> None:
+        """See UpdateRule."""
+        if self._kernel is not None:
+            self._kernel.set_num_updates(number)
+
+    def _new_states(self, master: Tensor) -> dict[str, Tensor]:
+        states = {key: torch.zeros_like(master) for key in STATES}
+        assert self._kernel is not None
+        self._kernel.adopt(master, **states)
+        return states
+
+
+def _weight_decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, object]]:
+    groups: list[dict[str, object]] = [
+        {"params": [piece.master for piece in pieces if piece.decays], "weight_decay": weight_decay},
+        {"params": [piece.master for piece in pieces if not piece.decays], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+class AdamUpdate(Protocol):
+    """The arithmetic of AdamW: updates master weights by their `.grad`."""
+
+    def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """Sets the tensors that are the moments of a master.
+
+        Call it once for each master, before the first step.
+        """
+
+    def step(self, learning_rate: float, skipped: Tensor) -> None:
+        """Makes one update, or none if `skipped` (0-d float32) is 1."""
+
+    def set_num_updates(self, number: int) -> None:
+        """Sets how many updates the moments have seen. Their bias correction depends on it."""
+
+
+def adam_update(groups: Sequence[Group], config: OptimizerConfig, device: torch.device) -> AdamUpdate:
+    """Returns the implementation that the configuration asks for.
+
+    InputError: it asks for apex, and apex has no kernel that can run.
+    """
+    kind = ApexFusedAdam if config.optimizer_impl == "apex" else TorchAdamW
+    return kind(groups, config, device)
+
+
+class TorchAdamW:
+    """The update by torch.optim.AdamW(fused=True)."""
+
+    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device) -> None:
+        self._adam = torch.optim.AdamW([dict(group) for group in groups], lr=0.0, betas=(config.adam_beta1, config.adam_beta2),
+                                       eps=config.adam_eps, fused=True)
+
+    def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """See AdamUpdate."""
+        step = torch.zeros((), dtype=torch.float32, device=master.device)
+        self._adam.state[master] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def step(self, learning_rate: float, skipped: Tensor) -> None:
+        """See AdamUpdate."""
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.found_inf = skipped  # type: ignore[attr-defined]
+        self._adam.step()
+
+    def set_num_updates(self, number: int) -> None:
+        """See AdamUpdate."""
+        for state in self._adam.state.values():
+            state["step"].fill_(float(number))
+
+
+class ApexFusedAdam:
+    """The update by apex.optimizers.FusedAdam, for float32 masters.
+
+    The optimizer is `capturable`: its kernel reads learning rate, step and `skipped` from the
+    device. FusedAdam counts a step at the step's begin, and subtracts a skipped step at the next
+    begin. With several groups it would subtract for the first group only. Each group therefore has
+    an optimizer of its own.
+    """
+
+    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device) -> None:
+        fused = require(fused_adam(device.type), "--optimizer-impl")
+        self._adams = [fused([dict(group)], lr=0.0, bias_correction=True, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0, capturable=True) for group in groups]
+        self._of = {master: adam for adam, group in zip(self._adams, groups, strict=True) for master in group["params"]}
+        self._last_skipped = torch.zeros(1, dtype=torch.int32, device=device)
+        self.set_num_updates(0)
+
+    def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        """See AdamUpdate."""
+        assert master.dtype == torch.float32, master.dtype
+        self._of[master].state[master] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def step(self, learning_rate: float, skipped: Tensor) -> None:
+        """See AdamUpdate."""
+        for adam in self._adams:
+            adam.param_groups[0]["lr"].fill_(learning_rate)
+            adam.step(grad_scaler=_Skipping(skipped))
+        self._last_skipped.copy_(skipped)
+
+    def set_num_updates(self, number: int) -> None:
+        """See AdamUpdate."""
+        for adam in self._adams:
+            # FusedAdam subtracts a skipped last step at the next step's begin, hence the sum.
+            adam.param_groups[0]["step"] = self._last_skipped + number
+
+
+class _Skipping:
+    """The part of torch.amp.GradScaler that FusedAdam calls.
+
+    It returns whether to skip, and the scale that the gradients still have, which is 1.
+    """
+
+    def __init__(self, skipped: Tensor) -> None:
+        self._skipped = skipped.reshape(1)
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        return {self._skipped.device: self._skipped}
+
+    def _get_scale_async(self) -> Tensor:
+        return torch.ones_like(self._skipped)

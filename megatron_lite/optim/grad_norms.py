@@ -1,0 +1,92 @@
+"""Norms and zeros of the whole model's gradients or weights, over the ranks that hold the model.
+
+None of the functions waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lite.optim.pieces import Piece
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.state import ParallelState
+
+
+class Norms(NamedTuple):
+    """The 2-norm of the model and of its pieces.
+
+    whole: the norm over the model, 0-d, the same on every rank.
+    pieces: the norms of this rank's pieces, one each.
+    """
+
+    whole: Tensor
+    pieces: Tensor
+
+
+def global_norms(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState, shard_group: ProcessGroup | None, *,
+                 loss: Tensor | None = None) -> Norms:
+    """Returns the true 2-norm of the pieces' `values` (gradients, or the masters themselves).
+
+    The norm is NaN or infinite if any value of any rank is, or the loss (0-d) of any rank.
+    Replicated parameters add to the norm on TP rank 0 only, but every rank checks its copy for NaN.
+    shard_group: the ranks that hold different pieces. The function issues one all-reduce of one
+    number over this group, over the TP group and over the pipeline each.
+    """
+    norms = torch._foreach_norm(list(values)) if values else ()
+    counted = [norm for piece, norm in zip(pieces, norms, strict=True) if _counts_here(piece.spec, parallel)]
+    others = [norm for piece, norm in zip(pieces, norms, strict=True) if not _counts_here(piece.spec, parallel)]
+    empty = torch.zeros(1, device=parallel.device)
+    total = (torch.stack(counted) if counted else empty).square().sum()
+    if others:
+        total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN if one is not finite
+    if loss is not None:
+        total = total + loss.to(total.dtype) * 0.0
+    return Norms(_sum_over_model(total, parallel, shard_group).sqrt(), torch.stack(norms) if norms else empty)
+
+
+def count_zeros(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState,
+                shard_group: ProcessGroup | None) -> Tensor:
+    """Returns how many elements of the values are 0, over the whole model without padding.
+
+    The number is 0-d int64. The function issues the same all-reduces as `global_norms`.
+    """
+    zeros = torch.zeros((), dtype=torch.int64, device=parallel.device)
+    for piece, value in zip(pieces, values, strict=True):
+        if _counts_here(piece.spec, parallel):
+            for part in _without_padding(piece, value.reshape(-1), parallel):
+                zeros += part.numel() - part.count_nonzero()
+    return _sum_over_model(zeros, parallel, shard_group)
+
+
+def _sum_over_model(value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None) -> Tensor:
+    for group in (shard_group, parallel.tp_group, parallel.pp_group):
+        value = all_reduce_(value, group)
+    return value
+
+
+def _without_padding(piece: Piece, value: Tensor, parallel: ParallelState) -> list[Tensor]:
+    """Returns the parts of a flattened piece without vocabulary padding, whose gradient is 0."""
+    spec = piece.spec
+    if spec.tp_dim is None or spec.padded_length is None:
+        return [value]
+    assert spec.tp_dim == 0, "a vocabulary is padded along dim 0"
+    row = math.prod(spec.global_shape[1:])
+    ranges = [(max(span.local_start * row, piece.start), min((span.local_start + span.length) * row, piece.stop))
+              for span in spec.spans(parallel.tp_rank, parallel.tp_size)]
+    return [value[start - piece.start : stop - piece.start] for start, stop in ranges if start < stop]
+
+
+def _counts_here(spec: ParameterSpec, parallel: ParallelState) -> bool:
+    """Returns whether a parameter adds to the figures on this rank.
+
+    A sharded parameter counts on every TP rank. A replicated one counts on TP rank 0 only. The last
+    stage's copy of a tied weight never counts.
+    """
+    return not spec.is_copy and (parallel.tp_rank == 0 or spec.tp_dim is not None)

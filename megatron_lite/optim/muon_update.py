@@ -1,0 +1,111 @@
+"""The update rule Muon (kellerjordan.github.io/posts/muon; arXiv 2502.16982): `--optimizer muon`.
+
+    momentum  <- momentum + (1 - beta) (gradient - momentum)
+    direction  = momentum, or gradient + beta (momentum - gradient) under `--muon-nesterov`
+    weight    <- (1 - rate decay) weight - rate scale orthogonalize(direction)
+
+The rule holds for the matrices of layers: linear_qkv (three matrices, unless
+`--muon-no-split-qkv`), linear_proj, linear_fc1 (one matrix, also if swiglu stacks gate and up in
+it) and linear_fc2. All other weights are AdamW's, at the same learning rate.
+
+Orthogonalizing needs a whole matrix, and a rank may hold a piece of one:
+
+    ZeRO-1, FSDP2   directions are gathered over the data-parallel ranks, one matrix at a time.
+                    A rank orthogonalizes the matrices of which it holds a piece.
+    TP              rows or columns are gathered over the TP ranks. Each orthogonalizes the whole
+                    matrix and keeps its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.optim.adam_update import AdamW
+from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
+from megatron_lite.optim.pieces import Layout, Piece
+from megatron_lite.parallel.collectives import all_gather_first_dim
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.state import ParallelState
+
+MOMENTUM = "momentum_buffer"
+
+
+class Muon:
+    """An UpdateRule. Keeps the momentum of matrices, and AdamW's states of all other weights.
+
+    Under ZeRO-1 and FSDP2 a step issues one all-gather of float32 for each parameter with matrices
+    over the data-parallel ranks. Under `--muon-tp-mode duplicated` it issues one for each matrix
+    over the TP ranks, of bfloat16 unless `--muon-fp32-matmul-prec high`.
+    """
+
+    def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec], config: OptimizerConfig,
+                 parallel: ParallelState) -> None:
+        self._layout, self._config = layout, config
+        self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
+        self._scale = chosen("--muon-scale-mode", config.muon_scale_mode, SCALES)
+        self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(config.muon_num_ns_steps)
+        self._matrices = {name: spec for name, spec in specs.items() if spec.matrices}
+        self._pieces = {piece.name: piece for piece in layout.pieces if piece.name in self._matrices}
+        self._adam = AdamW((piece for piece in layout.pieces if piece.name not in self._matrices), config, parallel.device)
+        self.states: dict[str, dict[str, Tensor]] = {
+            piece.name: {MOMENTUM: torch.zeros_like(piece.master)} if piece.name in self._matrices
+            else self._adam.states[piece.name] for piece in layout.pieces}
+
+    def state_names(self, parameter: str) -> tuple[str, ...]:
+        """See UpdateRule."""
+        return (MOMENTUM,) if parameter in self._matrices else self._adam.state_names(parameter)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, skipped: Tensor) -> None:
+        """See UpdateRule."""
+        self._adam.step(learning_rate, skipped)
+        stays = skipped.bool()
+        for name, spec in self._matrices.items():
+            piece = self._pieces.get(name)
+            direction = self._layout.whole(name, None if piece is None else self._direction(piece, stays))
+            if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
+                continue
+            update = self._update(direction, spec).reshape(-1)[piece.start : piece.stop].view(piece.master.shape)
+            moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(update, alpha=-learning_rate)
+            torch.where(stays, piece.master, moved, out=piece.master)
+
+    def set_num_updates(self, number: int) -> None:
+        """See UpdateRule. Matters to AdamW alone."""
+        self._adam.set_num_updates(number)
+
+    def _direction(self, piece: Piece, stays: Tensor) -> Tensor:
+        """Moves the momentum, unless the step is skipped. Returns this piece's direction."""
+        grad, momentum, beta = piece.grad, self.states[piece.name][MOMENTUM], self._config.muon_momentum
+        torch.where(stays, momentum, momentum.lerp(grad, 1.0 - beta), out=momentum)
+        return grad.lerp(momentum, beta) if self._config.muon_nesterov else momentum
+
+    def _update(self, direction: Tensor, spec: ParameterSpec) -> Tensor:
+        """Returns the update of a direction. Both are this TP rank's shard, [m, n]."""
+        rows = spec.matrices if self._config.muon_split_qkv else (1,)
+        parts = direction.view(-1, sum(rows), direction.shape[1]).split(rows, 1)  # [groups, rows of one matrix in each, n]
+        updates = [self._scaled(part.flatten(0, 1), spec.tp_dim).view(part.shape) for part in parts]
+        return torch.cat(updates, 1).view(direction.shape)
+
+    def _scaled(self, shard: Tensor, tp_dim: int | None) -> Tensor:
+        """Returns the update of one matrix's shard [m, n]. One all-gather over the TP ranks."""
+        group = self._tp_group if tp_dim is not None else None
+        iterated = shard.bfloat16() if self._config.muon_fp32_matmul_prec == "medium" else shard
+        orthogonal = orthogonalize(whole := _gathered(iterated, tp_dim, group), self._steps)
+        if group is not None and tp_dim is not None:
+            orthogonal = orthogonal.chunk(group.size(), tp_dim)[group.rank()]
+        return orthogonal.to(shard.dtype) * (self._scale(*whole.shape) * self._config.muon_extra_scale_factor)
+
+
+def _gathered(shard: Tensor, tp_dim: int | None, group: ProcessGroup | None) -> Tensor:
+    """Returns the shards of all ranks side by side.
+
+    Rows may stand in another order than in the global weight, as gate and up do under swiglu.
+    That is harmless: orthogonalizing commutes with a permutation of rows.
+    """
+    return all_gather_first_dim(shard.T, group).T if tp_dim == 1 else all_gather_first_dim(shard, group)

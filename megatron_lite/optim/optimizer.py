@@ -1,0 +1,201 @@
+"""The optimizer: reduces and clips gradients, updates the masters by a rule, publishes the weights.
+
+The rule (update_rule.py) works on pieces of parameters. Masters are float32 even if the model is
+bf16 or fp16. A step whose gradient norm or loss is not finite changes nothing. Every rank decides
+that alike from the same global norm, on the device, without waiting for it. Such a step lowers the
+loss scale, if the run has one. A step whose loss is a spike changes nothing either, if the run
+looks for spikes (spike.py). The layout decides what a piece is and which collectives run: see
+pieces.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.optim.adam_update import AdamW
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.grad_norms import count_zeros, global_norms
+from megatron_lite.optim.loss_scale import LossScale
+from megatron_lite.optim.muon_update import Muon
+from megatron_lite.optim.pieces import Layout, Piece
+from megatron_lite.optim.replicated import Replicated
+from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.optim.update_rule import UpdateRule
+from megatron_lite.optim.zero1 import Zero1
+from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.state import ParallelState
+
+# By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
+# which the rank has no piece.
+NewRule = Callable[[Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState], UpdateRule]
+RULES: Mapping[str, NewRule] = {"adam": AdamW.of, "muon": Muon}
+
+
+class OptimizerStep(NamedTuple):
+    """The figures of one step, on the device.
+
+    grad_norm: the global 2-norm before clipping, 0-d. It is not finite if the loss was not finite.
+    skipped: 0-d, 1.0 if the step changed nothing, else 0.0.
+    piece_norms: the 2-norms of the gradients of this rank's pieces.
+    """
+
+    grad_norm: Tensor
+    skipped: Tensor
+    piece_norms: Tensor
+
+
+class Optimizer:
+    """The owner of the gradients, the master weights and the rule's states.
+
+    states[name]: the rule's states of this rank's piece of a parameter and, for a 16-bit model,
+        "master", each float32. A parameter of which this rank has no piece has no entry.
+    loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
+    spikes: decides whether a loss is a spike; None: no loss is one.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState,
+                 data_parallel: DataParallelConfig | None = None, *, loss_scale: LossScale | None = None,
+                 spikes: SpikeGuard | None = None) -> None:
+        self._parallel = parallel
+        self._clip_grad = config.clip_grad
+        self.loss_scale, self.spikes = loss_scale, spikes
+        self.layout: Layout = choose_layout(model, parallel, data_parallel or DataParallelConfig())
+        self._pieces = list(self.layout.pieces)
+        new_rule = chosen("--optimizer", config.optimizer, RULES)
+        specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
+        self._rule = new_rule(self.layout, specs, config, parallel)
+        self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
+        self.states = {piece.name: self._states_of(piece) for piece in self._pieces}
+
+    @property
+    def buffer(self) -> GradBuffer:
+        """The buffer in which gradients accumulate. Every layout except FSDP2's has one."""
+        assert isinstance(self.layout.gradients, GradBuffer)
+        return self.layout.gradients
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self.layout.gradients.forget()
+
+    def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Declares that the next gradient of these parameters is the last one before `step`.
+
+        Its reduction may then begin while backward runs. Without this call `step` begins the
+        reductions. parameters: None for all.
+        """
+        self.layout.gradients.sync_next_backward(parameters)
+
+    def step(self, learning_rate: float, loss: Tensor | None = None) -> OptimizerStep:
+        """Reduces and clips the gradients and updates the weights.
+
+        It changes no weight if the global norm is not finite or the loss is a spike.
+        loss: 0-d, already summed over the data-parallel and pipeline ranks. If the run looks for
+            spikes, the step issues one all-reduce of it over the TP group.
+        """
+        self.layout.gradients.reduce_()
+        grads = [piece.grad for piece in self._pieces]
+        if self.loss_scale is not None and grads:
+            torch._foreach_mul_(grads, self.loss_scale.inverse())
+        grad_norm, piece_norms = global_norms(self._pieces, grads, self._parallel, self.layout.shard_group, loss=loss)
+        # `skipped` stays on the device: reading it would make the host wait for backward. A spike
+        # must not lower the loss scale, so the scale is updated before the spike is judged.
+        skipped = torch.isfinite(grad_norm).logical_not().float()
+        if self.loss_scale is not None:
+            self.loss_scale.update(skipped)
+        if self.spikes is not None and loss is not None:
+            skipped = self.spikes.judge(all_reduce(loss, self._parallel.tp_group, dist.ReduceOp.MAX), skipped)
+        # A norm that is not finite spoils the gradients here. That is harmless: the rule skips the
+        # step, and the next step begins with new gradients.
+        if self._clip_grad > 0.0 and grads:
+            torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+        self._rule.step(learning_rate, skipped)
+        self._updates += 1.0 - skipped
+        self.layout.publish()
+        return OptimizerStep(grad_norm, skipped, piece_norms)
+
+    def finish(self) -> None:
+        """Waits until every parameter of the model has its new weights.
+
+        A module's forward waits for the weights of that module by itself.
+        """
+        self.layout.finish()
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates made so far. Reading it waits for the device."""
+        return int(self._updates.item())
+
+    def params_norm(self) -> Tensor:
+        """Returns the 2-norm of all weights, 0-d."""
+        return global_norms(self._pieces, [piece.master for piece in self._pieces], self._parallel, self.layout.shard_group).whole
+
+    def num_zeros_in_grad(self) -> Tensor:
+        """Returns the number of zeros in the gradients of the last step, 0-d int64."""
+        return count_zeros(self._pieces, [piece.grad for piece in self._pieces], self._parallel, self.layout.shard_group)
+
+    def weight(self, name: str) -> Tensor:
+        """Returns a whole parameter in the model's dtype, as a checkpoint holds it.
+
+        Every data-parallel rank must call this.
+        """
+        return self.layout.weight(name)
+
+    def state_names(self, name: str) -> tuple[str, ...]:
+        """Returns the names of a parameter's states in a checkpoint, without "master"."""
+        return self._rule.state_names(name)
+
+    def whole_states(self, name: str) -> dict[str, Tensor]:
+        """Returns the states of a whole parameter, in its shape.
+
+        Every data-parallel rank must call this.
+        """
+        keys = (*self.state_names(name), *(("master",) if self.layout.keeps_masters else ()))
+        return {key: self.layout.whole(name, self.states.get(name, {}).get(key)) for key in keys}
+
+    @torch.no_grad()
+    def load(self, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int) -> None:
+        """Loads the states of whole parameters, their master weights if present, and `num_updates`.
+
+        States without masters come from a float32 run. The masters then stay the weights that the
+        model has loaded. The masters of a 16-bit run become the weights of a float32 run, without
+        rounding.
+        KeyError: a state is missing.
+        """
+        for name, whole in states.items():
+            if "master" in whole and not self.layout.keeps_masters:
+                self.layout.set_weight(name, whole["master"])
+        for piece in self._pieces:
+            for key in self.state_names(piece.name):
+                piece.take_(self.states[piece.name][key], states[piece.name][key])
+            if "master" in states[piece.name] and self.layout.keeps_masters:
+                piece.take_(piece.master, states[piece.name]["master"])
+        self._rule.set_num_updates(num_updates)
+        self._updates.fill_(float(num_updates))
+
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """Overwrites a whole parameter, and its master without rounding."""
+        self.layout.set_weight(name, values)
+
+    def _states_of(self, piece: Piece) -> dict[str, Tensor]:
+        states = dict(self._rule.states[piece.name])
+        return {**states, "master": piece.master} if self.layout.keeps_masters else states
+
+
+def choose_layout(model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> Layout:
+    """Returns the layout that the flags ask for; without other data-parallel ranks Replicated."""
+    if parallel.dp_cp_group is None:
+        return Replicated(model, parallel, config)
+    if config.use_torch_fsdp2:
+        from megatron_lite.optim.fsdp_layout import FullySharded  # late: 0.6 s
+
+        return FullySharded(model, parallel)
+    return (Zero1 if config.use_distributed_optimizer else Replicated)(model, parallel, config)

@@ -1,0 +1,42 @@
+"""The update rule: it updates a weight by its complete gradient, and owns the states for that.
+
+`optimizer.py` reduces, scales and clips the gradients, decides whether the step is skipped, and
+publishes the new weights. A rule owns its states and their names, and changes master weights. It
+never waits for the device, and a skipped step changes nothing.
+
+    adam_update.py    AdamW, for all weights
+    muon_update.py    Muon for the matrices of layers, AdamW for all other weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+
+class UpdateRule(Protocol):
+    """Updates this rank's pieces by the `.grad` of their masters."""
+
+    @property
+    def states(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """states[parameter][state], in the order of the pieces: shape and dtype of the master.
+
+        A parameter of which this rank has no piece has no entry.
+        """
+
+    def state_names(self, parameter: str) -> tuple[str, ...]:
+        """The names of a parameter's states, as in checkpoints.
+
+        They are the same on every rank, whether it has a piece of the parameter or not.
+        """
+
+    def step(self, learning_rate: float, skipped: Tensor) -> None:
+        """Makes one update, or none if `skipped` (0-d float32) is 1.
+
+        Every rank must call this, also one without pieces: a rule may issue collectives.
+        """
+
+    def set_num_updates(self, number: int) -> None:
+        """Sets how many updates the states have seen. A rule that does not count ignores it."""

@@ -1,0 +1,65 @@
+"""Handles signals that end a process.
+
+A command first cleans up, and then ends by the same signal, so that its shell sees which one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal asks the tool to stop.
+
+    Like KeyboardInterrupt it is not an Exception, so that no `except Exception` on its way
+    catches it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Raises Stopped inside the block at the first of the signals STOPPING.
+
+    The block can clean up in its `finally` clauses. Later signals are ignored, since they would
+    interrupt the cleanup.
+    """
+    def stop(number: int, _: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # only this thread may set a handler
+        before = {number: signal.signal(number, stop) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def die_of(number: int) -> NoReturn:
+    """Ends this process by a signal, so that its shell or launcher sees which one.
+
+    A shell script stops at Ctrl-C only if its command died of SIGINT.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+    # Process 1 of a container has no default action for signals, so the kill above does nothing.
+    os._exit(128 + number)

@@ -1,0 +1,89 @@
+"""Computes a 64-bit hash of a tensor's bits and their places, and compares hashes between ranks.
+
+    hash = number of elements + sum over words of mix(word + place * GOLDEN), modulo 2^64
+
+A word is 8 bytes; the last word is padded with zeros. mix is the finalizer of splitmix64 (Steele,
+Lea and Flood, OOPSLA 2014). It is a bijection in which every bit of the input changes half of the
+output bits. One changed word always changes the hash; several changes stay unnoticed once in 2^64.
+The hash uses integers only, so the order of the sum does not matter. A tensor has the same hash on
+every device and with any number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
+
+CHUNK = 2**16  # words; the intermediate tensors of a chunk fit into a CPU's cache
+LARGE_CHUNK = 2**22
+GOLDEN, FIRST, SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def tensor_hash(tensor: Tensor) -> Tensor:
+    """Returns the hash, 0-d int64 on the tensor's device. Does not wait for the device."""
+    words = _words(tensor)
+    size = CHUNK if words.device.type == "cpu" else LARGE_CHUNK
+    total = torch.full((), tensor.numel(), dtype=torch.int64, device=words.device)
+    keys = torch.arange(min(size, words.numel()), device=words.device) * GOLDEN
+    for start in range(0, words.numel(), size):
+        part = words[start : start + size]
+        total += _mix_(part + keys[: part.numel()] + _wrapped(start * GOLDEN)).sum()
+    return total
+
+
+def tensor_hashes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the hash of each tensor, [n] int64."""
+    hashes = [tensor_hash(tensor) for tensor in tensors]
+    return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Returns whether all ranks of the group hold the same hashes, 0-d bool.
+
+    Issues one all-reduce of 16 bytes per hash. Does not wait for the device.
+    """
+    extremes = all_reduce_(torch.cat([hashes, ~hashes]), group, ReduceOp.MAX)  # ~x is largest where x is smallest
+    largest, smallest = extremes.chunk(2)
+    return (largest == ~smallest).all()
+
+
+def odd_ones_out(hashes: Tensor, group: ProcessGroup | None) -> list[int]:
+    """Returns the indices of this rank's hashes that at most half of the group holds.
+
+    Issues one all-gather, and waits for the device. Returns [] for a group of one rank.
+    """
+    size = 1 if group is None else group.size()
+    gathered = all_gather_first_dim(hashes, group).view(size, -1)
+    agreeing = (gathered == hashes).sum(0)
+    return [number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size and size > 1]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Returns the tensor's bits as int64, as a view if possible."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    if whole == data.numel() and data.storage_offset() % 8 == 0:
+        return data.view(torch.int64)
+    filled = data.new_zeros(-(-data.numel() // 8) * 8)
+    filled[: data.numel()] = data
+    return filled.view(torch.int64)
+
+
+def _mix_(words: Tensor) -> Tensor:
+    # >> on int64 repeats the sign bit; the masks make the shifts logical.
+    words ^= (words >> 30) & (2**34 - 1)
+    words *= FIRST
+    words ^= (words >> 27) & (2**37 - 1)
+    words *= SECOND
+    words ^= (words >> 31) & (2**33 - 1)
+    return words
+
+
+def _wrapped(number: int) -> int:
+    """Returns the int64 that is equal to `number` modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,231 @@
+"""Keeps the arguments of one call of a layer for its replays.
+
+Arguments may be any nesting of containers, tensors and other objects.
+
+Tensors are kept through the saved-tensor hooks in force, as autograd does with saved tensors. So an
+outer policy rebuilds them, `@host` moves them, and a byte meter counts them.
+
+A replay gets new containers, and tensors that belong to no graph, so it cannot change the caller's
+objects. A change by the forward itself is found by comparing the versions of tensors, and the
+contents of other objects.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from megatron_lite.recompute.layer_state import GeneratorState, Written
+from megatron_lite.recompute.saved import SavedValue
+from megatron_lite.recompute.versions import has_values, version_of
+
+MAX_PARTS = 10_000  # how many parts of an object among the arguments are compared
+CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, Enum, nn.Module,
+            types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+
+
+class Arguments:
+    """The `args` and `kwargs` of one call.
+
+    Make it before the forward, call `settle` after the forward, and `again` for each replay.
+
+    generators: the generators among the arguments, with their states before the forward.
+    """
+
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Written) -> None:
+        self._name, self._written = name, written
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        self._described: Any = (args, kwargs)
+        first = written.arguments is None
+        self._kept: dict[int, _Tensor] = {}
+        self._contents: dict[int, list[Any]] = {}
+        self.generators: list[GeneratorState] = []
+        # Before the forward runs, it is not known which arguments it writes to. The first call
+        # copies all tensors. Later calls copy only those that an earlier call wrote to.
+        copies: dict[int, _Tensor] = {}
+        for place, value in enumerate(self._leaves):
+            if isinstance(value, Tensor):
+                # A parameter is passed on itself. A tensor passed twice is one tensor in the
+                # replay.
+                if not (value.is_leaf and isinstance(value, nn.Parameter)):
+                    known = copies.get(id(value))
+                    copied = known is None and (first or place in (written.arguments or ())) and has_values(value)
+                    self._kept[place] = copies[id(value)] = known or _Tensor(value, value.detach().clone() if copied else None)
+            elif isinstance(value, torch.Generator):
+                self.generators.append(GeneratorState.of(value))
+            elif not isinstance(value, CONSTANT):
+                self._contents[place] = list(_contents(value))
+
+    def tensors(self) -> list[Tensor]:
+        """Returns all tensors among the arguments. Call it before `settle`, which drops them."""
+        return [value for value in self._leaves if isinstance(value, Tensor)]
+
+    def settle(self) -> None:
+        """Keeps the tensors with their values before the forward. Call it after the forward.
+
+        RuntimeError: the forward changed an object among its arguments, such as a cache.
+        RuntimeError: the forward wrote to an argument that no earlier forward wrote to, so the old
+        value was not copied.
+        """
+        for place, before in self._contents.items():
+            if not _same(before, list(_contents(self._leaves[place]))):
+                raise RuntimeError(f"{self._name} changes its argument {self._path(place)}, a "
+                                   f"{type(self._leaves[place]).__name__}, in place: a replay in backward would change it once "
+                                   "more. Call the model without it (for a cache: use_cache=False), or take the layer out of "
+                                   "the policy")
+        if self._written.arguments is None:
+            self._written.arguments = set()
+        for place, kept in self._kept.items():
+            if kept.saved is not None:
+                continue
+            was_written = version_of(kept.tensor) != kept.version
+            if was_written:
+                self._written.arguments.add(place)
+                if kept.copy is None:
+                    raise RuntimeError(f"{self._name} wrote to its argument {self._path(place)} in place, which its first "
+                                       "forward did not: there is no copy of the old value for a replay. The next forward makes "
+                                       "one; to avoid this one error, take the layer out of the policy")
+            kept.settle(was_written or place in self._written.arguments)
+        # From here on only the hooks keep the tensors. A reference here would hold the device
+        # memory of tensors that the hooks moved to the host or discarded.
+        self._leaves = [None if place in self._kept else value for place, value in enumerate(self._leaves)]
+        self._described = None
+
+    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns (args, kwargs) for a replay: the values of the forward, in new containers.
+
+        RuntimeError: a tensor or an object among the arguments was changed since the forward.
+        """
+        for place, before in self._contents.items():
+            if not _same(before, list(_contents(self._leaves[place]))):
+                raise RuntimeError(f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments was changed after "
+                                   "the forward and before backward, so that a replay would compute something else")
+        leaves = list(self._leaves)
+        made: dict[int, Tensor] = {}
+        for place, kept in self._kept.items():
+            if id(kept) not in made:
+                made[id(kept)] = kept.value(self._name)
+            leaves[place] = made[id(kept)]
+        # Inputs that require grad pass through one ReplayInputs operation. They are no leaves for
+        # the layer, so it may write to them in place.
+        places = {id(kept): kept.requires_grad for kept in self._kept.values()}
+        needing = [number for number, required in places.items() if required]
+        if needing:
+            inputs = ReplayInputs.apply(*(made[number].requires_grad_() for number in needing))
+            again = dict(zip(needing, inputs, strict=True))
+            for place, kept in self._kept.items():
+                leaves[place] = again.get(id(kept), leaves[place])
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    def _path(self, place: int) -> str:
+        path = keystr(tree_flatten_with_path(self._described)[0][place][0])
+        return path.removeprefix("[0]").removeprefix("[1]")
+
+
+class ReplayInputs(torch.autograd.Function):
+    """Makes the inputs of a replay results of an operation.
+
+    A layer may write to such tensors in place, which autograd refuses for leaves that require grad.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+class _Tensor:
+    """One tensor among the arguments.
+
+    tensor: the caller's tensor, until `settle`.
+    copy: its value before the forward, if the forward may write to it.
+    saved: the tensor or the copy, kept through the saved-tensor hooks; set by `settle`.
+    """
+
+    def __init__(self, tensor: Tensor, copy: Tensor | None) -> None:
+        self.tensor, self.copy, self.version = tensor, copy, version_of(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.saved: SavedValue | None = None
+        self._is_written = False
+
+    def settle(self, is_written: bool) -> None:
+        """Keeps the tensor for backward, or its copy if the forward wrote to the tensor."""
+        self._is_written = is_written
+        self.saved = SavedValue(self.copy if is_written and self.copy is not None else self.tensor)
+        self.copy = None
+        del self.tensor
+
+    def value(self, name: str) -> Tensor:
+        """Returns the value before the forward, as a tensor that belongs to no graph.
+
+        It also works during the forward, which may run a backward of its own.
+        RuntimeError: the argument was written to after the forward.
+        """
+        if self.saved is None:
+            return self.tensor.detach() if self.copy is None else self.copy.clone()
+        try:
+            value = self.saved.tensor()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: an argument was written to after the forward, and a replay in backward needs it: "
+                               f"{error}") from error
+        return value.clone() if self._is_written else value
+
+
+class _Value(NamedTuple):
+    """A tensor inside an object among the arguments, and its version."""
+
+    tensor: Tensor
+    version: int | None
+
+
+def _contents(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """Yields the parts of an object in one flat sequence: attributes and items, and their parts.
+
+    Each tensor comes with its version. Types and numbers of parts are included, so that equal
+    sequences mean equal structures.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield _Value(value, version_of(value))
+        return
+    if isinstance(value, CONSTANT) or id(value) in seen or len(seen) >= MAX_PARTS:
+        yield value
+        return
+    seen.add(id(value))
+    yield type(value)
+    if isinstance(value, dict):
+        parts: list[Any] = [part for item in value.items() for part in item]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = list(value)
+    else:
+        named = dict(getattr(value, "__dict__", {}))
+        named |= {name: getattr(value, name) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())
+                  if hasattr(value, name)}
+        parts = [part for item in named.items() for part in item]
+    yield len(parts)
+    for part in parts:
+        yield from _contents(part, seen)
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(_equal, before, now))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, _Value) or isinstance(other, _Value):
+        return (isinstance(one, _Value) and isinstance(other, _Value) and one.tensor is other.tensor
+                and one.version == other.version)
+    if one is other:
+        return True
+    return isinstance(one, (bool, int, float, complex, str, bytes)) and type(one) is type(other) and bool(one == other)
+

@@ -1,0 +1,137 @@
+"""The regions of a layer, as the model calls them.
+
+The model passes the name of a region and its function. `Regions` decides whether backward rebuilds
+the region. The facts about each region are in config/regions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lite.config.regions import REGIONS
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.discard import DiscardedOutputs
+from megatron_lite.recompute.ops import KeptResults
+from megatron_lite.recompute.verify import Record
+
+DISCARDING = frozenset(name for name, facts in REGIONS.items() if facts.method == "discard")
+
+
+@dataclass(frozen=True)
+class Redraw:
+    """Draws a tensor of random numbers a second time.
+
+    rng: the random-number streams of this rank.
+    draw: returns the tensor, computed from the next numbers of the current stream.
+    record: the hashes that a verified draw is compared with; None without --recompute-verify.
+    """
+
+    rng: RngStreams
+    draw: Callable[[], Tensor]
+    record: Record | None
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """Returns `tensor`. With a record, the first call stores its hash; later calls compare."""
+        return tensor if self.record is None else self.record.watch(lambda: tensor)()
+
+    def again(self, state: Tensor) -> Tensor:
+        """Returns the tensor drawn from `state`. The stream's own state is the same afterwards."""
+        with self.rng.drawn_from(state):
+            return self.made(self.draw())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions:
+    """The regions of one layer that are rebuilt in backward. A layer's forward takes them as an
+    argument, so that a replay inside a unit, or another micro-batch, may rebuild other regions.
+
+    skip_region_tails: whether the replay of a region leaves out its last matmul.
+    skip_layer_tail: whether this run of the layer leaves out its last matmul. It is the replay of a
+        unit's last layer: its graph is needed, and the values of its output are not.
+    record: where a unit that is being verified notes what its regions return.
+    results: the results of operators that an `ops(...)` policy keeps.
+    """
+
+    rebuilt: frozenset[str]
+    rng: RngStreams
+    layer: int
+    skip_region_tails: bool
+    verify: bool
+    skip_layer_tail: bool = False
+    record: Record | None = None
+    results: KeptResults | None = None
+    discarded: DiscardedOutputs = field(default_factory=DiscardedOutputs)
+
+    def run(self, name: str, function: Callable[..., Any], *args: Any, skip_tail: bool = False) -> Any:
+        """Returns `function(*args, skip_tail)`; if the region is rebuilt, only its arguments are kept.
+
+        skip_tail: whether the function may leave out what only the values of its output need.
+        """
+        assert REGIONS[name].method == "replay", name
+        if name not in self.rebuilt:
+            return self.noted(name, function(*args, skip_tail))
+        # The replay exists only to rebuild the graph. Its output is not read, because the operations
+        # after the region saved their own inputs. So the replay may skip the last matmul.
+        forward = _with_last(function, skip_tail)
+        replay = _with_last(function, True) if self.skip_region_tails else None
+        return checkpoint(self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay)
+
+    def run_discarding(self, name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt, `args` are
+        kept, and the result is freed once the layer has run."""
+        assert REGIONS[name].method == "discard", name
+        if name not in self.rebuilt:
+            return self.noted(name, function(*args))
+        output = checkpoint(self._verified(name, function, None), *args, rng=None)
+        if output.grad_fn is not None:
+            self.discarded.discard(output)
+        return output
+
+    def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:
+        """Returns how to draw a tensor of random numbers again in backward from the stream's state, or
+        None if the tensor is to be kept."""
+        assert REGIONS[name].method == "redraw", name
+        if name not in self.rebuilt:
+            return None
+        return Redraw(self.rng, draw, Record(f"layer {self.layer}, {name}", None) if self.verify else None)
+
+    def enter_tail(self) -> None:
+        """Marks that the layer's last matmul comes next.
+
+        Only the layer's output needs the operations from here on, so a replay may leave them out.
+        """
+        if self.results is not None:
+            self.results.enter_tail()
+
+    def noted(self, name: str, output: Any) -> Any:
+        """Returns `output`. A unit that is being verified compares it with the output of the forward."""
+        if self.record is not None:
+            self.record.see(f"layer {self.layer}, {name}", output)
+        return output
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Puts the hooks for discarded outputs, if any, in force around the layer's forward."""
+        if self.rebuilt & DISCARDING:
+            with self.discarded.hooks():
+                yield
+        else:
+            yield
+
+    def _verified(self, name: str, function: Callable[..., Any], rng: RngStreams | None) -> Callable[..., Any]:
+        return Record(f"layer {self.layer}, {name}", rng).watch(function) if self.verify else function
+
+
+def _with_last(function: Callable[..., Any], last: Any) -> Callable[..., Any]:
+    return partial(_append, function, last)
+
+
+def _append(function: Callable[..., Any], last: Any, *args: Any) -> Any:
+    return function(*args, last)

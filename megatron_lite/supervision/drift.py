@@ -1,0 +1,81 @@
+"""Compares the tensors of which several ranks hold copies.
+
+`--check-weight-hash-across-dp-replicas-interval N` switches it on.
+
+    tensors                         compared over
+    weights                         the data-parallel ranks, except under FSDP2, which keeps one
+                                    copy; those that are not split also over the TP ranks; a tied
+                                    embedding also over the first and last pipeline rank
+    master weights and moments      the same ranks, if every data-parallel rank holds them all
+
+Without this check a fault of the memory or of a kernel on one rank would never be noticed: training
+sums gradients over ranks, but never compares weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.tensor_hash import are_equal, odd_ones_out, tensor_hashes
+from megatron_lite.parallel.texts import by_rank, gather_texts
+
+
+class _Held(NamedTuple):
+    """A tensor of this rank, with the name and the spec of its parameter."""
+
+    name: str
+    tensor: Tensor
+    spec: ParameterSpec
+
+
+class ReplicaCheck:
+    """Compares the copies after optimizer updates. Every rank must call `fault`."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, parallel: ParallelState) -> None:
+        self._model, self._optimizer, self._parallel = model, optimizer, parallel
+
+    def fault(self) -> str | None:
+        """Returns which ranks hold a tensor that differs from its copies; None if all are equal.
+
+        Every rank returns the same text. The text names a rank unless more than half of the copies
+        are equal to its own. If no value has such a majority, the text names all ranks.
+        Issues one all-reduce for each group and one for the agreement. If a tensor differs, it also
+        gathers the hashes and the texts. Waits for the device.
+        """
+        self._optimizer.finish()
+        held = self._held()
+        hashes = tensor_hashes([one.tensor for one in held], self._parallel.device)
+        groups = self._groups(held)
+        alike = torch.stack([are_equal(hashes[places], group) for places, group in groups] or [torch.tensor(True)])
+        if self._parallel.all_agree(bool(alike.all())):
+            return None
+        odd = [int(places[number]) for places, group in groups for number in odd_ones_out(hashes[places], group)]
+        names = list(dict.fromkeys(held[number].name for number in odd))
+        text = names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "") if names else ""
+        return by_rank(gather_texts(text, self._parallel))
+
+    def _held(self) -> list[_Held]:
+        layout, specs = self._optimizer.layout, {name: spec_of(value) for name, value in self._model.named_parameters()}
+        if not layout.replicates_weights:
+            return [_Held(piece.name, piece.master, piece.spec) for piece in layout.pieces]
+        held = [_Held(name, value.detach(), specs[name]) for name, value in self._model.named_parameters()]
+        if layout.shard_group is None:
+            held += [_Held(f"{name}/{key}", value, specs[name]) for name, states in self._optimizer.states.items()
+                     for key, value in states.items()]
+        return held
+
+    def _groups(self, held: list[_Held]) -> list[tuple[Tensor, ProcessGroup]]:
+        """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
+        parallel = self._parallel
+        chosen = ((parallel.dp_cp_group if self._optimizer.layout.replicates_weights else None, [True for _ in held]),
+                  (parallel.tp_group, [one.spec.tp_dim is None for one in held]),
+                  (parallel.embedding_group, [one.spec.tied for one in held]))
+        return [(torch.tensor(here, device=parallel.device).nonzero().view(-1), group) for group, here in chosen
+                if group is not None and any(here)]

@@ -1,0 +1,120 @@
+"""Ends a run early: at an interval, after a duration, or at a signal.
+
+All ranks decide alike, after the same iteration. Before the first iteration the run has nothing to
+save. During that time a signal ends this rank at once, and watch.py ends the other ranks.
+
+torchrun passes SIGTERM on to its ranks, waits 30 s (--shutdown-timeout) and kills them. SIGUSR1 and
+SIGUSR2 kill torchrun itself, unless it is started with
+--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2. It then passes these on too.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron_lite.config.training import TrainingConfig
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState
+
+# Ranks agree by the maximum: a signal counts as its number + 1, so it wins over the time.
+GO_ON, TIME_IS_UP = 0, 1
+# The signals that launchers and batch systems send. --exit-signal adds another one.
+ALWAYS_HEARD = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+
+
+class StoppedEarly(BaseException):
+    """The error of a signal that came before the first iteration.
+
+    Like KeyboardInterrupt it is no Exception, so that no `except Exception` swallows it.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} (--exit-signal-handler)")
+        self.number = number
+
+
+class Exits:
+    """The reasons for which a run may end early.
+
+    Create it when the run starts: the run's duration counts from that time.
+    """
+
+    def __init__(self, config: TrainingConfig, parallel: ParallelState) -> None:
+        self._config, self._parallel = config, parallel
+        self._started = time.monotonic()
+        self._signalled = 0
+        self._trains = False
+
+    def listen(self) -> dict[signal.Signals, object]:
+        """Handles the signals of --exit-signal-handler, if it is given, so that they do not kill.
+
+        Before `begin` a signal raises StoppedEarly; later it is noted. Returns the handlers that
+        this call replaces.
+        """
+        if not self._config.exit_signal_handler:
+            return {}
+        names = dict.fromkeys((*ALWAYS_HEARD, self._config.exit_signal))
+        return {signal.Signals[name]: signal.signal(signal.Signals[name], self._note) for name in names}
+
+    @contextmanager
+    def listening(self) -> Iterator[Exits]:
+        """Calls `listen` for the time of a block, and restores the handlers afterwards."""
+        before = self.listen()
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def begin(self) -> None:
+        """Marks the start of training: from here on a signal is noted and no longer raises."""
+        self._trains = True
+
+    def finish(self) -> None:
+        """Ignores the signals from here on; call it when the run is over and everything is saved.
+
+        Another signal would otherwise kill this process while it leaves its groups or while Python
+        ends. The exit status would be that of a failed run.
+        """
+        if self._config.exit_signal_handler:
+            for name in (*ALWAYS_HEARD, self._config.exit_signal):
+                signal.signal(signal.Signals[name], signal.SIG_IGN)
+
+    def at_interval(self, iteration: int) -> str | None:
+        """Returns why --exit-interval ends the run after this iteration; None if it goes on."""
+        interval = self._config.exit_interval
+        return f"--exit-interval {interval}" if interval is not None and iteration % interval == 0 else None
+
+    def now(self) -> str | None:
+        """Returns why the run must end at this point; None if it goes on.
+
+        Every rank must call this at the same points. It issues one all-reduce of one number and
+        waits for the device, but only if a signal or a duration can end the run.
+        """
+        config = self._config
+        if not config.exit_signal_handler and config.exit_duration_in_mins is None:
+            return None
+        found = torch.tensor(self._found(), device=self._parallel.device)
+        agreed = int(all_reduce_(found, self._parallel.world_group, dist.ReduceOp.MAX).item())
+        if agreed == GO_ON:
+            return None
+        if agreed == TIME_IS_UP:
+            return f"--exit-duration-in-mins {config.exit_duration_in_mins}"
+        return f"{signal.Signals(agreed - 1).name} (--exit-signal-handler)"
+
+    def _found(self) -> int:
+        limit = self._config.exit_duration_in_mins
+        if self._signalled:
+            return self._signalled + 1
+        return TIME_IS_UP if limit is not None and time.monotonic() - self._started > 60.0 * limit else GO_ON
+
+    def _note(self, number: int, _: object) -> None:
+        first, self._signalled = not self._signalled, number
+        if first and not self._trains:  # a second signal must not disturb the way out
+            raise StoppedEarly(number)

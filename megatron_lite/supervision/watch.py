@@ -1,0 +1,286 @@
+"""Watches over the ranks of a run.
+
+If one rank is killed or hangs, all the other ranks end, and one message names it.
+
+Each rank has a thread, the watch thread. Twice a second it writes a beat to the run's store and
+looks for a verdict. A rank is in trouble if its collective failed or timed out, if it makes no
+progress, or if a launcher sends it SIGTERM. It then reads the beats of every other rank twice. A
+rank whose beat has not changed is gone or stopped. The rank in trouble writes the verdict to the
+store and prints it. The other ranks find the verdict and end without a message.
+
+    key         value
+    beat/RANK   BEATS MOVES WHERE, or "left"
+    verdict     JSON; only the first one counts
+
+The store belongs to rank 0, or to torchrun on rank 0's node. If the store is gone, every rank
+prints its own message. The watch thread ends a process whose main thread does not react (in a
+kernel, or in a collective that never gives up). If the watch thread is held up too, faulthandler's
+timer ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import TracebackType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_lite.parallel.signals import die_of
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.supervision.exits import StoppedEarly
+from megatron_lite.supervision.pulse import START_UP, Pulse
+from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge, stopped_by
+
+BEAT_S = 0.5
+SILENT_S = 2.5      # a rank without a new beat for this long counts as gone or stopped
+GRACE_S = 5.0       # the time that the main thread has to end by itself after a verdict
+BACKSTOP_S = 60.0   # faulthandler's timer fires this long after the limit of the watch
+STORE_S = 10.0      # the limit for one request to the store
+# Parts of the error texts by which a lost peer and a timeout are recognised.
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "pair closure", "NCCL remote", "remote process")
+LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
+
+
+class Watch:
+    """The watch over this rank: a context manager around everything after it has joined the run.
+
+    Only the main thread may enter it. A run of one rank is not watched.
+
+    timeout: limit in seconds for one collective. An iteration or a batch of an evaluation may take
+    this long plus the longest one so far.
+    graceful: whether SIGTERM and similar signals end the run in an orderly way (exits.py).
+    owns_store: whether rank 0 holds the store, rather than its launcher.
+    pulse: where this rank is. The training loop writes it.
+    """
+
+    def __init__(self, parallel: ParallelState, *, timeout: float, graceful: bool, owns_store: bool) -> None:
+        self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
+        self._timeout, self._graceful, self._lingers = timeout, graceful, owns_store and self._rank == 0
+        self._store_of = "rank 0" if owns_store else "torchrun on rank 0's node"
+        self._verdict: Verdict | None = None
+        self._main_ends = False
+        self._asked = ""  # the trouble that the main thread reports to the watch thread
+        self._trouble: Trouble | None = None
+        self._store_failed_at: float | None = None
+        self._beats = self._armed_at = 0
+        self._left, self._answered = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watch:
+        if self._size == 1:
+            return self
+        store = dist.distributed_c10d._get_default_store()
+        # The clone is a connection of its own. Before torch 2.8 a store has no clone, and this
+        # thread waits while the main thread uses the store.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store.set_timeout(timedelta(seconds=STORE_S))
+        self._beat()
+        self._waking, self._wake = os.pipe()
+        os.set_blocking(self._waking, False)
+        os.set_blocking(self._wake, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        # A launcher sends SIGTERM to the other ranks when one has died. Without a handler it would
+        # kill this rank before it could write its message.
+        self._takes_term = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._takes_term:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._thread is None:
+            return
+        self._left.set()
+        os.write(self._wake, b"\0")
+        self._thread.join(2 * STORE_S)
+        faulthandler.cancel_dump_traceback_later()
+        signal.set_wakeup_fd(self._wakeup_before)
+        # Exits.finish may have set SIG_IGN; that stays.
+        if self._takes_term and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self._thread.is_alive():
+            os.close(self._waking)
+            os.close(self._wake)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"beat/{self._rank}", LEFT)
+
+    def explain(self, error: Exception) -> Verdict | None:
+        """Returns why the run ends, when `error` ends this rank; None in a run of one rank.
+
+        Prints the traceback, except that of a lost connection, which adds nothing to the name of
+        the rank. If a collective failed, the call takes about SILENT_S seconds.
+        """
+        if self._thread is None:
+            return None
+        self._main_ends = True
+        words = str(error)
+        late, lost = (isinstance(error, RuntimeError) and any(known in words for known in texts) for texts in (LATE, LOST))
+        if late or not lost:
+            traceback.print_exception(error)
+        if not (late or lost):
+            return self._told(Verdict(self._rank, 1, f"{type(error).__name__}: {words}"))
+        self._asked = "late" if late else "lost"
+        if not self._answered.wait(SILENT_S + 2 * STORE_S):
+            return Verdict(self._rank, 1, f"{self._store_of} does not answer")
+        return self._verdict
+
+    def stop(self, stopped: StoppedEarly) -> Verdict:
+        """Hands in the verdict of a rank that a signal stops. Returns the verdict that counts.
+
+        The verdict that counts may be another rank's, if that came first.
+        """
+        self._main_ends = True
+        own = Verdict(self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved")
+        return own if self._thread is None else self._told(own)
+
+    def interrupt(self) -> Verdict:
+        """Hands in the verdict of a rank that Ctrl-C stops. Returns the verdict that counts.
+
+        Ctrl-C reaches all ranks, so another rank's verdict may come first.
+        """
+        self._main_ends = True
+        own = stopped_by(signal.SIGINT, self._rank)
+        return own if self._thread is None else self._told(own)
+
+    def is_first_to_say(self, text: str, *, after_others: bool) -> bool:
+        """Returns whether this rank is the first to report why the run ends.
+
+        All ranks end with status 2.
+        after_others: gives the other ranks SILENT_S seconds to report first.
+        """
+        self._main_ends = True
+        if self._thread is None:
+            return True
+        if after_others and self._answered.wait(SILENT_S):
+            return False
+        verdict = self._told(Verdict(self._rank, 2, text))
+        if self._lingers:
+            # The store ends with this process. The other ranks must read the verdict first.
+            time.sleep(3 * BEAT_S)
+        return verdict.rank == self._rank
+
+    def leave(self, verdict: Verdict) -> NoReturn:
+        """Ends the process here, and prints the verdict if it is this rank's own.
+
+        The process groups of a broken run cannot be left in an orderly way.
+        """
+        # In the watch thread a flush could wait for a lock that the main thread holds.
+        if threading.current_thread() is threading.main_thread():
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if verdict.rank == self._rank:
+            text = f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}\n"
+            os.write(sys.stderr.fileno(), text.encode())
+        if self._lingers and self._thread is not None:
+            time.sleep(3 * BEAT_S)  # the others must read the verdict first
+        # A shell script stops at Ctrl-C only if its command dies of the signal itself.
+        if verdict.status == 128 + signal.SIGINT and threading.current_thread() is threading.main_thread():
+            die_of(signal.SIGINT)
+        os._exit(verdict.status)
+
+    # The methods below run in the watch thread.
+
+    def _run(self) -> None:
+        while not self._left.is_set():
+            ready, _, _ = select.select([self._waking], [], [], BEAT_S)
+            # Each byte in the pipe is the number of a signal; __exit__ writes 0 to wake the thread.
+            for number in os.read(self._waking, 64) if ready else b"":
+                if number:
+                    self._trouble = self._trouble or Trouble("signal", number)
+            try:
+                self._look()
+                self._store_failed_at = None
+            except RuntimeError:  # raised by the store
+                self._store_failed_at = self._store_failed_at or time.monotonic()
+                if time.monotonic() - self._store_failed_at > SILENT_S:
+                    self._verdict = Verdict(self._rank, 1, f"{self._store_of} is gone")
+            if self._verdict is not None and not self._left.is_set():
+                self._conclude(self._verdict)
+
+    def _look(self) -> None:
+        self._beat()
+        self._arm()
+        if self._store.check(["verdict"]):
+            self._verdict = Verdict(*json.loads(self._store.get("verdict")))
+            return
+        # A failure replaces a signal that came first: the launcher may have sent the signal
+        # because of that failure, which the message must name.
+        left = self.pulse.seconds_left(self._timeout)
+        what = self._asked or ("late" if left is not None and left < 0.0 else "")
+        if what and (self._trouble is None or self._trouble.what == "signal"):
+            self._trouble = Trouble(what)
+        # Trouble takes two readings of the beats, SILENT_S seconds apart, then a verdict.
+        if self._trouble is not None and self._trouble.before is None:
+            self._trouble.before, self._trouble.since = self._all_beats(), time.monotonic()
+        elif self._trouble is not None and time.monotonic() - self._trouble.since > SILENT_S:
+            own = judge(self._trouble, self._all_beats(), self._own_beat(), self._rank, timeout=self._timeout,
+                        graceful=self._graceful and self.pulse.where != START_UP)
+            if own is None:
+                self._trouble = None
+            else:
+                self._verdict = self._told(own)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self._rank}", self._own_beat())
+
+    def _own_beat(self) -> str:
+        return f"{self._beats} {self.pulse.moves} {self.pulse.where}"
+
+    def _arm(self) -> None:
+        """Sets faulthandler's timer, which ends the process if the watch thread itself is held up.
+
+        A kernel that keeps Python's global lock can hold it up, and so can the store. Each move of
+        the pulse sets the timer anew; a stretch without a limit has no timer.
+        """
+        left, moves = self.pulse.seconds_left(self._timeout), self.pulse.moves
+        if left is None:
+            faulthandler.cancel_dump_traceback_later()
+        elif moves != self._armed_at:
+            faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_S, exit=True)
+        self._armed_at = moves
+
+    def _all_beats(self) -> dict[int, str]:
+        """Returns the last beat of every other rank, by rank; "" if a rank has written none yet."""
+        keys = {rank: f"beat/{rank}" for rank in range(self._size) if rank != self._rank}
+        return {rank: self._store.get(key).decode() if self._store.check([key]) else "" for rank, key in keys.items()}
+
+    def _told(self, own: Verdict) -> Verdict:
+        """Hands in this rank's verdict and returns the one that counts, which is the first."""
+        try:
+            self._store.compare_set("verdict", "", json.dumps(own))
+            return Verdict(*json.loads(self._store.get("verdict")))
+        except RuntimeError:  # the store is gone, and with it the verdicts of other ranks
+            return own
+
+    def _conclude(self, verdict: Verdict) -> None:
+        """Ends the process, after a grace period if the main thread is about to end it.
+
+        The main thread is about to end it if it waits for this verdict. It probably is, too, if the
+        verdict is another rank's: the end of that rank breaks its collectives.
+        """
+        if verdict.with_stacks:
+            self._write_stacks()
+        self._answered.set()
+        if not self._left.wait(GRACE_S if self._main_ends or verdict.rank != self._rank else 0.0):
+            self.leave(verdict)
+
+    def _write_stacks(self) -> None:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = f"[rank {self._rank}] stacks of all threads at {self.pulse.where}:\n{file.read()}"
+        os.write(sys.stderr.fileno(), text.encode())

@@ -1,0 +1,111 @@
+"""Chooses between the kernels of torch and of NVIDIA apex.
+
+The choice is checked before the run starts. The log states it with the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.norm import APEX_NORMS
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel import apex
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.weight_gradient import FUSED, FUSED_PROJECTION, accumulate_with_, can_be_summed, summary
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+def check_kernels(config: RunConfig, device_type: str) -> None:
+    """Raises InputError if a flag asks for a kernel of NVIDIA apex that this process cannot use."""
+    for flag, chosen, kernel in _choices(config):
+        if chosen == "apex":
+            apex.require(kernel(device_type), flag)
+
+
+def kernel_notices(config: RunConfig, device_type: str) -> list[str]:
+    """Returns at most one line for the log.
+
+    The line is about an installed package called apex that is not NVIDIA's, or about kernels of
+    NVIDIA apex that are available here and that no flag asks for.
+    """
+    if (other := apex.notice()) is not None:
+        return [other]
+    unused = [f"{flag} apex" for flag, chosen, _ in _choices(config) if chosen != "apex"]
+    if device_type != apex.DEVICE_TYPE or not unused or apex.installed_package().kind != "nvidia":
+        return []
+    return [f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round differently (docs/apex.md)"]
+
+
+def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Kernel]]]:
+    """Returns each flag with its value and the function that finds apex's kernel for it. A norm that apex
+    does not have is left out; model/norm.py refuses it under `--norm-impl apex`."""
+    norm = APEX_NORMS.get(config.model.normalization)
+    norms = [] if norm is None else [("--norm-impl", config.model.norm_impl, norm)]
+    return [*norms, ("--optimizer-impl", config.optimizer.optimizer_impl, apex.fused_adam)]
+
+
+def fuse_weight_gradients_(config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer) -> str:
+    """Makes apex's kernel sum the weight gradients of all matmuls that allow it.
+
+    Returns the log's line about it.
+    """
+    kernel = apex.weight_gradient_kernel(parallel.device.type)
+    paths = weight_paths(config, model, optimizer, kernel)
+    gradients = optimizer.layout.gradients
+    if isinstance(gradients, GradBuffer):
+        accumulate_with_(kernel.value, [(parameter, gradients.grads[name]) for name, parameter in model.named_parameters()
+                                        if paths.get(name) in (FUSED, FUSED_PROJECTION)])
+    dtype = next(iter(model)).context.params_dtype
+    return summary(paths, dtype) + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
+
+
+def weight_paths(config: RunConfig, model: ModelStages, optimizer: Optimizer, kernel: apex.Kernel) -> dict[str, str]:
+    """Returns, by the name of each weight of a matmul, who sums its gradient.
+
+    FUSED and FUSED_PROJECTION mean apex's kernel. Any other text is why autograd sums it.
+    """
+    reason = _reason_for_all(config, optimizer, kernel)
+    compiled = _compiled_weights(config, model)
+    paths = {}
+    for name, weight, has_lookup in _matmul_weights(model):
+        if reason or weight in compiled:
+            paths[name] = reason or "a graph of --torch-compile cannot call apex's kernel"
+        elif not can_be_summed(weight.dtype):
+            paths[name] = f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
+        else:
+            paths[name] = FUSED_PROJECTION if has_lookup else FUSED
+    return paths
+
+
+def _reason_for_all(config: RunConfig, optimizer: Optimizer, kernel: apex.Kernel) -> str:
+    if not config.training.gradient_accumulation_fusion:
+        return "of --no-gradient-accumulation-fusion"
+    if not isinstance(optimizer.layout.gradients, GradBuffer):
+        return "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of a whole weight to add to"
+    return kernel.reason if kernel.value is None else ""
+
+
+def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
+    """Returns the name and weight of each linear layer and of the output projection.
+
+    The third entry is whether a token lookup on this rank reads the same (tied) weight.
+    """
+    linear = {module.weight for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
+    tied: dict[nn.Parameter, bool] = {}
+    for chunk in model:
+        if chunk.stage.is_last and chunk.output_layer is None and chunk.embedding is not None:
+            tied[chunk.embedding.word_embeddings.weight] = chunk.stage.is_first
+    return [(name, parameter, tied.get(parameter, False)) for name, parameter in model.named_parameters()
+            if parameter in linear or parameter in tied]
+
+
+def _compiled_weights(config: RunConfig, model: ModelStages) -> set[nn.Parameter]:
+    """Returns the parameters of the transformer layers: --torch-compile compiles only these."""
+    if not config.training.torch_compile:
+        return set()
+    return {parameter for chunk in model for parameter in chunk.decoder.layers.parameters()}

@@ -1,0 +1,141 @@
+"""Builds the parts of a run from a RunConfig."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from megatron_lite.checkpointing.saver import Claim, Saver, claim_directory
+from megatron_lite.checkpointing.start import find_start
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
+from megatron_lite.data.datasets import build_datasets
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.sharding import shard_model_
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.loss_scale import LossScale
+from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.pipeline.order import check_num_microbatches
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.supervision.pulse import Pulse
+from megatron_lite.tensor_parallel.initialize import initialize_parameters_
+from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
+from megatron_lite.training.capacity import check_fits, told_where_memory_runs_out
+from megatron_lite.training.compiler import compile_layers_
+from megatron_lite.training.loop import Trainer
+from megatron_lite.training.run_notices import run_notices
+
+PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_stages(config: RunConfig, parallel: ParallelState) -> ModelStages:
+    """Returns all stages that this rank holds, in the order of the model."""
+    stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
+    return ModelStages([build_model(config, parallel, stage) for stage in stages])
+
+
+def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None = None) -> GPTModel:
+    """Returns this rank's shard of the model or of one stage, initialised from `--seed`.
+
+    The weights are 16-bit under `--bf16` or `--fp16`, else float32.
+    """
+    stage = stage or whole_model(config.model.num_layers)
+    context = RankContext.of(parallel, sequence_parallel=config.parallel.sequence_parallel,
+                                       params_dtype=PARAMS_DTYPE[config.training.precision],
+                                       cp_comm_type=config.parallel.cp_comm_type)
+    model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
+                     padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
+                     plan=plan_stage(config.recompute, stage.num_layers, stage.number),
+                     loss_chunk_size=config.training.loss_chunk_size, stage=stage)
+    initialize_parameters_(model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    if config.training.torch_compile:
+        compile_layers_(model)
+    shard_model_(model, parallel, config.data_parallel)
+    return model
+
+
+def use_deterministic_algorithms() -> None:
+    """Makes every later operation of this process repeatable bit for bit.
+
+    torch raises an error at an operation that has no deterministic kernel. CPU runs are repeatable
+    anyway. On a GPU, call this before the first matmul: cuBLAS reads its workspace setting then.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def build_trainer(config: RunConfig, parallel: ParallelState, *, pulse: Pulse | None = None) -> Trainer:
+    """Returns a trainer with the model, optimizer, schedule and data of a run at iteration 0.
+
+    This function chooses the checkpoint to start from, and `Trainer.run` loads it. It also takes
+    the lock of the `--save` directory, which `Trainer.run` releases.
+    pulse: the record of where this rank is. The trainer writes it and a watch reads it.
+    Raises InputError for missing data, a missing length or learning rate, a batch that does not
+    divide, and faults in the data files, the checkpoint or the directories.
+    """
+    check_fits(config, parallel)
+    claim = claim_directory(config.checkpoint, parallel)
+    try:
+        with told_where_memory_runs_out(config, parallel):
+            return _build(config, parallel, claim, pulse or Pulse())
+    except BaseException:
+        claim.release()
+        raise
+
+
+def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Pulse) -> Trainer:
+    training = config.training
+    if training.deterministic_mode:
+        use_deterministic_algorithms()
+    start = find_start(config.checkpoint, parallel)
+    done = start.progress
+    try:
+        batches = training.batch_schedule(parallel.dp_size)
+        # Counts from the checkpoint's progress: the run may continue with another batch size.
+        num_iterations = training.num_iterations(batches, done=done.iteration, consumed=done.consumed_samples)
+        _check_batches(config, parallel, batches, batches.sizes_from(done.consumed_samples,
+                                                                     num_iterations=num_iterations - done.iteration))
+        train_samples = batches.consumed_after(num_iterations - done.iteration, consumed=done.consumed_samples)
+        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or train_samples, batches=batches)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    evaluation_samples = training.eval_iters * batches.full
+    datasets = build_datasets(config.data, vocab_size=config.tokenizer.true_vocab_size, seed=training.seed,
+                              num_samples=(train_samples, evaluation_samples, evaluation_samples))
+    model = build_stages(config, parallel)
+    loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
+    ratio = training.skip_update_on_spike
+    optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel, loss_scale=loss_scale,
+                          spikes=None if ratio is None else SpikeGuard(ratio, parallel.device))
+    if training.check_for_nan_in_loss_and_grad:
+        optimizer.layout.gradients.watch()
+    accumulation = fuse_weight_gradients_(config, parallel, model, optimizer)
+    notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
+    return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
+                   num_iterations=num_iterations, batches=batches, start=start,
+                   saver=Saver(config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course),
+                   notices=(accumulation, *notices.in_log), pulse=pulse)
+
+
+def _check_batches(config: RunConfig, parallel: ParallelState, batches: BatchSchedule, sizes: Sequence[int]) -> None:
+    """Raises ValueError for a batch that the virtual stages of a pipeline cannot take.
+
+    sizes: the global batch sizes of the iterations that this run still has.
+    Evaluations take the full batch, also if the run ends within the ramp.
+    """
+    chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
+    if config.training.eval_iters or batches.full in sizes:
+        check_num_microbatches(batches.num_microbatches(batches.full), size=parallel.pp_size, chunks=chunks)
+    ramp, unit = " ".join(map(str, config.training.rampup_batch_size)), batches.samples_per_microbatch * parallel.pp_size
+    for size in sizes:
+        check_num_microbatches(batches.num_microbatches(size), size=parallel.pp_size, chunks=chunks,
+                               remedy=f"--rampup-batch-size {ramp} has a batch of {size} samples; give a START and an INCREMENT "
+                                      f"that are multiples of {unit}, or leave the virtual stages out")

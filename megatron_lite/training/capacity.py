@@ -1,0 +1,107 @@
+"""Checks whether a model can fit its machine at all, before the first tensor is allocated.
+
+The sum here is a lower bound: weights, gradients and optimizer state, without activations. A run
+whose lower bound exceeds all memory of its machine cannot succeed. Any other run starts, and an
+allocation that fails while it is built ends it with a message in the same words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.optimizer_settings import OPTIMIZERS
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.predict.parameters import rank_matrix_count, rank_parameter_count
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.texts import gather_texts
+
+# Bytes of one parameter: the gradient buffer is float32, and so is the master of a 16-bit weight.
+GRADIENT, MASTER = 4, 4
+MEMINFO, CGROUP_LIMITS = Path("/proc/meminfo"), (Path("/sys/fs/cgroup/memory.max"),
+                                                 Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+FIX = ("give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
+       "--use-torch-fsdp2), or smaller sizes")
+# Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
+WORDS = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "integer multiplication overflow",
+         "CUDA out of memory")
+
+
+def check_fits(config: RunConfig, parallel: ParallelState) -> None:
+    """Raises InputError if a host's ranks, or a GPU's rank, need more memory than it has.
+
+    The other ranks raise PeerError. On a CPU this all-gathers the host names, to count the ranks
+    that share a host.
+    """
+    on_cpu = parallel.device.type == "cpu"
+    host = socket.gethostname()
+    ranks_here = gather_texts(host, parallel).count(host) if on_cpu else 1
+
+    def check() -> None:
+        needed = least_bytes(config, parallel)
+        there = memory_bytes(parallel.device)
+        if there is not None and needed * ranks_here > there:
+            together = f" ({size(needed * ranks_here)} for its {ranks_here} ranks there)" if ranks_here > 1 else ""
+            raise InputError(f"the model does not fit: weights, gradients and optimizer state of one rank take {size(needed)}"
+                             f"{together}, and {host if on_cpu else parallel.device} has {size(there)}: {FIX}")
+
+    parallel.together("the memory of the machine", check)
+
+
+def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
+    """Returns a lower bound of the bytes that one rank holds for its parameters all the time."""
+    count, matrices = rank_parameter_count(config, parallel.pp_rank), rank_matrix_count(config, parallel.pp_rank)
+    weight = 4 if config.training.precision == "fp32" else 2
+    of_rule = OPTIMIZERS[config.optimizer.optimizer]
+    states = matrices * of_rule.matrix + (count - matrices) * of_rule.other + (0 if weight == 4 else count * MASTER)
+    if config.data_parallel.use_torch_fsdp2:
+        return (count * (weight + GRADIENT) + states) // parallel.dp_cp_size
+    shares = parallel.dp_cp_size if config.data_parallel.use_distributed_optimizer else 1
+    return count * (weight + GRADIENT) + states // shares
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Returns the bytes of all memory of a GPU, or of all memory and swap of this host.
+
+    The limit of the control group counts if it is lower. Returns None if nothing is known.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = []
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        limits.append(sum(int(lines[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal")))
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int(path.read_text()))
+    if not limits and hasattr(os, "sysconf"):
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
+
+
+@contextlib.contextmanager
+def told_where_memory_runs_out(config: RunConfig, parallel: ParallelState) -> Iterator[None]:
+    """Turns a failed allocation inside the block into an InputError.
+
+    The message has the bytes that the rank needs and the bytes that the device has.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = str(error)
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(known in words for known in WORDS):
+            raise
+        there = memory_bytes(parallel.device)
+        shown = "an unknown amount" if there is None else size(there)
+        reason = next((line.strip() for line in words.splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"out of memory while the run was built ({reason}). Weights, gradients and optimizer state of this rank "
+                         f"take {size(least_bytes(config, parallel))}, and {parallel.device} has {shown} for all ranks on it: "
+                         f"{FIX}") from error

@@ -1,0 +1,176 @@
+"""Runs the micro-batches of a step through the stages that this rank holds.
+
+The rank may hold the whole model, or be one rank of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.loss_scale import scale_backward
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.pipeline.executor import run_actions
+from megatron_lite.pipeline.links import Links
+from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.training.batches import Batches
+from megatron_lite.training.observe import Observer
+
+
+class _Step(NamedTuple):
+    """The actions of a rank in a step. whole: the forwards that save all activations."""
+
+    actions: list[Action]
+    whole: frozenset[Action]
+
+
+class StageRunner:
+    """The stages of one rank, and the links to the ranks that hold the other stages.
+
+    links: send and receive hidden states along the pipeline. None without a pipeline.
+    num_kept: how many micro-batches of each window save all activations. A window is as long as the
+        number of micro-batches in flight on this rank (2205.05198, appendix C).
+    overlap: receive the input of an action while the action before it computes.
+    most_microbatches: the most micro-batches of any step of the run. The memory for saved inputs is
+        allocated for this number at once, and not again when the batch grows. A step with more
+        micro-batches enlarges it.
+    """
+
+    def __init__(self, model: ModelStages, parallel: ParallelState, *, links: Links | None = None, num_kept: int = 0,
+                 overlap: bool = True, most_microbatches: int | None = None) -> None:
+        self.model, self.parallel = model, parallel
+        self.links, self._num_kept, self._overlap = links, num_kept, overlap
+        self._chunks = list(model)
+        self._steps: dict[int, _Step] = {}  # by number of micro-batches
+        if links is not None and most_microbatches is not None:
+            self._reserve(most_microbatches)
+
+    @classmethod
+    def of(cls, config: RunConfig, model: ModelStages, parallel: ParallelState) -> StageRunner:
+        """Returns the runner of a run.
+
+        Raises ValueError for a batch that does not divide over ranks and micro-batches.
+        """
+        if parallel.pp_size == 1:
+            return cls(model, parallel)
+        batches = config.training.batch_schedule(parallel.dp_size)
+        most = batches.num_microbatches(batches.full) if config.training.global_batch_size is not None else None
+        context = next(iter(model)).context
+        # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
+        seq_length = config.data.seq_length // parallel.cp_size // (context.size if context.sequence_parallel else 1)
+        links = Links(parallel.pp_lanes, device=parallel.device, dtype=context.params_dtype,
+                      shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size))
+        return cls(model, parallel, links=links, overlap=config.parallel.overlap_p2p_comm,
+                   most_microbatches=most,
+                   num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0)
+
+    def train(self, batches: Batches, *, share: float, observer: Observer, loss_scale: Tensor | None = None,
+              before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
+              after: Callable[[Action], None] | None = None) -> Tensor:
+        """Runs forward and backward of all micro-batches. Returns the sum of their losses, 0-d.
+
+        The sum is 0 on a rank without the last stage.
+        share: the factor on each micro-batch's mean loss.
+        observer: looks at the first micro-batch.
+        loss_scale: the 0-d factor on the gradients. None leaves them as they are.
+        before_last: called with a stage's parameters before the last backward through that stage.
+        after: called after each action of a pipeline.
+        """
+        def before_backward(number: int, chunk: GPTModel) -> None:
+            if before_last is not None and number == len(batches) - 1:
+                before_last(chunk.parameters())
+
+        self.model.train()
+        if self.links is None:
+            (chunk,) = self._chunks
+            loss_of = partial(_loss, chunk, batches, share=share, scale=loss_scale)
+            losses = []
+            for number in range(len(batches)):
+                before_backward(number, chunk)
+                losses.append((observer if number == 0 else Observer()).micro_batch(chunk, partial(loss_of, number)))
+            return self._sum(losses)
+        step = self._step_of(len(batches))
+        self._reserve(len(batches))
+
+        def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
+            chunk = self._chunks[action.chunk]
+            plan = keep_everything(chunk.stage.num_layers) if action in step.whole else chunk.decoder.plan
+            run = partial(_stage, chunk, batches, action.microbatch, share, hidden_states, plan, loss_scale)
+            del hidden_states  # `run` holds the only reference that this function still needs
+            return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
+
+        return self._sum(run_actions(step.actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
+                                     overlap=self._overlap, after=after,
+                                     before_backward=lambda action: before_backward(action.microbatch,
+                                                                                    self._chunks[action.chunk])))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> Tensor:
+        """Returns the sum of the micro-batches' mean losses, 0-d float64.
+
+        The sum is 0 on a rank without the last stage.
+        """
+        self.model.eval()
+        if self.links is None:
+            (chunk,) = self._chunks
+            total = self._sum((_loss(chunk, batches, number, 1.0) for number in range(len(batches))), torch.float64)
+        else:
+            def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
+                return _stage(self._chunks[action.chunk], batches, action.microbatch, 1.0, hidden_states, None)
+
+            actions = forwards_only(size=self.parallel.pp_size, num_microbatches=len(batches), chunks=len(self._chunks))
+            total = self._sum(run_actions(actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
+                                          overlap=self._overlap), torch.float64)
+        self.model.train()
+        return total
+
+    def _reserve(self, num_microbatches: int) -> None:
+        """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
+        for chunk, waiting in zip(self._chunks, self._waiting(num_microbatches), strict=True):
+            chunk.decoder.stores.reserve(waiting)
+
+    def _waiting(self, num_microbatches: int) -> list[int]:
+        """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
+        size, chunks = self.parallel.pp_size, len(self._chunks)
+        # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
+        actions = order(size=size, rank=self.parallel.pp_rank, num_microbatches=min(num_microbatches, 2 * size), chunks=chunks)
+        held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+        return [max(counts[chunk] for counts in held) for chunk in range(chunks)]
+
+    def _step_of(self, num_microbatches: int) -> _Step:
+        if num_microbatches not in self._steps:
+            shape = dict(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=num_microbatches,
+                         chunks=len(self._chunks))
+            self._steps[num_microbatches] = _Step(order(**shape), keeping_all(**shape, num_kept=self._num_kept))
+        return self._steps[num_microbatches]
+
+    def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
+        # All ranks need one dtype for the all-reduce, also those that have no loss to take it from.
+        dtype = torch.promote_types(at_least, self._chunks[0].context.params_dtype)
+        total = torch.zeros((), dtype=dtype, device=self.parallel.device)
+        for loss in losses:
+            total += loss
+        return total
+
+
+def _loss(model: GPTModel, batches: Batches, number: int, share: float, scale: Tensor | None = None) -> Tensor:
+    batch = batches[number]
+    return scale_backward(model.loss(batch.tokens, batch.labels).mean() * share, scale)
+
+
+def _stage(chunk: GPTModel, batches: Batches, number: int, share: float, hidden_states: Tensor | None,
+           plan: RecomputePlan | None, scale: Tensor | None = None) -> Tensor:
+    """Runs one stage on a micro-batch. Returns hidden states, or loss x share on the last stage."""
+    inputs = batches[number].tokens if hidden_states is None else hidden_states
+    if not chunk.stage.is_last:
+        return chunk.run_stage(inputs, None, plan)
+    return scale_backward(chunk.run_stage(inputs, batches[number].labels, plan).mean() * share, scale)

@@ -1,0 +1,146 @@
+"""The description of a layer against the real model, module by module, in every configuration.
+
+A dispatch mode watches one forward of a whole model: which module saves which bytes for backward,
+which matmuls it runs, which collectives it issues. The same figures are read from description/.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo  # dispatch modes import it when first entered: 3 s, here once for all forked ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Operation
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.measure.meter import kept_for_backward, running_modules
+from megatron_lite.parallel.state import ParallelState
+from tests.memory.test_replay_flops import FORMULAS
+from tests.support.equality import VARIANTS, variant_config
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+)
+from tests.support.ranks import run_ranks
+
+NUM_LAYERS = 2
+DIFFERING = dict(window_size=(3, 0), window_attn_skip_freq=(1, 0), no_rope_freq=(0, 1))
+FORMULA_OF = {**flop_registry, **{kernel: shape_wrapper(formula) for kernel, formula in FORMULAS.items()}}
+KINDS = {"allreduce_": ALL_REDUCE, "_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}
+
+
+class Figures(NamedTuple):
+    """What one module of the model keeps, computes, sends and holds."""
+
+    kept_bytes: int
+    matmul_flops: tuple[int, ...]
+    collectives: tuple[str, ...]
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Watched(TorchDispatchMode):
+    """Records the FLOPs of matmuls and the kinds of collectives by the module that runs."""
+
+    def __init__(self, running: list[str]) -> None:
+        super().__init__()
+        self.running = running
+        self.flops: defaultdict[str, list[int]] = defaultdict(list)
+        self.collectives: defaultdict[str, list[str]] = defaultdict(list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        module = place(self.running[-1] if self.running else "")
+        formula = FORMULA_OF.get(func._overloadpacket)
+        if formula is not None:
+            self.flops[module].append(formula(*args, **(kwargs or {}), out_val=results))
+        if func.namespace == "c10d":
+            self.collectives[module].append(KINDS[func.name().split("::")[1]])
+        return results
+
+
+def place(module: str) -> str:
+    """Returns the module whose operation this is: the norms of query and key are one operation."""
+    for norm in (".q_layernorm", ".k_layernorm"):
+        module = module.removesuffix(norm)
+    return "embedding" if module.startswith("embedding") else module
+
+
+def measured(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, Figures]:
+    """Returns the figures of every module in one forward."""
+    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+    with running_modules(model) as running, kept_for_backward(exclude=model.parameters(), model=model) as meter:
+        with Watched(running) as watched:
+            loss = model.loss(*sample_tokens())
+        kept: Counter[str] = Counter()
+        for storage in meter.storages().values():
+            kept[place(storage.label)] += storage.num_bytes
+        del loss
+    parameters: defaultdict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        module, _, own = name.rpartition(".")
+        short = own if place(module) == module else f"{module.removeprefix(place(module) + '.')}.{own}"
+        parameters[place(module)].append((short, tuple(parameter.shape)))
+    modules = {*kept, *watched.flops, *watched.collectives, *parameters}
+    return {module: Figures(kept[module], tuple(watched.flops[module]), tuple(watched.collectives[module]),
+                            tuple(sorted(parameters[module]))) for module in modules}
+
+
+def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
+    """Returns the same figures as the description has them."""
+    prefixed: list[tuple[str, Operation]] = [("", one) for one in embedding_operations(config, sizes)]
+    for number, layer in enumerate(describe_layers(config, sizes, NUM_LAYERS)):
+        prefixed += [(f"decoder.layers.{number}.", one) for one in layer.operations]
+    prefixed += [("", one) for one in head_operations(config, sizes)]
+    seen: dict[str, set[str]] = defaultdict(set)
+    found: dict[str, Figures] = {}
+    for prefix, operation in prefixed:
+        module = f"{prefix}{operation.module}".removesuffix(".")
+        # Tables are one storage for all layers; other names are unique within a layer.
+        new = [tensor for tensor in operation.keeps if tensor.name not in seen["" if tensor.shared else prefix]]
+        for tensor in new:
+            seen["" if tensor.shared else prefix].add(tensor.name)
+        own = Figures(sum(tensor.num_bytes for tensor in new),
+                      tuple(sum(matmul.flops for matmul in call.matmuls) for call in operation.calls if call.matmuls),
+                      tuple(collective.kind for collective in operation.forward),
+                      tuple(sorted((parameter.name, parameter.shape) for parameter in operation.parameters)))
+        before = found.get(module)
+        found[module] = own if before is None else Figures(*map(lambda x, y: x + y, before, own))
+    return found
+
+
+def wrong(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, Any]:
+    """Returns {configuration: {module: (measured, described)}} where the two differ."""
+    found: dict[str, Any] = {}
+    cases = list(product(VARIANTS, ("flash", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16)))
+    with tp_state(world_size) as parallel:
+        for variant, backend, dropout, dtype in cases:
+            differing = DIFFERING if VARIANTS[variant].get("position_embedding_type") == "rope" else {}
+            config = variant_config(variant, num_layers=NUM_LAYERS, attention_backend=backend, hidden_dropout=dropout,
+                                    attention_dropout=dropout, **differing)
+            sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(world_size),
+                          tp_size=world_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
+            real = measured(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+            told = described(config, sizes)
+            differ = {module: (real.get(module), told.get(module)) for module in {*real, *told}
+                      if real.get(module, Figures(0, (), (), ())) != told.get(module, Figures(0, (), (), ()))}
+            if differ:
+                found[f"{variant} {backend} {dropout} {dtype}"] = differ
+    return found
+
+
+@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size: int, sequence_parallel: bool) -> None:
+    found = run_ranks(wrong, tp_size, sequence_parallel, detail=False)
+    assert found == [{}] * tp_size

@@ -1,0 +1,83 @@
+"""The table of regions against the description of a layer, and against what the flags say of it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from arguments import build_parser
+from megatron_lite.config.regions import MODULES, POINTWISE, REGIONS, nested, without_nested
+from megatron_lite.description.operations import LayerDescription, RegionEntry
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
+from tests.support.equality import VARIANTS, variant_config
+
+SIZES = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72, tp_size=2, sequence_parallel=True)
+
+
+def layers() -> list[LayerDescription]:
+    return [describe_layer(variant_config(variant, attention_backend=backend, hidden_dropout=0.1), SIZES)
+            for variant, backend in product(VARIANTS, ("flash", "unfused"))]
+
+
+def entries(layer: LayerDescription, region: str) -> list[RegionEntry]:
+    return [entry for operation in layer.operations for entry in operation.enters if entry.region == region]
+
+
+@pytest.mark.parametrize("region", MODULES)
+def test_a_region_is_entered_where_its_operations_are_and_nowhere_else(region: str) -> None:
+    for layer in layers():
+        inside = False
+        for operation in layer.operations:
+            entered = any(entry.region == region for entry in operation.enters)
+            assert (region in operation.regions) == (entered or (inside and region in operation.regions))
+            inside = region in operation.regions
+    assert any(entries(layer, region) for layer in layers())
+
+
+@pytest.mark.parametrize("region", MODULES)
+def test_a_region_lies_inside_its_parent_and_inside_no_other(region: str) -> None:
+    for operation in (one for layer in layers() for one in layer.operations if region in one.regions):
+        outer = operation.regions[: operation.regions.index(region)]
+        parent = REGIONS[region].parent
+        assert outer == (() if parent is None else (parent,))
+
+
+@pytest.mark.parametrize("region", MODULES)
+def test_only_regions_that_discard_their_outputs_name_some_and_those_are_saved_by_a_later_operation(region: str) -> None:
+    for layer in layers():
+        for entry in entries(layer, region):
+            assert bool(entry.discards) == (REGIONS[region].method == "discard")
+            keepers = [one for one in layer.operations if {tensor.name for tensor in one.keeps} & set(entry.discards)]
+            assert bool(keepers) == bool(entry.discards) and all(region not in one.regions for one in keepers)
+
+
+@pytest.mark.parametrize("region", MODULES)
+def test_a_region_has_a_tail_exactly_where_the_table_says_so(region: str) -> None:
+    assert REGIONS[region].skips_tail == any(layer.tail(region) for layer in layers())
+
+
+def test_a_region_that_needs_scores_skips_its_tail_only_where_they_are_built() -> None:
+    for backend, tails in (("flash", 0), ("unfused", 1)):
+        layer = describe_layer(variant_config("gpt2", attention_backend=backend), SIZES)
+        assert len(layer.tail("core_attn")) == tails
+
+
+def test_pointwise_regions_run_no_matmul_again() -> None:
+    for layer in layers():
+        assert not [call for one in layer.inside(set(POINTWISE)) for call in one.calls]
+        for region in set(MODULES) - set(POINTWISE):
+            assert [call for one in layer.inside({region}) for call in one.calls if call.matmuls]
+
+
+def test_a_region_inside_another_one_that_is_named_is_left_out() -> None:
+    assert without_nested(("activation", "mlp", "dropout")) == {"mlp", "dropout"}
+    assert nested(("activation", "mlp")) == [("activation", "mlp")]
+    assert without_nested(("activation",)) == {"activation"} and nested(("activation", "core_attn")) == []
+
+
+def test_help_names_every_region_and_what_it_holds() -> None:
+    text = " ".join(build_parser().format_help().split())
+    for region, facts in REGIONS.items():
+        assert f"{region} ({facts.help})" in text

@@ -1,0 +1,286 @@
+"""Attention windows and layers without rotary embedding: against loops, the softmax formula and torch's own masked attention."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.stages import stages
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.model import attention
+from megatron_lite.model.attention import CoreAttention
+from megatron_lite.model.rotary import rotary_tables
+from megatron_lite.model.window import window_mask, windowed_attention
+from megatron_lite.recompute.region_runner import Regions
+from tests.support.equality import LLAMA, difference
+from tests.support.models import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    build_tiny_model,
+    loss_and_grads,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+)
+
+S, B, A, D = 9, 2, 6, 4
+SCALE = D**-0.5
+ROPE = dict(LLAMA, attention_backend="flash")
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def heads(groups: int, *, s: int = S, b: int = B, a: int = A,
+          dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value that need gradients."""
+    shapes = ((s, b, a, D), (s, b, groups, D), (s, b, groups, D))
+    query, key, value = (draw(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes, 1))
+    return query, key, value
+
+
+def core(backend: str, *, layer: int = 0, **overrides: Any) -> CoreAttention:
+    config = tiny_config(attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides)
+    with tp_state(1) as parallel:
+        return CoreAttention(config, parallel.rng, layer=layer)
+
+
+def by_loops(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
+    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i the keys i - reach .. i."""
+    output = torch.zeros_like(query)
+    for head in range(query.shape[2]):
+        group = head // (query.shape[2] // key.shape[2])
+        for sample in range(query.shape[1]):
+            for row in range(query.shape[0]):
+                columns = [column for column in range(query.shape[0]) if row - reach <= column <= row]
+                scores = torch.stack([query[row, sample, head] @ key[column, sample, group] for column in columns])
+                weights = torch.softmax(scores * SCALE, dim=0)
+                output[row, sample, head] = weights @ value[columns, sample, group]
+    return output.flatten(2)
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
+    """The same through a whole matrix of scores in float64, with gradients: [s, b, a, d]."""
+    query, key, value = query.double(), key.double(), value.double()
+    places = torch.arange(query.shape[0])
+    distance = places.unsqueeze(1) - places
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
+    scores = torch.einsum("ibhd,jbhd->bhij", query, key) * SCALE
+    scores = scores.masked_fill((distance < 0) | (distance > reach), -torch.inf)
+    return torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), value)
+
+
+# --- core attention ---
+
+@pytest.mark.parametrize("groups", [A, 3, 1])
+@pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
+def test_every_backend_reads_the_window_as_the_loops_do(backend: str, groups: int) -> None:
+    query, key, value = (tensor.detach() for tensor in heads(groups))
+    for reach in (0, 1, 3, S - 2):
+        output = core(backend, window_size=(reach, 0))(query, key, value)
+        torch.testing.assert_close(output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+def test_a_layer_that_the_frequency_skips_reads_everything_before(backend: str) -> None:
+    query, key, value = (tensor.detach() for tensor in heads(3))
+    for layer, reach in ((0, 3), (1, S), (2, 3)):
+        output = core(backend, layer=layer, window_size=(3, 0), window_attn_skip_freq=2)(query, key, value)
+        torch.testing.assert_close(output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reach", [0, 2, 7])
+@pytest.mark.parametrize("groups", [A, 3, 1])
+def test_gradients_of_the_fused_window_are_those_of_the_formula(groups: int, reach: int) -> None:
+    inputs = heads(groups)
+    grad = draw(S, B, A, D, seed=5)
+    output, expected = windowed_attention(*inputs, reach=reach, scale=SCALE), formula(*inputs, reach)
+    results = (output, *torch.autograd.grad(output, inputs, grad))
+    wanted = (expected, *torch.autograd.grad(expected, inputs, grad))
+    for name, want, have in zip(("output", "query", "key", "value"), wanted, results, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])  # 1100: whole blocks of a row's keys are hidden
+def test_the_bits_are_those_of_torchs_attention_with_a_mask(s: int, reach: int, dtype: torch.dtype) -> None:
+    """Which keeps the mask, works on the half above the diagonal too, and is otherwise the same kernel."""
+    inputs = heads(1, s=s, b=1, a=2, dtype=dtype)
+    grad = draw(s, 1, 2, D, seed=5, dtype=dtype)
+    output = windowed_attention(*inputs, reach=reach, scale=SCALE)
+    places = torch.arange(s)
+    distance = places.unsqueeze(1) - places
+    hidden = torch.zeros(s, s, dtype=dtype).masked_fill_((distance < 0) | (distance > reach), -torch.inf)
+    theirs = F.scaled_dot_product_attention(*(tensor.permute(1, 2, 0, 3) for tensor in inputs), attn_mask=hidden, scale=SCALE,
+                                            enable_gqa=True).permute(2, 0, 1, 3)
+    assert torch.equal(output, theirs)
+    ours = torch.autograd.grad(output, inputs, grad)
+    assert all(map(torch.equal, ours, torch.autograd.grad(theirs, inputs, grad)))
+    assert all(tensor.isfinite().all() for tensor in ours)
+
+
+def test_a_mask_hides_what_is_later_and_what_is_before_the_window() -> None:
+    hidden = window_mask(torch.empty(5, 1), 2)
+    assert (hidden == 0).int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert hidden[hidden != 0].eq(-torch.inf).all()
+
+
+def test_the_mask_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
+        theirs = pytest.importorskip("megatron.core.transformer.utils")
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))  # it asks for CUDA
+    for s, reach in ((7, 0), (7, 3), (12, 5)):
+        hidden = theirs.get_sliding_window_causal_mask(s, s, (reach, 0))
+        assert torch.equal(window_mask(torch.empty(s, 1), reach) != 0, hidden)
+
+
+def test_a_second_backward_and_one_with_frozen_keys_give_the_same_gradients() -> None:
+    query, key, value = heads(3)
+    grad = draw(S, B, A, D, seed=5)
+    output = windowed_attention(query, key, value, reach=2, scale=SCALE)
+    first = torch.autograd.grad(output, (query, key, value), grad, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(output, (query, key, value), grad)))
+    output = windowed_attention(query, key.detach(), value, reach=2, scale=SCALE)
+    assert torch.equal(torch.autograd.grad(output, query, grad)[0], first[0])
+
+
+def test_a_gradient_of_one_number_for_all_is_read_as_such() -> None:
+    """`sum` gives backward an expanded tensor, whose elements stand nowhere."""
+    inputs = heads(3)
+    expanded = torch.autograd.grad(windowed_attention(*inputs, reach=2, scale=SCALE).sum(), inputs)
+    whole = torch.autograd.grad(windowed_attention(*inputs, reach=2, scale=SCALE), inputs, torch.ones(S, B, A, D).double())
+    assert all(map(torch.equal, expanded, whole))
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA in float64, or with dropout."""
+    monkeypatch.setattr(attention, "has_kernel", lambda query: False)
+    query, key, value = (tensor.detach() for tensor in heads(3))
+    output = core(backend, window_size=(3, 0))(query, key, value)
+    torch.testing.assert_close(output, by_loops(query, key, value, 3), rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_takes_its_dtype_as_torchs_attention_does() -> None:
+    query, key, value = heads(3, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert core("flash", window_size=(3, 0))(query, key, value).dtype == torch.bfloat16
+
+
+# --- what is kept ---
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torch.dtype) -> None:
+    s = 40  # whose mask has more bytes than any tensor that flash attention keeps: s > a d
+    found = []
+    for overrides in ({}, {"window_size": (3, 0)}):
+        inputs = heads(3, s=s, dtype=dtype)
+        with kept_for_backward() as meter:
+            output = core(backend, **overrides)(*inputs)
+        found.append(sorted(kept.num_bytes for kept in meter.storages().values()))
+        assert output.requires_grad  # the graph, and with it what is kept, lives as long as the output
+    assert found[0] == found[1] and len(found[0]) >= 4
+
+
+def test_flash_attention_with_a_window_keeps_no_tensor_of_s_times_s() -> None:
+    s, dtype = 40, torch.float32
+    with kept_for_backward() as meter:
+        output = core("flash", window_size=(3, 0))(*heads(A, s=s, dtype=dtype))
+    assert output.requires_grad  # it holds the graph
+    rows, element = s * B * A, dtype.itemsize
+    assert sorted(kept.num_bytes for kept in meter.storages().values()) == [rows * 4, *[rows * D * element] * 4]
+
+
+# --- the model ---
+
+def differing(**overrides: Any) -> dict[str, Any]:
+    """Five layers: windows on some, rotary embedding on others."""
+    return {**ROPE, "num_layers": 5, "window_size": (3, 0), "window_attn_skip_freq": (1, 0, 1, 1, 0),
+            "no_rope_freq": (0, 1, 1, 0, 0), **overrides}
+
+
+def test_flash_and_unfused_windows_give_the_same_loss_and_gradients() -> None:
+    outcomes = []
+    for backend in ("flash", "unfused"):
+        with tp_state(1) as parallel:
+            model = build_tiny_model(tiny_config(**differing(attention_backend=backend)), parallel)
+            outcomes.append(loss_and_grads(model, parallel))
+    flash, unfused = outcomes
+    assert difference(flash.loss, unfused.loss) < 1e-13
+    assert {key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12} == set()
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+@pytest.mark.parametrize(("pattern", "seen"), [((1, 1), range(2, 9)), ((0, 1), range(2, 12)), ((1, 0), range(2, 12))])
+def test_a_token_is_seen_as_far_as_the_windows_of_all_layers_reach(pattern: tuple[int, ...], seen: range, backend: str) -> None:
+    """Token 2, windows of 3 tokens before: two such layers carry it to token 8, and a layer without a window to all."""
+    tokens, _ = sample_tokens()
+    changed = tokens.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % VOCAB_SIZE
+    config = tiny_config(num_layers=2, attention_backend=backend, window_size=(3, 0), window_attn_skip_freq=pattern)
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(config, parallel)
+        moved = (model(tokens) != model(changed)).flatten(2).any(dim=2)
+    assert moved.tolist() == [[place in seen for place in range(SEQ_LENGTH)]] * len(tokens)
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused"])
+def test_a_window_as_long_as_the_sequence_is_none(backend: str) -> None:
+    outcomes = []
+    for overrides in ({}, {"window_size": (SEQ_LENGTH - 1, 0)}):
+        with tp_state(1) as parallel:
+            model = build_tiny_model(tiny_config(attention_backend=backend, **overrides), parallel)
+            outcomes.append(loss_and_grads(model, parallel))
+    plain, wide = outcomes
+    assert torch.equal(plain.loss, wide.loss) and all(torch.equal(grad, wide.grads[key]) for key, grad in plain.grads.items())
+
+
+def test_shorter_and_longer_sequences_have_the_same_window() -> None:
+    tokens, _ = sample_tokens()
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(tiny_config(**differing()), parallel)
+        whole, short, again = model(tokens), model(tokens[:, :6]), model(tokens)
+    torch.testing.assert_close(short, whole[:, :6], rtol=1e-12, atol=1e-12)
+    assert torch.equal(whole, again)
+
+
+def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions() -> None:
+    hidden_states = draw(SEQ_LENGTH, B, 32, seed=9)
+
+    def attended(**overrides: Any) -> list[Tensor]:
+        """What attention of each of two layers makes of the same hidden states."""
+        with tp_state(1) as parallel, torch.no_grad():
+            model = build_tiny_model(tiny_config(**{**LLAMA, "num_layers": 2, **overrides}), parallel)
+            tables = rotary_tables(SEQ_LENGTH, 6, 10000.0, device=torch.device("cpu"), dtype=torch.float64)
+            return [layer.self_attention(hidden_states, tables, Regions(rebuilt=frozenset(), rng=parallel.rng, layer=number,
+                                                                        skip_region_tails=False, verify=False))
+                    for number, layer in enumerate(model.decoder.layers)]
+
+    rotated, plain = attended(), attended(position_embedding_type="none")
+    mixed = attended(no_rope_freq=(1, 0))
+    assert torch.equal(mixed[0], plain[0]) and torch.equal(mixed[1], rotated[1])
+    assert not torch.equal(plain[0], rotated[0]) and not torch.equal(plain[1], rotated[1])
+
+
+def test_only_a_stage_with_a_layer_that_rotates_has_rotary_tables() -> None:
+    tokens, _ = sample_tokens()
+    config = tiny_config(**{**ROPE, "num_layers": 4, "no_rope_freq": (1, 1, 1, 0)})
+    parallel_config = ParallelConfig(pipeline_model_parallel_size=2)
+    first, last = stages(parallel_config, config.num_layers)
+    with tp_state(1) as parallel, torch.no_grad():
+        model = build_tiny_model(config, parallel, stage=first)
+        hidden_states = model.run_stage(tokens, None)
+        assert model.constants() == ()
+        model = build_tiny_model(config, parallel, stage=last)
+        model.run_stage(hidden_states, tokens)
+        assert len(model.constants()) == 2

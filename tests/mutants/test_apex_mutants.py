@@ -1,0 +1,226 @@
+"""Mistakes in the use of NVIDIA apex's kernels, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.description import model_ends, self_attention, transformer_layer
+from megatron_lite.description import norm_statistics as norms
+from megatron_lite.model import norm
+from megatron_lite.model.attention import SelfAttention
+from megatron_lite.optim import adam_update
+from megatron_lite.optim.adam_update import ApexFusedAdam
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.parallel import weight_gradient
+from megatron_lite.tensor_parallel import column_linear, linear_cross_entropy, row_linear
+from megatron_lite.training import apex_kernels as kernels
+from tests.model import test_apex_norm
+from tests.optim import test_adam_update
+from tests.parallel import test_weight_gradient
+from tests.support import apex
+from tests.support.mutants import Mutant, assert_seen
+
+Patch = pytest.MonkeyPatch
+
+
+def the_kernel_writes_after_the_hook(patch: Patch) -> None:
+    """When all buckets have been sent: right without overlap."""
+    waiting: list[Callable[[], None]] = []
+    add, reduce_ = weight_gradient._add, GradBuffer.reduce_
+
+    def later(kernel: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = total.zero_()
+        waiting.append(partial(add, kernel, total, parameter, *operands))
+
+    def reduced(self: GradBuffer) -> None:
+        with torch.no_grad():
+            while waiting:
+                waiting.pop(0)()
+        reduce_(self)
+
+    patch.setattr(weight_gradient, "_add", later)
+    patch.setattr(GradBuffer, "reduce_", reduced)
+
+
+def the_gradient_is_added_and_returned_too(patch: Patch) -> None:
+    real = weight_gradient.weight_gradient
+
+    def twice(add: Any, hidden_states: Tensor, grad_output: Tensor) -> Tensor | None:
+        real(add, hidden_states, grad_output)
+        return real(None, hidden_states, grad_output)
+
+    patch.setattr(column_linear, "weight_gradient", twice)
+    patch.setattr(row_linear, "weight_gradient", twice)
+
+
+def the_operands_are_in_the_wrong_order(patch: Patch) -> None:
+    add = weight_gradient._add
+    patch.setattr(weight_gradient, "_add", lambda kernel, total, parameter, x, grad: add(kernel, total, parameter, grad, x))
+
+
+def each_micro_batch_starts_from_zero(patch: Patch) -> None:
+    add = weight_gradient._add
+
+    def forgetful(kernel: Any, total: Tensor, *rest: Any) -> None:
+        add(kernel, total.zero_(), *rest)
+
+    patch.setattr(weight_gradient, "_add", forgetful)
+
+
+def the_kernel_is_given_views(patch: Patch) -> None:
+    patch.setattr(Tensor, "contiguous", lambda self: self)
+
+
+def the_loss_in_chunks_adds_the_first_rows_every_time(patch: Patch) -> None:
+    real = weight_gradient.weight_gradient
+    whole: list[Tensor] = []
+
+    def first(add: Any, rows: Tensor, logits: Tensor) -> Tensor | None:
+        whole.append(rows)
+        return real(add, whole[0][: len(rows)], logits)
+
+    patch.setattr(linear_cross_entropy, "weight_gradient", first)
+
+
+def compiled_weights_are_given_the_kernel(patch: Patch) -> None:
+    patch.setattr(kernels, "_compiled_weights", lambda config, model: set())
+
+
+def a_tied_weight_counts_as_one_of_a_linear_layer(patch: Patch) -> None:
+    """The log would say that the kernel sums all of its gradient."""
+    real = kernels._matmul_weights
+    patch.setattr(kernels, "_matmul_weights", lambda model: [(name, weight, False) for name, weight, _ in real(model)])
+
+
+def fused_adam_is_not_told_to_skip(patch: Patch) -> None:
+    patch.setattr(adam_update._Skipping, "_check_inf_per_device",
+                  lambda self, optimizer: {self._skipped.device: torch.zeros_like(self._skipped)})
+
+
+def a_skipped_step_is_taken_back_from_what_was_loaded(patch: Patch) -> None:
+    def set_num_updates(self: ApexFusedAdam, number: int) -> None:
+        for adam in self._adams:
+            adam.param_groups[0]["step"] = torch.full((1,), number, dtype=torch.int32)
+
+    patch.setattr(ApexFusedAdam, "set_num_updates", set_num_updates)
+
+
+def all_groups_share_one_fused_adam(patch: Patch) -> None:
+    """Which counts skipped steps of the first group in another way than those of the second."""
+    init = ApexFusedAdam.__init__
+
+    def shared(self: ApexFusedAdam, groups: Any, config: Any, device: Any) -> None:
+        init(self, groups, config, device)
+        first, *others = self._adams
+        for other in others:
+            first.param_groups += other.param_groups
+            first.state.update(other.state)
+            other.param_groups = []
+        self._adams = [first]
+        self._of = dict.fromkeys(self._of, first)
+
+    def set_num_updates(self: ApexFusedAdam, number: int) -> None:
+        for group in [group for adam in self._adams for group in adam.param_groups]:
+            group["step"] = self._last_skipped + number
+
+    def step(self: ApexFusedAdam, learning_rate: float, skipped: Tensor) -> None:
+        for group in self._adams[0].param_groups:
+            group["lr"].fill_(learning_rate)
+        self._adams[0].step(grad_scaler=adam_update._Skipping(skipped))
+        self._last_skipped.copy_(skipped)
+
+    patch.setattr(ApexFusedAdam, "__init__", shared)
+    patch.setattr(ApexFusedAdam, "set_num_updates", set_num_updates)
+    patch.setattr(ApexFusedAdam, "step", step)
+
+
+def the_learning_rate_stays_at_zero(patch: Patch) -> None:
+    real = ApexFusedAdam.step
+    patch.setattr(ApexFusedAdam, "step", lambda self, learning_rate, skipped: real(self, 0.0, skipped))
+
+
+def statistics_are_priced_in_the_rows_dtype(patch: Patch) -> None:
+    real = norms.norm_statistics
+    for module in (transformer_layer, self_attention, model_ends):
+        patch.setattr(module, "norm_statistics",
+                      lambda name, model, sizes, rows: real(name, replace(model, norm_impl="torch"), sizes, rows))
+
+
+def contiguous_copies_of_query_and_key_are_not_priced(patch: Patch) -> None:
+    real = transformer_layer.attention_operations
+    patch.setattr(transformer_layer, "attention_operations",
+                  lambda model, sizes, layer: real(replace(model, norm_impl="torch"), sizes, layer))
+
+
+def value_holds_the_whole_of_qkv(patch: Patch) -> None:
+    real = SelfAttention._split_heads
+
+    def split(self: SelfAttention, qkv: Tensor) -> Any:
+        config, self.config = self.config, replace(self.config, norm_impl="torch")
+        try:
+            return real(self, qkv)
+        finally:
+            self.config = config
+
+    patch.setattr(SelfAttention, "_split_heads", split)
+
+
+def weight_and_bias_of_a_norm_change_places(patch: Patch) -> None:
+    real = norm.apex_norm
+
+    def swapped(config: Any, device_type: str) -> Any:
+        function = real(config, device_type)
+        return lambda x, weight, bias, epsilon: function(x, weight, bias, epsilon) if bias is None else function(x, bias, weight,
+                                                                                                                 epsilon)
+
+    patch.setitem(norm.IMPLEMENTATIONS, "apex", swapped)
+
+
+OVERLAP = (test_weight_gradient.test_overlap_sends_what_the_kernel_has_written, dict(name="gpt2", policy="*:none"))
+SUMS = (test_weight_gradient.test_gradients_are_those_without_the_kernel_but_for_one_rounding,
+        dict(tp_size=1, sequence_parallel=False, dtype=torch.bfloat16, name="gpt2"))
+BY_HAND = test_weight_gradient.test_the_sum_is_that_of_unrounded_products
+SKIPS = (test_adam_update.test_skipped_steps_change_nothing_and_do_not_count, dict(fault=float("inf"), bad_steps=(1, 2)))
+LOADS = (test_adam_update.test_states_load_across_implementations, dict(writer="torch", reader="apex", last_is_skipped=True))
+BYTES = (test_apex_norm.test_predicted_bytes_are_the_measured_ones_and_all_that_lives,
+         dict(tp_size=1, sequence_parallel=False, name="neox"))
+MUTANTS = [
+    Mutant(the_kernel_writes_after_the_hook, *OVERLAP),
+    Mutant(the_kernel_writes_after_the_hook,
+           test_weight_gradient.test_hooks_that_wait_for_a_gradient_run_once_for_each_and_see_all_of_it),
+    Mutant(the_gradient_is_added_and_returned_too, *SUMS),
+    Mutant(the_operands_are_in_the_wrong_order, BY_HAND, error="is out of bounds"),
+    Mutant(each_micro_batch_starts_from_zero, *SUMS),
+    Mutant(the_kernel_is_given_views, BY_HAND, error="not contiguous"),
+    Mutant(the_loss_in_chunks_adds_the_first_rows_every_time,
+           test_weight_gradient.test_the_loss_in_chunks_adds_each_chunk_by_the_kernel, dict(name="gpt2", dtype=torch.float32)),
+    Mutant(compiled_weights_are_given_the_kernel,
+           test_weight_gradient.test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel),
+    Mutant(a_tied_weight_counts_as_one_of_a_linear_layer,
+           test_weight_gradient.test_a_run_uses_the_kernel_where_it_may_and_says_so,
+           dict(training=dict(bf16=True), model={}, num_calls=9, expected="autograd (grad_dtype) for the lookup")),
+    Mutant(fused_adam_is_not_told_to_skip, *SKIPS),
+    Mutant(a_skipped_step_is_taken_back_from_what_was_loaded, *LOADS),
+    Mutant(all_groups_share_one_fused_adam, *LOADS),
+    Mutant(the_learning_rate_stays_at_zero, test_adam_update.test_weights_masters_and_moments_are_torchs_up_to_rounding,
+           dict(dtype=torch.float32)),
+    Mutant(statistics_are_priced_in_the_rows_dtype, *BYTES),
+    Mutant(contiguous_copies_of_query_and_key_are_not_priced, *BYTES),
+    Mutant(value_holds_the_whole_of_qkv, *BYTES),
+    Mutant(weight_and_bias_of_a_norm_change_places, test_apex_norm.test_losses_and_gradients_are_torchs,
+           dict(tp_size=1, sequence_parallel=False)),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Path) -> None:
+    assert_seen(mutant, monkeypatch, calls=apex.install(monkeypatch), tmp_path=tmp_path)

@@ -1,0 +1,215 @@
+"""Mistakes in how checkpoints reach the disk, in who may change a directory and in what is read, each put back: a named test must
+fail."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_lite.checkpointing import directory, manifest, retention, start, write
+from megatron_lite.checkpointing import step_files as files
+from megatron_lite.checkpointing.directory import SaveDirectory
+from megatron_lite.checkpointing.layout import SavedLayout
+from megatron_lite.checkpointing.lock import DirectoryLock
+from megatron_lite.checkpointing.origin import Origin
+from megatron_lite.checkpointing.points import Point
+from megatron_lite.checkpointing.shards import ShardReader
+from megatron_lite.data import durable_files as data_files
+from megatron_lite.training import appended, metrics
+from tests.checkpointing import test_durable_order as order
+from tests.checkpointing import test_origin, test_retention, test_stale_start
+from tests.checkpointing.test_durable_order import beginning as order_beginning  # noqa: F401
+from tests.checkpointing.test_origin import two_starts  # noqa: F401
+from tests.checkpointing.test_stale_start import beginning, saved  # noqa: F401
+from tests.faults import test_crafted_checkpoint as crafted
+from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
+from tests.support.mutants import Mutant, assert_seen
+from tests.training import test_full_log
+from tests.training.test_full_log import full  # noqa: F401
+
+Patch = pytest.MonkeyPatch
+
+
+def nothing_is_synced(patch: Patch) -> None:
+    patch.setattr(data_files, "os", SimpleNamespace(**{**vars(os), "fsync": lambda descriptor: None}))
+
+
+def files_are_not_synced(patch: Patch) -> None:
+    for module in (files, write):
+        patch.setattr(module, "sync_file", lambda file: file.flush())
+
+
+def folders_of_steps_are_not_synced(patch: Patch) -> None:
+    patch.setattr(write, "sync_folder", lambda path: None)
+
+
+def names_are_not_synced(patch: Patch) -> None:
+    patch.setattr(directory, "sync_folder", lambda path: None)
+
+
+def the_pointer_comes_first(patch: Patch) -> None:
+    point_at = directory._point_at
+    rename = SaveDirectory.rename
+
+    def pointing(self: SaveDirectory, source: Path, target: Path) -> None:
+        if ".tmp" in source.name and target.name.startswith("iter_"):
+            point_at(self, int(target.name[5:]))
+        rename(self, source, target)
+
+    patch.setattr(SaveDirectory, "rename", pointing)
+
+
+def old_steps_go_before_the_pointer_moves(patch: Patch) -> None:
+    point_at = directory._point_at
+
+    def deleting(self: SaveDirectory, iteration: int) -> None:
+        aside = self.root / f"iter_{iteration:07d}.old"
+        if aside.exists():
+            self.delete(aside)
+        point_at(self, iteration)
+
+    patch.setattr(directory, "_point_at", deleting)
+
+
+def the_lock_is_not_looked_at_before_a_name_changes(patch: Patch) -> None:
+    patch.setattr(SaveDirectory, "rename", lambda self, source, target: os.replace(source, target))
+
+
+def the_lock_is_not_looked_at_before_old_steps_are_deleted(patch: Patch) -> None:
+    """Nor while their names are taken away."""
+    patch.setattr(SaveDirectory, "take_away", lambda self, step, target: os.replace(step, target))
+
+
+def a_step_that_was_taken_away_too_late_stays_away(patch: Patch) -> None:
+    def take_away(self: SaveDirectory, step: Path, target: Path) -> None:
+        self._check_not_later(step)
+        self.rename(step, target)
+
+    patch.setattr(SaveDirectory, "take_away", take_away)
+
+
+class _Nothing:
+    """A pattern that matches no name."""
+
+    def fullmatch(self, name: str) -> None:
+        return None
+
+
+def a_later_start_leaves_unfinished_names(patch: Patch) -> None:
+    patch.setattr(retention, "UNFINISHED", _Nothing())
+
+
+def the_later_start_is_not_preferred(patch: Patch) -> None:
+    patch.setattr(start, "_step_after_pointer", lambda root, newest, origins: None)
+
+
+def every_step_is_on_the_course(patch: Patch) -> None:
+    patch.setattr(Origin, "includes", lambda self, other, iteration: True)
+
+
+def links_and_pipes_are_read(patch: Patch) -> None:
+    patch.setattr(manifest, "regular_size", lambda path: path.stat().st_size)
+    patch.setattr(manifest, "open_regular", lambda path: path.open("rb", buffering=0))
+
+
+def layouts_are_not_checked(patch: Patch) -> None:
+    patch.setattr(SavedLayout, "_check_split", lambda self, tp_size: None)
+
+
+def files_are_not_compared_with_their_layout(patch: Patch) -> None:
+    check = ShardReader._check_files
+
+    def unchecked(self: ShardReader, key: str, layout: SavedLayout) -> object:
+        try:
+            return check(self, key, layout)
+        except ValueError:
+            return self._file(self._path(layout, 0)).get_tensor(key).dtype
+
+    patch.setattr(ShardReader, "_check_files", unchecked)
+
+
+def set_aside_steps_stay_for_ever(patch: Patch) -> None:
+    patch.setattr(retention, "SUPERSEDED", _Nothing())
+
+
+def set_aside_steps_go_at_once(patch: Patch) -> None:
+    class AtZero:
+        def fullmatch(self, name: str) -> tuple[str, str] | None:
+            return (name, "0") if ".superseded" in name else None
+
+    patch.setattr(retention, "SUPERSEDED", AtZero())
+
+
+def a_row_that_did_not_fit_stays(patch: Patch) -> None:
+    patch.setattr(appended.os, "ftruncate", lambda descriptor, size: None)
+
+
+def the_old_text_moves_away_before_the_new_one_is_there(patch: Patch) -> None:
+    def replace(path: Path, text: str) -> None:
+        os.replace(path, path.with_name(path.name + ".previous"))
+        path.write_text(text)
+
+    patch.setattr(metrics, "_replace", replace)
+
+
+def the_look_at_the_lock_is_skipped(patch: Patch) -> None:
+    patch.setattr(DirectoryLock, "check", lambda self: None)
+
+
+PADDING = dict(zip(("change", "message"), next(row[1:] for row in crafted.CRAFTED if row[0] == "padding"), strict=True))
+RENAMES = test_stale_start.test_held_before_any_change_of_a_name_a_stale_start_changes_nothing
+POINTS = test_stale_start.test_held_at_a_named_point_a_stale_start_changes_nothing
+
+MUTANTS = [
+    Mutant(the_look_at_the_lock_is_skipped, POINTS, dict(point=Point.POINTED)),
+    Mutant(the_lock_is_not_looked_at_before_a_name_changes, POINTS, dict(point=Point.RENAMED)),
+    Mutant(the_lock_is_not_looked_at_before_old_steps_are_deleted, POINTS, dict(point=Point.POINTED)),
+    Mutant(the_lock_is_not_looked_at_before_old_steps_are_deleted, RENAMES),
+    Mutant(a_step_that_was_taken_away_too_late_stays_away, RENAMES),
+    Mutant(a_later_start_leaves_unfinished_names, RENAMES),
+    Mutant(nothing_is_synced, order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name),
+    Mutant(files_are_not_synced, order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name),
+    Mutant(files_are_not_synced, order.test_the_pointers_text_is_on_the_disk_before_it_gets_its_name),
+    Mutant(folders_of_steps_are_not_synced, order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name),
+    Mutant(names_are_not_synced, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
+    Mutant(names_are_not_synced, order.test_a_step_has_lost_its_name_on_the_disk_before_its_files_go),
+    Mutant(names_are_not_synced, order.test_a_save_is_over_when_the_pointer_is_on_the_disk),
+    Mutant(the_pointer_comes_first, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
+    Mutant(old_steps_go_before_the_pointer_moves,
+           order.test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk),
+    Mutant(the_later_start_is_not_preferred, test_origin.test_a_pointer_of_a_start_before_the_last_one_is_not_followed),
+    Mutant(every_step_is_on_the_course,
+           test_origin.test_a_step_of_a_course_that_was_left_is_passed_over_and_set_aside_by_the_next_save),
+    Mutant(set_aside_steps_stay_for_ever, test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far),
+    Mutant(set_aside_steps_go_at_once, test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far),
+
+    Mutant(links_and_pipes_are_read, crafted.test_what_is_no_regular_file_is_not_read,
+           dict(file=crafted.RNG, how=crafted.to_a_file_elsewhere)),
+    Mutant(layouts_are_not_checked, crafted.test_a_value_that_no_run_has_is_named_and_the_step_before_is_used, PADDING),
+    Mutant(files_are_not_compared_with_their_layout, crafted.test_weights_of_another_kind_or_shape_are_refused,
+           dict(change=lambda tensor: tensor.int(), message="I32")),
+
+    Mutant(a_row_that_did_not_fit_stays, test_full_log.test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable),
+    Mutant(the_old_text_moves_away_before_the_new_one_is_there,
+           test_full_log.test_the_new_text_is_on_the_disk_before_it_takes_the_files_name),
+]
+
+
+@pytest.fixture(scope="module")
+def roots(order_beginning: Path, two_starts: Path) -> dict[str, Path]:  # noqa: F811
+    """The directories that tests begin with, by their modules."""
+    return {order.__name__: order_beginning, test_origin.__name__: two_starts}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: Patch, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    fixtures = {name: request.getfixturevalue(name) for name in inspect.signature(mutant.test).parameters
+                if name not in ("root", "monkeypatch", *mutant.arguments)}
+    if "root" in inspect.signature(mutant.test).parameters:
+        fixtures["root"] = shutil.copytree(request.getfixturevalue("roots")[mutant.test.__module__], tmp_path / "steps")
+    assert_seen(mutant, monkeypatch, **fixtures)

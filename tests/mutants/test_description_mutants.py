@@ -1,0 +1,122 @@
+"""Mistakes in the description of a layer and in the table of regions, each put in: a named test must fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_lite.config import regions
+from megatron_lite.description import linears, model_ends, self_attention, transformer_layer
+from megatron_lite.description.operations import LayerDescription, Operation
+from tests.description import test_drift, test_regions
+from tests.support.mutants import Mutant, assert_seen
+
+Patch = pytest.MonkeyPatch
+
+
+def changed(patch: Patch, name: str, **fields: Any) -> None:
+    """Gives these fields to the operation of this name in every layer."""
+    describe = transformer_layer.describe_layer
+
+    def layer(model: Any, sizes: Any, number: int = 0) -> LayerDescription:
+        return LayerDescription(tuple(one._replace(**fields) if one.name == name else one
+                                      for one in describe(model, sizes, number).operations))
+
+    for module in (transformer_layer, test_regions):
+        patch.setattr(module, "describe_layer", layer)
+
+
+def facts(patch: Patch, region: str, **fields: Any) -> None:
+    patch.setitem(regions.REGIONS, region, replace(regions.REGIONS[region], **fields))
+
+
+def a_norm_keeps_no_statistics(patch: Patch) -> None:
+    real = transformer_layer.norm_statistics
+    patch.setattr(transformer_layer, "norm_statistics", lambda *args: real(*args)._replace(num_bytes=0))
+
+
+def a_dropout_keeps_no_mask(patch: Patch) -> None:
+    changed(patch, "mlp dropout", keeps=())
+
+
+def a_matmul_is_forgotten(patch: Patch) -> None:
+    changed(patch, "linear_proj", calls=())
+
+
+def a_bias_is_forgotten(patch: Patch) -> None:
+    changed(patch, "linear_fc2", parameters=())
+
+
+def inputs_are_not_gathered(patch: Patch) -> None:
+    real = linears.column_linear
+
+    def column(*args: Any, **options: Any) -> Operation:
+        operation = real(*args, **options)
+        return operation._replace(calls=operation.calls[-1:])
+
+    patch.setattr(transformer_layer, "column_linear", column)
+
+
+def partial_sums_are_not_added(patch: Patch) -> None:
+    patch.setattr(model_ends, "row_forward", lambda model, sizes: ())
+
+
+def flash_keeps_no_log_sum_exp(patch: Patch) -> None:
+    real = self_attention._flash
+    patch.setattr(self_attention, "_flash", lambda *args, **options: real(*args, **options)._replace(
+        keeps=real(*args, **options).keeps[:-1]))
+
+
+def an_activation_outside_of_the_mlp(patch: Patch) -> None:
+    changed(patch, "activation", regions=("activation",))
+
+
+def a_second_norm_outside_of_its_region(patch: Patch) -> None:
+    changed(patch, "pre_mlp_layernorm", regions=())
+
+
+def an_output_that_nobody_saves_is_discarded(patch: Patch) -> None:
+    entry = next(test_regions.entries(layer, "layernorm")[0] for layer in test_regions.layers())
+    changed(patch, "input_layernorm", enters=(entry._replace(discards=("no such tensor",)),))
+
+
+def a_region_has_no_tail(patch: Patch) -> None:
+    facts(patch, "mlp", skips_tail=False)
+
+
+def discarding_is_not_said(patch: Patch) -> None:
+    facts(patch, "activation", method="replay")
+
+
+def a_region_lies_nowhere(patch: Patch) -> None:
+    facts(patch, "activation", parent=None)
+
+
+DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described
+ONE = dict(tp_size=1, sequence_parallel=False)
+TAIL = test_regions.test_a_region_has_a_tail_exactly_where_the_table_says_so
+METHOD = test_regions.test_only_regions_that_discard_their_outputs_name_some_and_those_are_saved_by_a_later_operation
+MUTANTS: list[Any] = [
+    Mutant(a_norm_keeps_no_statistics, DRIFT, ONE),
+    Mutant(a_dropout_keeps_no_mask, DRIFT, ONE),
+    Mutant(a_matmul_is_forgotten, DRIFT, ONE),
+    Mutant(a_bias_is_forgotten, DRIFT, ONE),
+    Mutant(inputs_are_not_gathered, DRIFT, dict(tp_size=2, sequence_parallel=True)),
+    Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False)),
+    Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
+    Mutant(an_activation_outside_of_the_mlp, test_regions.test_a_region_lies_inside_its_parent_and_inside_no_other,
+           dict(region="activation")),
+    Mutant(a_second_norm_outside_of_its_region,
+           test_regions.test_a_region_is_entered_where_its_operations_are_and_nowhere_else, dict(region="layernorm")),
+    Mutant(an_output_that_nobody_saves_is_discarded, METHOD, dict(region="layernorm")),
+    Mutant(a_region_has_no_tail, TAIL, dict(region="mlp")),
+    Mutant(discarding_is_not_said, METHOD, dict(region="activation")),
+    Mutant(a_region_lies_nowhere, test_regions.test_a_region_inside_another_one_that_is_named_is_left_out),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_seen(mutant, monkeypatch)

@@ -1,0 +1,68 @@
+"""Mistakes in counting kept bytes, in reading choices and in the chunked loss, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_lite.config import model as config_model
+from megatron_lite.description import norm_statistics as norms
+from megatron_lite.memory.explain import difference
+from megatron_lite.memory.measure.kept_bytes import KeptBytesMeter
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.tensor_parallel import linear_cross_entropy
+from tests import test_unknown_choices
+from tests.memory import test_difference, test_kept_bytes
+from tests.support.mutants import Mutant, assert_seen
+from tests.tensor_parallel import test_linear_cross_entropy
+
+Patch = pytest.MonkeyPatch
+
+
+def chunks_add_up_in_bf16(patch: Patch) -> None:
+    add = linear_cross_entropy._add_product_
+
+    def rounding(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+        add(total, left, right, first=first)
+        total.copy_(total.bfloat16())
+
+    patch.setattr(linear_cross_entropy, "_add_product_", rounding)
+
+
+def only_hooks_count(patch: Patch) -> None:
+    patch.setattr(LiveStorages, "bytes_beside", lambda self, known: 0)
+
+
+def outputs_always_count(patch: Patch) -> None:
+    measure = KeptBytesMeter.measure
+    patch.setattr(KeptBytesMeter, "measure", lambda self, outputs=(): measure(self))
+
+
+def an_unknown_norm_passes_for_the_last_one(patch: Patch) -> None:
+    for module in (norms, config_model):
+        patch.setattr(module, "chosen", lambda what, name, table: table.get(name, [*table.values()][-1]))
+
+
+def tensors_of_any_layer_are_paired_at_once(patch: Patch) -> None:
+    patch.setattr(difference.Saved, "layer", property(lambda self: None))
+
+
+MUTANTS: list[Any] = [
+    Mutant(chunks_add_up_in_bf16,
+           test_linear_cross_entropy.test_in_bf16_chunks_change_only_the_weights_gradient_and_that_by_less_than_one_rounding,
+           dict(seed=0, seq_length=64, vocab_size=512, spread=0.05)),
+    Mutant(only_hooks_count, test_kept_bytes.test_what_a_checkpoint_holds_outside_of_the_hooks_counts),
+    Mutant(outputs_always_count, test_kept_bytes.test_an_output_that_the_caller_holds_counts_only_where_it_is_saved),
+    Mutant(an_unknown_norm_passes_for_the_last_one,
+           test_unknown_choices.test_a_new_choice_of_the_model_is_an_error_for_every_reader,
+           dict(field="normalization", reader="its memory")),
+    Mutant(tensors_of_any_layer_are_paired_at_once,
+           test_difference.test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_seen(mutant, monkeypatch)

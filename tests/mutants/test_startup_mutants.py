@@ -1,0 +1,128 @@
+"""Mistakes in the data tools, the index cache and the start, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.config import json_text
+from megatron_lite.data import index_cache, indexed
+from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_lite.parallel import rendezvous
+from megatron_lite.supervision.exits import Exits
+from megatron_lite.tools import jsonl, preprocess_data
+from megatron_lite.training import capacity
+from tests.config import test_json
+from tests.data import test_index_cache
+from tests.faults import test_data_tools, test_signals
+from tests.parallel import test_rendezvous
+from tests.support.mutants import Mutant, assert_seen
+from tests.training import test_capacity
+
+Patch = pytest.MonkeyPatch
+
+
+def the_old_index_stays_until_the_new_one_is_there(patch: Patch) -> None:
+    unlink = os.unlink
+    patch.setattr(os, "unlink", lambda path, *rest: None if str(path).endswith(".idx") else unlink(path, *rest))
+
+
+def names_are_not_synced(patch: Patch) -> None:
+    patch.setattr(indexed.IndexedDatasetWriter, "_publish", _unsynced(indexed.IndexedDatasetWriter._publish))
+
+
+def _unsynced(publish: Callable[[IndexedDatasetWriter], None]) -> Callable[[IndexedDatasetWriter], None]:
+    def without(self: IndexedDatasetWriter) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(indexed, "sync_folder", lambda path: None)
+            publish(self)
+
+    return without
+
+
+def a_reader_trusts_the_names(patch: Patch) -> None:
+    patch.setattr(IndexedDataset, "_is_still", lambda self, index_file: True)
+
+
+def nobody_compares_checksums(patch: Patch) -> None:
+    array = index_cache._array
+
+    def trusting(path: str, expected: index_cache._Expected) -> np.ndarray:
+        with open(path, "rb") as file:
+            return array(path, expected._replace(sha256=index_cache._checksum(file)))
+
+    patch.setattr(index_cache, "_array", trusting)
+
+
+def numbers_may_point_anywhere(patch: Patch) -> None:
+    patch.setattr(test_index_cache, "sample_index_fault", lambda *args, **options: None)
+
+
+def lines_have_no_limit(patch: Patch) -> None:
+    lines = jsonl.lines_of
+    patch.setattr(preprocess_data, "lines_of", lambda path, limit: lines(path, 1 << 30))
+
+
+def the_port_is_not_tried(patch: Patch) -> None:
+    patch.setattr(rendezvous, "_await_listener", lambda *args: None)
+
+
+def the_name_is_not_resolved(patch: Patch) -> None:
+    patch.setattr(rendezvous, "_resolve", lambda *args: None)
+
+
+def a_finished_run_hears_signals(patch: Patch) -> None:
+    patch.setattr(Exits, "finish", lambda self: None)
+
+
+def numbers_have_no_limit(patch: Patch) -> None:
+    patch.setattr(json_text, "parse_whole_number", int)
+
+
+def a_later_name_wins(patch: Patch) -> None:
+    patch.setattr(json_text, "without_repetition", dict)
+
+
+def each_rank_counts_for_itself(patch: Patch) -> None:
+    patch.setattr(capacity, "gather_texts", lambda text, parallel: [text])
+
+
+PAIR = test_data_tools.test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx
+ORDER = test_data_tools.test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need
+FLIPPED = test_index_cache.test_any_flipped_bit_is_found
+MUTANTS = [
+    Mutant(the_old_index_stays_until_the_new_one_is_there, PAIR),
+    Mutant(names_are_not_synced, ORDER),
+    Mutant(a_reader_trusts_the_names, test_data_tools.test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs),
+    Mutant(nobody_compares_checksums, FLIPPED),
+    Mutant(numbers_may_point_anywhere,
+           test_index_cache.test_numbers_that_point_nowhere_are_not_used_though_their_checksum_is_right,
+           dict(name="document_order", change=lambda array: array + 1, reason="document_order holds 3 to 9, expected 2 to 8")),
+    Mutant(lines_have_no_limit, test_data_tools.test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read,
+           dict(workers="1")),
+    Mutant(the_port_is_not_tried, test_rendezvous.test_nobody_who_listens_is_named_with_the_flag),
+    Mutant(the_name_is_not_resolved, test_rendezvous.test_a_name_that_leads_nowhere_is_named_within_seconds,
+           dict(rank=0, answer=socket.gaierror("unknown"), reason="unknown")),
+    Mutant(a_finished_run_hears_signals,
+           test_signals.test_further_signals_at_the_end_of_a_run_that_has_saved_do_not_change_its_status,
+           dict(rank_0_owns_store=False)),
+    Mutant(numbers_have_no_limit, test_json.test_text_beyond_all_bounds_is_one_short_error,
+           dict(text='{"model": {"num_layers": 9223372036854775808}}', message="is beyond 64 bits")),
+    Mutant(a_later_name_wins, test_json.test_text_beyond_all_bounds_is_one_short_error,
+           dict(text='{"model": {}, "model": {}}', message="'model' is given twice")),
+    Mutant(each_rank_counts_for_itself,
+           test_capacity.test_a_model_beyond_the_memory_of_the_host_is_refused_on_every_rank_with_both_numbers),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixtures: dict[str, object] = dict(tmp_path=tmp_path, capsys=capsys)
+    if mutant.test is FLIPPED:
+        fixtures["cache"] = test_index_cache.Cache(tmp_path / "cache")
+    assert_seen(mutant, monkeypatch, **fixtures)

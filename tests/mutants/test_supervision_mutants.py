@@ -1,0 +1,92 @@
+"""Mistakes in what looks after a run and speaks for it, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import ModuleType
+
+import pytest
+
+from megatron_lite.config import notices as config_notices
+from megatron_lite.parallel import collectives, rank_names, ring, waiting
+from megatron_lite.pipeline import links
+from megatron_lite.supervision import verdict
+from megatron_lite.training import run_notices
+from tests.config import test_notices
+from tests.parallel import test_startup, test_waiting
+from tests.supervision import test_verdict
+from tests.support.mutants import Mutant, assert_seen
+
+Patch = pytest.MonkeyPatch
+
+
+def _untimed(patch: Patch, module: ModuleType) -> None:
+    patch.setattr(module, "WAITING", nullcontext())
+
+
+def collectives_are_not_timed(patch: Patch) -> None:
+    _untimed(patch, collectives)
+
+
+def the_ring_is_not_timed(patch: Patch) -> None:
+    _untimed(patch, ring)
+
+
+def messages_are_not_timed(patch: Patch) -> None:
+    _untimed(patch, links)
+
+
+def threads_share_a_stopwatch(patch: Patch) -> None:
+    class Shared:
+        is_timed, seconds, _start = True, 0.0, 0.0
+        __enter__, __exit__ = waiting._Waiting.__enter__, waiting._Waiting.__exit__
+
+    shared = Shared()
+    for module in (waiting, test_waiting):
+        patch.setattr(module, "WAITING", shared)
+
+
+def the_device_and_the_ranks_give_no_notice(patch: Patch) -> None:
+    patch.setattr(run_notices, "placement_notices", lambda config, **facts: [])
+
+
+def comparisons_with_nobody_give_no_notice(patch: Patch) -> None:
+    patch.setattr(run_notices, "guard_notices", lambda config, **facts: [])
+
+
+def context_parallel_ranks_are_forgotten(patch: Patch) -> None:
+    patch.setattr(config_notices, "_dp_cp_size", lambda config, world_size: config.parallel.data_parallel_size(world_size))
+
+
+def a_rank_that_has_ended_counts_as_silent(patch: Patch) -> None:
+    patch.setattr(verdict, "LEFT", "gone")
+
+
+def every_signal_is_left_to_the_training_loop(patch: Patch) -> None:
+    patch.setattr(verdict, "_interrupts", lambda number: False)
+
+
+def all_ranks_are_named(patch: Patch) -> None:
+    ranks_text = rank_names.ranks_text
+    patch.setattr(test_startup, "ranks_text", lambda ranks, at_most=None: ranks_text(ranks))
+
+
+COUNTED = test_waiting.test_each_wait_is_counted_once
+ALL = test_notices.test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line
+MUTANTS = [
+    Mutant(collectives_are_not_timed, COUNTED),
+    Mutant(the_ring_is_not_timed, COUNTED),
+    Mutant(messages_are_not_timed, COUNTED),
+    Mutant(threads_share_a_stopwatch, test_waiting.test_a_thread_counts_its_own_waits_alone),
+    Mutant(the_device_and_the_ranks_give_no_notice, ALL),
+    Mutant(comparisons_with_nobody_give_no_notice, ALL),
+    Mutant(context_parallel_ranks_are_forgotten, test_notices.test_context_parallel_ranks_share_the_work_too),
+    Mutant(a_rank_that_has_ended_counts_as_silent, test_verdict.test_a_rank_that_had_ended_before_is_not_silent),
+    Mutant(every_signal_is_left_to_the_training_loop, test_verdict.test_ctrl_c_ends_a_run_that_takes_care_of_other_signals),
+    Mutant(all_ranks_are_named, test_startup.test_no_more_stretches_of_ranks_are_named_than_asked_for),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: Patch) -> None:
+    assert_seen(mutant, monkeypatch)

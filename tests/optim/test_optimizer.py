@@ -1,0 +1,351 @@
+"""The optimizer against torch.optim.AdamW and clip_grad_norm_ on the unsharded model, in float32 and for bf16 weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.optim import grad_buffer
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
+from tests.support.equality import GQA, difference, variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state, whole_tensor
+from tests.support.ranks import run_ranks
+
+CONFIG = dict(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, weight_decay=0.1)
+RATES = [0.01, 0.02, 0.0, 0.015]
+
+
+class Plain(nn.Module):
+    """Two matrices, a norm weight and a bias; a loss that depends on all of them."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        shapes = {"embedding_weight": (7, 5), "linear_weight": (3, 5), "norm_weight": (5,), "linear_bias": (3,)}
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator).to(dtype)
+            self.register_parameter(name, mark(nn.Parameter(values), ParameterSpec(global_shape=shape)))
+
+    def loss(self, number):
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(number)).to(self.norm_weight.dtype)
+        hidden = (x @ self.embedding_weight).tanh() * self.norm_weight
+        return (hidden @ self.linear_weight.t() + self.linear_bias).square().mean()
+
+
+def torchs_adamw(model, config=CONFIG):
+    """torch.optim.AdamW with Megatron's groups: vectors (norms, biases) do not decay."""
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config["weight_decay"]},
+              {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(config["adam_beta1"], config["adam_beta2"]), eps=config["adam_eps"], foreach=False)
+
+
+def step_torch(model, optimizer, rate, clip_grad, numbers):
+    """One update by torch; returns the norm before clipping (0-d)."""
+    optimizer.zero_grad()
+    for number in numbers:
+        model.loss(number).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad if clip_grad > 0.0 else float("inf"))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 0.05, 1000.0])
+def test_float32_weights_follow_torchs_adamw_and_clip(clip_grad):
+    """Fused against single-tensor arithmetic: a few roundings of 6e-8 per step."""
+    ours = Plain()
+    theirs = copy.deepcopy(ours)
+    reference = torchs_adamw(theirs)
+    with tp_state(1) as parallel:
+        optimizer = Optimizer(ours, OptimizerConfig(clip_grad=clip_grad, **CONFIG), parallel)
+        for number, rate in enumerate(RATES):
+            optimizer.zero_grad()
+            for micro_batch in (2 * number, 2 * number + 1):
+                ours.loss(micro_batch).backward()
+            update = optimizer.step(rate)
+            norm = step_torch(theirs, reference, rate, clip_grad, (2 * number, 2 * number + 1))
+            assert update.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and update.skipped.item() == 0.0
+            assert norm > 0.05  # so that the middle case really clips
+            for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=name)
+    assert optimizer.num_updates == len(RATES)
+
+
+def test_states_are_the_moments_that_torch_keeps():
+    ours = Plain()
+    theirs = copy.deepcopy(ours)
+    reference = torchs_adamw(theirs)
+    with tp_state(1) as parallel:
+        optimizer = Optimizer(ours, OptimizerConfig(clip_grad=0.0, **CONFIG), parallel)
+        for number, rate in enumerate(RATES):
+            optimizer.zero_grad()
+            ours.loss(number).backward()
+            optimizer.step(rate)
+            step_torch(theirs, reference, rate, 0.0, (number,))
+    for name, parameter in theirs.named_parameters():
+        assert optimizer.states[name].keys() == {"exp_avg", "exp_avg_sq"}
+        for key, value in optimizer.states[name].items():
+            torch.testing.assert_close(value, reference.state[parameter][key], rtol=1e-5, atol=1e-8)
+
+
+def float32_sum_of_gradients(model, micro_batches):
+    """By name, through autograd.grad: no gradient buffer, no accumulation by autograd."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    per_batch = [torch.autograd.grad(model.loss(number), parameters) for number in micro_batches]
+    return {name: sum(grad.float() for grad in grads) for name, *grads in zip(names, *per_batch, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_follow_float32_masters(dtype):
+    """The oracle: the 16-bit model's gradients, summed in float32, on float32 weights; the model gets those rounded. A step of
+    1e-4 is less than half of a bf16 or fp16 step for weights of order 1, so that without masters most would never move."""
+    model, masters = Plain(dtype), Plain(dtype).float()
+    start = copy.deepcopy(model.state_dict())
+    reference = torchs_adamw(masters)
+    with tp_state(1) as parallel:
+        optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0, **CONFIG), parallel)
+        for _ in range(100):
+            expected = float32_sum_of_gradients(model, range(3))
+            optimizer.zero_grad()
+            for number in range(3):
+                model.loss(number).backward()
+            for name, parameter in masters.named_parameters():
+                assert torch.equal(optimizer.buffer.grads[name], expected[name])
+                parameter.grad = expected[name]
+            for group in reference.param_groups:
+                group["lr"] = 1e-4
+            reference.step()
+            optimizer.step(1e-4)
+            for name, parameter in masters.named_parameters():
+                torch.testing.assert_close(optimizer.states[name]["master"], parameter.detach(), rtol=1e-5, atol=1e-6)
+                assert torch.equal(model.get_parameter(name), optimizer.states[name]["master"].to(dtype))
+    moved = sum((model.get_parameter(name) != value).sum().item() for name, value in start.items())
+    assert moved > 0.9 * sum(value.numel() for value in start.values())
+
+
+@pytest.mark.parametrize("torch_knows_grad_dtype", [True, False])
+@pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_16_bit_gradients_accumulate_in_float32(dtype, large, torch_knows_grad_dtype, monkeypatch):
+    """256 + 1 + 1 + 1 is 259 in float32 and 256 in bf16; 2048 + 1 is 2048 in fp16."""
+    monkeypatch.setattr(grad_buffer, "hasattr", lambda owner, name: torch_knows_grad_dtype, raising=False)
+    model = Plain(dtype)
+    with tp_state(1) as parallel:
+        optimizer = Optimizer(model, OptimizerConfig(), parallel)
+        for factor in (large, 1.0, 1.0, 1.0):
+            (factor * model.norm_weight).sum().backward()
+    assert optimizer.buffer.grads["norm_weight"].tolist() == [large + 3.0] * 5
+    assert optimizer.buffer.grads["norm_weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zero_grad_forgets_the_gradients_and_keeps_the_buffer(dtype):
+    model = Plain(dtype)
+    with tp_state(1) as parallel:
+        optimizer = Optimizer(model, OptimizerConfig(), parallel)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.loss(0).backward()
+            first = optimizer.buffer.grads["linear_weight"].clone()
+    assert first.any()
+    assert torch.equal(optimizer.buffer.grads["linear_weight"], first)
+
+
+def test_gradients_are_views_of_one_aligned_buffer():
+    model = Plain()
+    with tp_state(1) as parallel:
+        grads = Optimizer(model, OptimizerConfig(), parallel).buffer.grads
+    assert len({grad.untyped_storage().data_ptr() for grad in grads.values()}) == 1
+    assert all((grad.storage_offset() * 4) % 128 == 0 for grad in grads.values())
+    assert all(model.get_parameter(name).grad is not None and model.get_parameter(name).grad.data_ptr() == grad.data_ptr()
+               for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fault", [float("inf"), float("-inf"), float("nan")])
+def test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on(fault, dtype):
+    model, undisturbed = Plain(dtype), Plain(dtype)
+    with tp_state(1) as parallel:
+        optimizers = [Optimizer(one, OptimizerConfig(), parallel) for one in (model, undisturbed)]
+        for number in range(3):
+            if number == 1:
+                optimizers[0].zero_grad()
+                model.loss(9).backward()
+                optimizers[0].buffer.grads["norm_weight"][2] = fault
+                before = copy.deepcopy((model.state_dict(), optimizers[0].states))
+                update = optimizers[0].step(0.1)
+                assert update.skipped.item() == 1.0 and not update.grad_norm.isfinite()
+                assert optimizers[0].num_updates == 1
+                after = model.state_dict(), optimizers[0].states
+                assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+                assert all(torch.equal(value, after[1][name][key])
+                           for name, state in before[1].items() for key, value in state.items())
+            for one, optimizer in zip((model, undisturbed), optimizers, strict=True):
+                optimizer.zero_grad()
+                one.loss(number).backward()
+                optimizer.step(0.1)
+    assert all(torch.equal(value, undisturbed.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("where", ["sharded weight of tp rank 1", "replicated weight", "one data-parallel rank"])
+def test_every_rank_skips_where_one_rank_has_a_bad_gradient(where):
+    """Else the ranks' weights part for ever."""
+
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            model = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.float32)
+            optimizer = Optimizer(model, OptimizerConfig(), parallel)
+            model.loss(*sample_tokens()).mean().backward()
+            layer = "decoder.layers.0."
+            if where.startswith("sharded") and parallel.tp_rank == 1:
+                optimizer.buffer.grads[layer + "mlp.linear_fc1.weight"][0, 0] = float("inf")
+            if where.startswith("replicated") and parallel.dp_rank == 0:
+                optimizer.buffer.grads[layer + "mlp.linear_fc2.bias"][0] = float("nan")
+            if where.startswith("one data") and parallel.rank == 2:
+                optimizer.buffer.grads[layer + "input_layernorm.weight"][0] = float("-inf")
+            before = [parameter.clone() for parameter in model.parameters()]
+            skipped = optimizer.step(0.1).skipped.item()
+            same = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+            return skipped, same
+
+    assert run_ranks(work, 4) == [(1.0, True)] * 4
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("clip_grad", [0.3, 1000.0])
+def test_clipping_of_a_sharded_model_is_that_of_clip_grad_norm_on_the_unsharded_one(clip_grad, sequence_parallel):
+    """The global norm is a float32 number: 1e-6."""
+    config = variant_config("qwen")
+
+    def work(rank, world_size):
+        with tp_state(2) as parallel:
+            model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel)
+            optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
+            model.loss(*sample_tokens()).mean().backward()
+            norm = optimizer.step(0.0).grad_norm.item()
+            return norm, {name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
+                          for name, parameter in model.named_parameters()}
+
+    with tp_state(1) as parallel:
+        model = build_tiny_model(config, parallel)
+        model.loss(*sample_tokens()).mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad).item()
+        assert norm > 0.6
+        expected = {name: whole_tensor(parameter.grad, parameter, parallel) for name, parameter in model.named_parameters()}
+    for clipped_norm, grads in run_ranks(work, 2):
+        assert clipped_norm == pytest.approx(norm, rel=1e-6)
+        assert {name for name, grad in expected.items() if difference(grad, grads[name]) > 1e-6} == set()
+
+
+def test_biases_and_vectors_do_not_decay_and_matrices_and_embeddings_do():
+    """With gradients of zero a step only decays: by 1 - rate * weight_decay."""
+    config = tiny_config(num_layers=1, normalization="LayerNorm", qk_layernorm=True, **GQA)
+    with tp_state(1) as parallel:
+        model = build_tiny_model(config, parallel)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        Optimizer(model, OptimizerConfig(weight_decay=0.5), parallel).step(0.1)
+    decayed = set()
+    for name, parameter in model.named_parameters():
+        if torch.equal(parameter, before[name]):
+            continue
+        torch.testing.assert_close(parameter.detach(), before[name] * 0.95)
+        decayed.add(name.removeprefix("decoder.layers.0."))
+    assert decayed == {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "mlp.linear_fc1.weight",
+                       "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_params_norm_is_that_of_the_unsharded_model(tp_size):
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            model = build_tiny_model(variant_config("gpt2"), parallel)
+            return Optimizer(model, OptimizerConfig(), parallel).params_norm().item()
+
+    with tp_state(1) as parallel:
+        model = build_tiny_model(variant_config("gpt2"), parallel)
+        expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
+    assert (run_ranks(work, 2) if tp_size == 2 else [work(0, 1)]) == [pytest.approx(expected, rel=1e-6)] * tp_size
+
+
+def test_params_norm_of_a_bf16_model_is_that_of_its_masters():
+    with tp_state(1) as parallel:
+        model = Plain(torch.bfloat16)
+        optimizer = Optimizer(model, OptimizerConfig(), parallel)
+        model.loss(0).backward()
+        optimizer.step(1e-4)
+    masters = torch.cat([state["master"].flatten() for state in optimizer.states.values()])
+    assert optimizer.params_norm().item() == pytest.approx(masters.norm().item(), rel=1e-6)
+
+
+def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
+    """Every element of a fresh buffer is zero: as many as there are parameters, padding rows of the vocabulary included."""
+    config = variant_config("gpt2")
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            model = build_tiny_model(config, parallel)
+            optimizer = Optimizer(model, OptimizerConfig(), parallel)
+            fresh = int(optimizer.num_zeros_in_grad())
+            for grad in optimizer.buffer.grads.values():
+                grad.fill_(1.0)
+            none = int(optimizer.num_zeros_in_grad())
+            optimizer.buffer.grads["decoder.final_layernorm.bias"][:3] = 0.0  # on every rank the same three
+            optimizer.buffer.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0  # two on each rank, others
+            return fresh, none, int(optimizer.num_zeros_in_grad())
+
+    with tp_state(1) as parallel:
+        whole = [spec_of(parameter).global_shape for parameter in build_tiny_model(config, parallel).parameters()]
+    parameters = sum(math.prod(shape) for shape in whole)  # without the padding of the vocabulary
+    assert run_ranks(work, 2) == [(parameters, 0, 3 + 2 * 2)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_optimizer_that_loads_anothers_states_goes_on_as_the_other(dtype):
+    with tp_state(1) as parallel:
+        first, second = Plain(dtype), Plain(dtype)
+        original = Optimizer(first, OptimizerConfig(), parallel)
+        for number in range(3):
+            original.zero_grad()
+            first.loss(number).backward()
+            original.step(0.01)
+        second.load_state_dict(first.state_dict())
+        loaded = Optimizer(second, OptimizerConfig(), parallel)
+        loaded.load(copy.deepcopy(original.states), num_updates=original.num_updates)
+        assert loaded.num_updates == 3
+        for model, optimizer in ((first, original), (second, loaded)):
+            optimizer.zero_grad()
+            model.loss(7).backward()
+            optimizer.step(0.01)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+        assert all(torch.equal(state, loaded.states[name][key]) for key, state in original.states[name].items())
+
+
+def test_a_master_is_set_without_rounding():
+    third = torch.full((3, 5), 1 / 3)
+    with tp_state(1) as parallel:
+        model = Plain(torch.bfloat16)
+        optimizer = Optimizer(model, OptimizerConfig(), parallel)
+        optimizer.set_weight("linear_weight", third)
+        optimizer.step(0.0)
+    assert torch.equal(optimizer.states["linear_weight"]["master"], third)
+    assert torch.equal(model.linear_weight, third.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_that_has_no_part_in_a_step_has_no_gradient_left_from_the_one_before(dtype):
+    with tp_state(1) as parallel:
+        model = Plain(dtype)
+        optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel)
+        for parts in ((model.linear_weight, model.norm_weight), (model.norm_weight,)):
+            optimizer.zero_grad()
+            sum(part.float().sum() for part in parts).backward()
+            optimizer.step(0.0)
+    grads = optimizer.buffer.grads
+    assert not grads["linear_weight"].any() and torch.equal(grads["norm_weight"], torch.ones(5))

@@ -1,0 +1,95 @@
+"""Policies on models of transformers in their default calls: losses, gradients, buffers and random numbers to the bit.
+
+Everything is compared with the same model without a policy, from the same seed. tests/support/foreign.py has the situations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.recompute.apply import apply_policy_
+from tests.support.foreign import SITUATIONS, differences, train
+from tests.support.foreign_families import FAMILIES, VARIANTS, language_loss, tokens
+from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on
+
+BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
+
+
+@pytest.mark.parametrize("text", ["*:full", "every-2:full", "*:ops(matmul)", "*:ops(matmul)@host"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_default_call_of_a_family_trains_as_without_a_policy(name: str, text: str) -> None:
+    assert faults(name, text) == []
+
+
+@pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_that_leave_a_layer_aside_have_their_gradients(name: str, text: str) -> None:
+    assert faults(name, text) == []
+
+
+@pytest.mark.parametrize("situation", [situation for situation in SITUATIONS if situation != "two micro-batches"])
+@pytest.mark.parametrize("name", BRIEF)
+def test_every_way_to_train_gives_the_gradients_of_the_plain_model(name: str, situation: str) -> None:
+    assert faults(name, "*:full", situation) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verify_finds_nothing_to_object_to(name: str, text: str) -> None:
+    assert faults(name, text, verify=True) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_every_policy_holds_in_every_situation(name: str, text: str) -> None:
+    found = {situation: lines for situation in SITUATIONS if (lines := faults(name, text, situation))}
+    assert not found
+
+
+@pytest.mark.parametrize("outer", ["*:full", "*:ops(matmul)", "*:full@host"])
+@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)"])
+def test_a_list_inside_of_a_layer_with_a_policy_may_have_one_too(outer: str, inner: str) -> None:
+    t5 = MODELS["T5"]
+
+    def both(model: Any) -> None:
+        apply_policy_(model, layers_fqn=t5.inner, policy=inner)
+        policy_on(t5, outer)(model)
+
+    assert differences(train(t5), train(t5, prepare=both)) == []
+
+
+def test_generation_reads_its_cache_as_without_a_policy() -> None:
+    def continued(text: str | None) -> torch.Tensor:
+        torch.manual_seed(3)
+        model = FAMILIES["Llama"].build()
+        if text is not None:
+            apply_policy_(model, layers_fqn="model.layers", policy=text)
+        return model.eval().generate(tokens(0), max_new_tokens=5, do_sample=False)
+
+    assert torch.equal(continued(None), continued("*:full")) and torch.equal(continued(None), continued("*:ops(matmul)"))
+
+
+def test_the_configuration_of_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(3)
+    model: Any = FAMILIES["GPT-2"].build()
+    before = model.config.to_dict()
+    apply_policy_(model, layers_fqn="transformer.h", policy="*:full")
+    language_loss(model, 0).backward()
+    assert model.config.to_dict() == before and model.config.use_cache
+
+
+def test_the_names_of_the_weights_stay_and_load_either_way() -> None:
+    torch.manual_seed(3)
+    plain_model, model = FAMILIES["BERT"].build(), FAMILIES["BERT"].build()
+    apply_policy_(model, layers_fqn="bert.encoder.layer", policy="*:full")
+    assert list(model.state_dict()) == list(plain_model.state_dict())
+    model.load_state_dict(plain_model.state_dict())
+    torch.manual_seed(7)
+    expected = language_loss(plain_model, 0)
+    torch.manual_seed(7)
+    assert torch.equal(language_loss(model, 0), expected)

@@ -1,0 +1,202 @@
+"""Policies on layers of plain torch with every kind of output, argument, state and side channel."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_lite.recompute.apply import apply_policy_
+from megatron_lite.recompute.verify import RecomputeMismatch
+from tests.support.foreign import SITUATIONS, Foreign, differences, train
+from tests.support.foreign_layers import LAYERS, UNSEEN, Chain, Mlp, chain, chain_loss
+from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on, unclear
+
+SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
+
+
+@pytest.mark.parametrize("text", SHORT)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str, text: str) -> None:
+    assert faults(name, text) == []
+
+
+@pytest.mark.parametrize("situation", [situation for situation in SITUATIONS if situation != "two micro-batches"])
+def test_every_way_to_train_gives_the_gradients_of_the_plain_model(situation: str) -> None:
+    assert faults("a tensor", "*:full", situation) == [] and faults("named tuple", "*:ops(matmul)", situation) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYERS)
+def test_verify_finds_nothing_to_object_to(name: str) -> None:
+    assert faults(name, "*:full", verify=True) == []
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_verify_finds_a_replay_that_draws_or_counts_otherwise(name: str) -> None:
+    """Unless the engine puts that state back, too, and all is equal."""
+    expected = train(UNSEEN[name])
+    try:
+        found = train(UNSEEN[name], prepare=policy_on(UNSEEN[name], "*:full", verify=True))
+    except RecomputeMismatch as error:
+        assert re.search(r"blocks\.\d", str(error))
+    else:
+        assert differences(expected, found) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_policy_holds_in_every_situation(name: str, text: str) -> None:
+    found = {situation: lines for situation in SITUATIONS if (lines := faults(name, text, situation))}
+    assert not found
+
+
+@pytest.mark.parametrize("outer", SHORT)
+@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "*:none@host"])
+def test_a_list_inside_of_a_layer_with_a_policy_may_have_one_too(outer: str, inner: str) -> None:
+    foreign = MODELS["a list of modules inside"]
+
+    def both(model: nn.Module) -> None:
+        apply_policy_(model, layers_fqn=foreign.inner, policy=inner)
+        policy_on(foreign, outer)(model)
+
+    assert differences(train(foreign), train(foreign, prepare=both)) == []
+
+
+def test_parts_of_one_storage_that_count_their_writes_apart_are_moved_to_the_host_one_by_one() -> None:
+    """nn.GRU writes to parts of a product that torch does not know as views, between saving them."""
+    assert faults("GRU and TransformerEncoderLayer", "*:none@host") == []
+
+
+def test_two_lists_that_share_their_weights_add_up() -> None:
+    class Tied(Chain):
+        def __init__(self) -> None:
+            super().__init__(Mlp)
+            self.blocks[2].fc1.weight = self.blocks[0].fc1.weight
+
+    foreign = Foreign(build=lambda: Tied().train(), loss=chain_loss)
+    assert differences(train(foreign), train(foreign, prepare=policy_on(foreign, "*:full"))) == []
+
+
+def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused() -> None:
+    class Shared(Chain):
+        def __init__(self) -> None:
+            super().__init__(Mlp)
+            self.blocks[2] = self.blocks[0]
+
+    foreign = Foreign(build=lambda: Shared().train(), loss=chain_loss)
+    try:
+        found = train(foreign, prepare=policy_on(foreign, "*:full"))
+    except ValueError as error:
+        assert unclear(error) == []
+        return
+    assert differences(train(foreign), found) == []
+
+
+@pytest.mark.parametrize("name", ["BatchNorm", "spectral norm", "a counter and a running mean in buffers"])
+@pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)"])
+def test_a_buffer_that_the_forward_moves_is_moved_once_and_its_replay_reads_what_the_forward_read(name: str, text: str) -> None:
+    """Several steps, so that a buffer that came back wrong would show in the next loss."""
+
+    def steps(policy: str | None) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = LAYERS[name].build()
+        if policy is not None:
+            apply_policy_(model, layers_fqn="blocks", policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            optimizer.zero_grad()
+            chain_loss(model, number).backward()
+            optimizer.step()
+        return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+    assert all(torch.equal(one, other) for one, other in zip(steps(None), steps(text), strict=True))
+
+
+@pytest.mark.parametrize("text", SHORT)
+def test_without_gradients_a_layer_runs_once_and_keeps_nothing(text: str) -> None:
+    torch.manual_seed(3)
+    model = LAYERS["a tensor"].build().eval()
+    expected = chain_loss(model, 0)
+    apply_policy_(model, layers_fqn="blocks", policy=text)
+    calls: list[None] = []
+    model.blocks[0].fc1.register_forward_hook(lambda *_: calls.append(None))
+    with torch.no_grad():
+        found = chain_loss(model, 0)
+    assert torch.equal(found, expected) and not found.requires_grad and len(calls) == 1
+    with torch.inference_mode():
+        assert torch.equal(chain_loss(model, 0), expected) and len(calls) == 2
+
+
+def test_hooks_on_gradients_run_once() -> None:
+    torch.manual_seed(3)
+    model = LAYERS["a tensor"].build()
+    apply_policy_(model, layers_fqn="blocks", policy="*:full")
+    calls: list[str] = []
+    layer = model.blocks[1]
+    layer.register_full_backward_hook(lambda *_: calls.append("layer"))
+    layer.fc1.weight.register_hook(lambda grad: calls.append("weight"))
+    layer.fc1.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    chain_loss(model, 0).backward()
+    assert sorted(calls) == ["accumulated", "layer", "weight"]
+
+
+def test_a_copy_of_a_model_with_a_policy_trains_its_own_weights() -> None:
+    def step(copied: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        torch.manual_seed(3)
+        model = LAYERS["a tensor"].build()
+        if copied:
+            apply_policy_(model, layers_fqn="blocks", policy="*:full")
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2.0)
+        torch.manual_seed(4)
+        chain_loss(other, 0).backward()
+        return [parameter.grad for parameter in other.parameters()], [parameter.grad for parameter in model.parameters()]
+
+    (expected, _), (found, untouched) = step(False), step(True)
+    assert all(grad is None for grad in untouched)
+    assert all(one is other or torch.equal(one, other) for one, other in zip(expected, found, strict=True))  # type: ignore
+
+
+@pytest.mark.parametrize("text", [*SHORT, "*:none@host"])
+def test_a_policy_can_be_taken_off_and_another_put_on(text: str) -> None:
+    from megatron_lite.recompute.apply import remove_policy_
+
+    foreign = chain(Mlp)
+
+    def put_and_taken(model: nn.Module) -> None:
+        apply_policy_(model, layers_fqn="blocks", policy=text)
+        chain_loss(model, 5).backward()
+        model.zero_grad()
+        assert remove_policy_(model) == 3 and remove_policy_(model) == 0
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def and_again(model: nn.Module) -> None:
+        put_and_taken(model)
+        apply_policy_(model, layers_fqn="blocks", policy="*:full")
+
+    assert differences(train(foreign), train(foreign, prepare=put_and_taken)) == []
+    assert differences(train(foreign), train(foreign, prepare=and_again)) == []
+
+
+@pytest.mark.parametrize("text", ["9:full", "3-4:full", "every-9+8:full", "stage3/0:full", "stage1/*:full; *:none"])
+def test_a_policy_that_names_what_is_not_there_is_refused_in_the_words_of_the_call(text: str) -> None:
+    model = LAYERS["a tensor"].build()
+    with pytest.raises(ValueError) as raised:
+        apply_policy_(model, layers_fqn="blocks", policy=text)
+    message = str(raised.value)
+    assert "--" not in message and re.search("does not exist|names no layer", message)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("text", ["*:ful", "*:mlp", "*:ops(aten.mmm.default)", "*:ops(aten.add_.Tensor)", "*:full/2", ""])
+def test_no_error_speaks_of_a_flag_to_a_python_caller(text: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        apply_policy_(LAYERS["a tensor"].build(), layers_fqn="blocks", policy=text)
+    assert "--" not in str(raised.value)

@@ -1,0 +1,96 @@
+"""Policies inside of DistributedDataParallel, and inside and around of torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.support.foreign import Outcome, Prepare, differences
+from tests.support.foreign_policies import MODELS, policy_on, unclear
+from tests.support.foreign_wrapped import (
+    Wrap,
+    compile_around,
+    compile_forwards,
+    compile_layers,
+    train_compiled,
+    train_in_ddp,
+)
+from tests.support.ranks import run_ranks
+
+TEXTS = ("*:full", "*:ops(matmul)", "*:full@host")
+WITHOUT_UNUSED = ("GPT-2", "T5", "Mixtral, router loss")
+WITH_UNUSED = (*WITHOUT_UNUSED, "a tensor", "an output that nobody reads", "BatchNorm")
+
+
+def _unequal(train: Callable[[Prepare | None], Outcome], name: str, text: str, found: Outcome) -> list[str]:
+    """As `unequal` of foreign_policies."""
+    return differences(train(None), found)
+
+
+def _ddp(rank: int, world_size: int, names: tuple[str, ...], options: dict[str, bool]) -> list[str]:
+    found = []
+    for name in names:
+        train = partial(train_in_ddp, MODELS[name], **options)
+        for text in TEXTS:
+            lines = _unequal(train, name, text, train(policy_on(MODELS[name], text)))
+            found += [f"{name}, {text}: {line}" for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("find_unused", [pytest.param(False, marks=pytest.mark.long), True])
+def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused: bool) -> None:
+    names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
+    assert run_ranks(_ddp, 2, names, dict(find_unused=find_unused), detail=False) == [[], []]
+
+
+@pytest.mark.long
+def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model() -> None:
+    assert run_ranks(_ddp, 2, WITHOUT_UNUSED, dict(find_unused=False, static=True), detail=False) == [[], []]
+
+
+def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> list[str]:
+    """As `faults`, for a compiled model: equal to the plain model compiled in the same way, or one clear error."""
+    train = partial(train_compiled, MODELS[name], wrap=wrap, backend=backend, first=first)
+    try:
+        found = train(policy_on(MODELS[name], text))
+    except (ValueError, RuntimeError) as error:
+        return unclear(error)
+    return _unequal(train, name, text, found)
+
+
+PLACES = pytest.mark.parametrize(("wrap", "first"), [(compile_around, False), (compile_layers, False), (compile_forwards, True)],
+                                 ids=["around the model", "around each layer", "inside of each layer's policy"])
+
+
+@pytest.mark.long
+@PLACES
+@pytest.mark.parametrize("text", [*TEXTS, "*:none@host"])
+@pytest.mark.parametrize("name", ["a tensor", "named tuple", "GPT-2"])
+def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(name: str, text: str, wrap: Wrap, first: bool) -> None:
+    assert _compiled(name, text, wrap, "aot_eager", first) == []
+
+
+@PLACES
+def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(wrap: Wrap, first: bool) -> None:
+    assert _compiled("a tensor", "*:full", wrap, "aot_eager", first) == []
+
+
+@pytest.mark.long
+def test_the_default_backend_compiles_a_layer_with_a_policy() -> None:
+    from torch._inductor import config
+
+    model = MODELS["a tensor"]
+    with config.patch(fallback_random=True):  # its own random numbers are others than eager's
+        expected = train_compiled(model, None, wrap=compile_layers, backend="inductor")
+        try:
+            found = train_compiled(model, policy_on(model, "*:full"), wrap=compile_layers, backend="inductor")
+        except (ValueError, RuntimeError) as error:
+            assert unclear(error) == []
+            return
+    for name, one in expected.gradients.items():
+        other = found.gradients[name]
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:  # fused kernels may round in another order
+            assert (one - other).abs().max() <= 1e-5 * one.abs().max()

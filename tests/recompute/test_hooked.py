@@ -1,0 +1,255 @@
+"""The engine for any model: layers with every kind of output, side channel and state give the bits of the plain layers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.recompute import hooked
+from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+from megatron_lite.recompute.phase import is_recomputing
+from tests.support.odd_layers import LAYERS, POLICIES, Block, Model, Norms, SetsAux, assert_equal, batches, outcome, step
+
+
+@pytest.mark.parametrize(("frozen", "verify"), [(False, False), (True, True)])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_every_kind_of_layer_has_the_gradients_and_the_state_of_the_plain_one(kind: type[Block], policy: str, frozen: bool,
+                                                                               verify: bool) -> None:
+    def make() -> Model:
+        return Model(kind, frozen=frozen)
+
+    assert_equal(outcome(make, policy, step, verify=verify), outcome(make, None, step))
+
+
+def twice(model: nn.Module) -> list[Tensor]:
+    loss = model(batches()[0])
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss]
+
+
+def second_order(model: nn.Module) -> list[Tensor]:
+    """A gradient penalty: the loss holds a gradient."""
+    x = batches()[0].requires_grad_()
+    loss = model(x)
+    gradient, = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+    return [loss, gradient, x.grad]
+
+
+def chosen_inputs(model: nn.Module) -> list[Tensor]:
+    loss = model(batches()[0])
+    return [loss, *torch.autograd.grad(loss, [model.layers[1].second.bias, model.embedding.weight])]
+
+
+def other_weights(model: nn.Module) -> list[Tensor]:
+    """functional_call puts other weights in the place of the model's, and is over before backward."""
+    weights = {name: (value.detach() * 1.5).requires_grad_() for name, value in model.named_parameters()}
+    loss = torch.func.functional_call(model, weights, (batches()[0],))
+    loss.backward()
+    return [loss, *(weight.grad for weight in weights.values())]
+
+
+def autocast(model: nn.Module) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [model(batch) for batch in batches()]
+    sum(losses).backward()
+    return losses
+
+
+def default_device(model: nn.Module) -> list[Tensor]:
+    with torch.device("cpu"):
+        loss = model(batches()[0])
+    loss.backward()
+    return [loss]
+
+
+def within_torchs_checkpoint(model: nn.Module) -> list[Tensor]:
+    loss = torch.utils.checkpoint.checkpoint(model, batches()[0], use_reentrant=False)
+    loss.backward()
+    return [loss]
+
+
+@pytest.mark.parametrize("run", [twice, second_order, chosen_inputs, other_weights, autocast, default_device,
+                                 within_torchs_checkpoint])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", [Block, SetsAux])
+def test_every_kind_of_backward_gives_the_plain_gradients(kind: type[Block], policy: str,
+                                                          run: Callable[[nn.Module], list[Tensor]]) -> None:
+    assert_equal(outcome(lambda: Model(kind), policy, run), outcome(lambda: Model(kind), None, run))
+
+
+class Outer(nn.Module):
+    """A layer with layers of its own, which get a policy, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Norms() for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.sin()
+
+
+@pytest.mark.parametrize("run", [step, twice, second_order])
+@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "0:full@host"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_nest(policy: str, inner: str, run: Callable[[nn.Module], list[Tensor]]) -> None:
+    def nested() -> nn.Module:
+        model = Model(Outer)
+        for layer in model.layers:
+            apply_policy_(layer, layers_fqn="layers", policy=inner)
+        return model
+
+    assert_equal(outcome(nested, policy, run), outcome(lambda: Model(Outer), None, run))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    def copied() -> nn.Module:
+        model = Model(Norms)
+        apply_policy_(model, layers_fqn="layers", policy=policy)
+        state = torch.get_rng_state()
+        model(batches()[0]).backward()
+        torch.set_rng_state(state)
+        again = duplicate(model)
+        again.load_state_dict(fresh.state_dict())
+        again.zero_grad()
+        return again
+
+    torch.manual_seed(3)
+    fresh = Model(Norms)
+    assert_equal(outcome(copied, None, step), outcome(lambda: Model(Norms), None, step))
+
+
+@pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)", "*:full@host"])
+def test_a_layer_may_name_its_arguments_as_the_engine_does(policy: str) -> None:
+    names = ("function", "args", "kwargs", "rng", "name", "layer", "written", "results", "replay", "verify", "self_")
+
+    class Named(Block):
+        def forward(self, hidden: Tensor, **given: Tensor) -> Tensor:
+            return self.body(hidden) + sum(given[name] for name in names)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        hidden = model.embedding(batches()[0])
+        for layer in model.layers:
+            hidden = layer(hidden, **{name: hidden * number for number, name in enumerate(names)})
+        hidden.square().mean().backward()
+        return [hidden]
+
+    assert_equal(outcome(lambda: Model(Named), policy, run), outcome(lambda: Model(Named), None, run))
+
+
+def test_a_policy_can_be_taken_off_and_put_on_again() -> None:
+    model = Model(Block)
+    forward = model.layers[2].forward = model.layers[2].forward  # another library's wrapper
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    assert remove_policy_(model) == 3 and remove_policy_(model) == 0
+    assert "forward" not in vars(model.layers[0]) and vars(model.layers[2])["forward"] == forward
+    apply_policy_(model, layers_fqn="layers", policy="0:ops(matmul)")
+    assert remove_policy_(model) == 1
+
+
+def test_a_graph_outlives_its_policy() -> None:
+    def taken_off(model: nn.Module) -> list[Tensor]:
+        loss = model(batches()[0])
+        remove_policy_(model)
+        loss.backward()
+        return [loss]
+
+    def kept(model: nn.Module) -> list[Tensor]:
+        loss = model(batches()[0])
+        loss.backward()
+        return [loss]
+
+    assert_equal(outcome(lambda: Model(Norms), "*:full", taken_off), outcome(lambda: Model(Norms), None, kept))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_of_a_forward_outlives_it(policy: str, backward: bool) -> None:
+    """Also without a backward, and though the layers hold a tensor with its graph in an attribute."""
+    model = Model(SetsAux)
+    apply_policy_(model, layers_fqn="layers", policy=policy)
+    before = calls_alive()
+    for batch in batches() * 2:
+        loss = model(batch)
+        if backward:
+            loss.backward()
+        del loss
+    assert calls_alive() - before <= (0 if backward else 3)  # the attributes hold the last forward's graph, and no earlier one
+
+
+def test_what_a_backward_did_not_read_does_not_outlive_it() -> None:
+    """A backward that needs one output only leaves the rebuilt tensors of the other one unread."""
+    values: list[dict[int, dict[int, Tensor]]] = []
+
+    class Two(Block):
+        def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            return self.body(hidden), hidden.sin()
+
+    model = Model(Two)
+    apply_policy_(model, layers_fqn="layers", policy="0:full")
+    used, unused = model.layers[0](batches()[0].requires_grad_())
+    used.sum().backward(retain_graph=True)
+    values += [each._values for each in gc.get_objects() if type(each) is hooked._LayerCall]
+    assert values and not any(values) and unused.grad_fn is not None
+
+
+def calls_alive() -> int:
+    gc.collect()
+    return sum(type(each) is hooked._LayerCall for each in gc.get_objects())
+
+
+def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads() -> None:
+    calls: list[str] = []
+
+    class Notes(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            calls.append("again" if is_recomputing() else "forward")
+            hidden = self.body(hidden)
+            calls.append("end")
+            return hidden.view(-1, 6) + 1
+
+    model = Model(Notes)
+    apply_policy_(model, layers_fqn="layers", policy="0:full")
+    model(batches()[0]).backward()
+    assert calls == ["forward", "end"] * 3 + ["again"] and not is_recomputing()
+
+
+def test_other_errors_in_a_layer_are_its_own() -> None:
+    class Fails(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.body(hidden)
+            if is_recomputing():
+                raise KeyError("not again")
+            return hidden.exp().sin()
+
+    model = Model(Fails)
+    apply_policy_(model, layers_fqn="layers", policy="1:full", verify=True)
+    loss = model(batches()[0])
+    state, attributes = torch.get_rng_state(), dict(vars(model.layers[1]))
+    with pytest.raises(KeyError, match="not again"):
+        loss.backward()
+    assert not is_recomputing() and torch.equal(torch.get_rng_state(), state) and vars(model.layers[1]) == attributes
+
+
+def test_a_model_with_a_policy_is_saved_and_loaded_by_its_state() -> None:
+    model, other = Model(Norms), Model(Norms)
+    apply_policy_(model, layers_fqn="layers", policy="*:full@host")
+    model(batches()[0]).backward()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_equal([*other.state_dict().values()], [*model.state_dict().values()])

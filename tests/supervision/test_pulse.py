@@ -1,0 +1,52 @@
+"""How long a rank may stay where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_lite.supervision.pulse import Pulse
+from tests.support.runs import run_to_end, tiny_run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr("megatron_lite.supervision.pulse.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it(clock: list[float]) -> None:
+    pulse = Pulse()
+    pulse.at("iteration 1", limited=False)
+    clock[0] += 50.0
+    assert pulse.seconds_left(10.0) is None
+    pulse.at("iteration 2")
+    clock[0] += 4.0
+    assert pulse.seconds_left(10.0) == 6.0
+    pulse.at("iteration 3")
+    assert pulse.seconds_left(10.0) == 14.0
+
+
+def test_a_larger_batch_may_take_longer_by_its_factor(clock: list[float]) -> None:
+    pulse = Pulse()
+    pulse.at("iteration 1", limited=False)
+    clock[0] += 3.0
+    pulse.at("iteration 2", growth=8.0)  # nothing but the first iteration is known
+    assert pulse.seconds_left(10.0) == 34.0
+    clock[0] += 30.0
+    pulse.at("saving", limited=False)
+    clock[0] += 1000.0
+    pulse.at("iteration 3", growth=2.0)
+    assert pulse.seconds_left(10.0) == 70.0  # the save does not count
+
+
+def test_the_loop_tells_how_the_batch_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[float] = []
+    at = Pulse.at
+    monkeypatch.setattr(Pulse, "at", lambda self, where, *, limited=True, growth=1.0: (
+        told.append(growth), at(self, where, limited=limited, growth=growth)))
+    config = tiny_run(training=dict(global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0))
+    run_to_end(replace(config, logging=replace(config.logging, log_interval=4)))
+    assert [growth for growth in told if growth != 1.0] == [2.0, 1.5]  # batches of 1, 1, 2 and 3

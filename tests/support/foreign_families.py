@@ -1,0 +1,174 @@
+"""Randomly initialised models of transformers with 3 layers of hidden size 32.
+
+They are called as users call them: `model(input_ids=x, labels=x).loss` in training mode, without
+options for caches, attention kernels or outputs. The tests are about this default behaviour. Each
+model but Mamba has dropout. A forward and a backward take 5 to 15 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from tests.support.foreign import Foreign
+
+VOCAB, LENGTH = 61, 9
+IDS: dict[str, Any] = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+DECODER: dict[str, Any] = dict(IDS, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+                               intermediate_size=48, max_position_embeddings=32, attention_dropout=0.1)
+ENCODER: dict[str, Any] = dict(num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=48,
+                               hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+
+
+def tokens(number: int) -> Tensor:
+    """Returns token ids [2, 9] without special tokens. Equal numbers give equal ids."""
+    return torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(40 + number))
+
+
+def language_loss(model: nn.Module, number: int) -> Tensor:
+    """Returns the loss of the default call."""
+    return model(input_ids=tokens(number), labels=tokens(number)).loss
+
+
+def gpt2(**options: Any) -> nn.Module:
+    """Returns GPT-2."""
+    return GPT2LMHeadModel(GPT2Config(**IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32, **options)).train()
+
+
+def llama(**options: Any) -> nn.Module:
+    """Returns Llama."""
+    return LlamaForCausalLM(LlamaConfig(**DECODER, **options)).train()
+
+
+def qwen3() -> nn.Module:
+    """Returns Qwen3."""
+    return Qwen3ForCausalLM(Qwen3Config(**DECODER, head_dim=8)).train()
+
+
+def gemma2() -> nn.Module:
+    """Returns Gemma 2, with local and global attention in turn and capped scores."""
+    return Gemma2ForCausalLM(Gemma2Config(**DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)).train()
+
+
+def mixtral() -> nn.Module:
+    """Returns Mixtral. Its routers have their own loss, which leaves layers by a side channel."""
+    return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, router_jitter_noise=0.1, output_router_logits=True,
+                                            router_aux_loss_coef=0.5)).train()
+
+
+def t5() -> nn.Module:
+    """Returns T5. Decoder layers read the encoder's output and the first one's position bias."""
+    return T5ForConditionalGeneration(T5Config(
+        vocab_size=VOCAB, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, num_layers=3, d_model=32, d_kv=8, d_ff=48,
+        num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=12)).train()
+
+
+def bert(**options: Any) -> nn.Module:
+    """Returns BERT with its masked-language head."""
+    return BertForMaskedLM(BertConfig(**ENCODER, vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32, **options)).train()
+
+
+def vit() -> nn.Module:
+    """Returns ViT with 2 x 2 patches."""
+    return ViTForImageClassification(ViTConfig(**ENCODER, image_size=8, patch_size=4, num_labels=5)).train()
+
+
+def mamba() -> nn.Module:
+    """Returns Mamba. It runs in its reference form, which works on every device."""
+    return MambaForCausalLM(MambaConfig(**IDS, num_hidden_layers=3, hidden_size=32, state_size=4, expand=1,
+                                        time_step_rank=4)).train()
+
+
+def image_loss(model: nn.Module, number: int) -> Tensor:
+    """Returns the loss of the default call of an image classifier."""
+    pixels = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(50 + number))
+    return model(pixel_values=pixels, labels=torch.tensor([1, 3])).loss
+
+
+def masked_loss(model: nn.Module, number: int) -> Tensor:
+    """Returns the loss on sequences of unequal length. An attention mask goes to every layer."""
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 6:] = 0
+    labels = tokens(number).masked_fill(mask == 0, -100)
+    return model(input_ids=tokens(number), attention_mask=mask, labels=labels).loss
+
+
+def attentions_loss(model: nn.Module, number: int) -> Tensor:
+    """Returns a loss that includes the attention maps of every layer, as in distillation."""
+    found = model(input_ids=tokens(number), labels=tokens(number), output_attentions=True)
+    return found.loss + sum(attention.square().mean() for attention in found.attentions)
+
+
+def hidden_states_loss(model: nn.Module, number: int) -> Tensor:
+    """Returns a loss that includes the output of every layer."""
+    found = model(input_ids=tokens(number), labels=tokens(number), output_hidden_states=True)
+    return found.loss + sum(hidden.square().mean() for hidden in found.hidden_states)
+
+
+class Prefixed(nn.Module):
+    """Llama with learned keys and values before the text, passed as a cache (prefix tuning)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.prefix = nn.Parameter(torch.randn(3, 2, 1, 2, 4, 8))  # [layer, key or value, batch, heads, positions, channels]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Returns the loss."""
+        cache = DynamicCache([(layer[0].expand(2, -1, -1, -1), layer[1].expand(2, -1, -1, -1)) for layer in self.prefix])
+        return self.model(input_ids=input_ids, labels=input_ids, past_key_values=cache).loss
+
+
+def family(build: Callable[[], nn.Module], *lists: str, loss: Callable[[nn.Module, int], Tensor] = language_loss,
+           may_refuse: bool = False, inner: str | None = None) -> Foreign:
+    """Returns the description of a model of transformers."""
+    return Foreign(build=build, loss=loss, lists=lists, may_refuse=may_refuse, inner=inner)
+
+
+FAMILIES: dict[str, Foreign] = {
+    "GPT-2": family(gpt2, "transformer.h"),
+    "Llama": family(llama, "model.layers"),
+    "Qwen3": family(qwen3, "model.layers"),
+    "Gemma 2": family(gemma2, "model.layers"),
+    "Mixtral, router loss": family(mixtral, "model.layers"),
+    "T5": family(t5, "encoder.block", "decoder.block", inner="decoder.block.1.layer"),
+    "BERT": family(bert, "bert.encoder.layer"),
+    "ViT": family(vit, "vit.layers", loss=image_loss),
+    "Mamba": family(mamba, "backbone.layers"),
+}
+# Some of these models with further inputs of a layer, or with a part of the loss that does not
+# leave a layer by its first output.
+VARIANTS: dict[str, Foreign] = {
+    "Llama, padded batch": family(llama, "model.layers", loss=masked_loss),
+    "BERT, padded batch": family(bert, "bert.encoder.layer", loss=masked_loss),
+    "GPT-2, eager attention": family(lambda: gpt2(attn_implementation="eager"), "transformer.h"),
+    "GPT-2, attentions in the loss": family(lambda: gpt2(attn_implementation="eager"), "transformer.h", loss=attentions_loss),
+    "BERT, attentions in the loss": family(lambda: bert(attn_implementation="eager"), "bert.encoder.layer", loss=attentions_loss),
+    "Llama, hidden states in the loss": family(llama, "model.layers", loss=hidden_states_loss),
+    "Llama, learned prefix in the cache": family(Prefixed, "model.model.layers", may_refuse=True,
+                                                 loss=lambda model, number: model(tokens(number))),
+}

@@ -1,0 +1,75 @@
+"""Puts recompute policies on models that are not ours, and finds what a policy breaks.
+
+`faults` returns an empty list if the policy breaks nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from torch import nn
+
+from megatron_lite.recompute.apply import apply_policy_
+from tests.support.foreign import Foreign, Outcome, Prepare, differences, train
+from tests.support.foreign_families import FAMILIES, VARIANTS
+from tests.support.foreign_layers import LAYERS, UNSEEN
+
+MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
+POLICIES = ("*:full", "every-2:full", "*:ops(matmul)", "*:ops(matmul,attention)", "0:full; *:ops(matmul/2,attention)",
+            "*:ops(aten.addmm.default,aten.mm.default)", "*:none@host", "*:full@host", "*:ops(matmul)@host")
+# Plain torch itself refuses the first. An engine need not support the others.
+MUST_REFUSE = "weights written before backward"
+MAY_REFUSE = ("second-order gradients", "functional_call")
+
+
+def policy_on(foreign: Foreign, text: str, *, verify: bool = False) -> Prepare:
+    """Returns a function that puts the policy on every list of layers of the model."""
+
+    def prepare(model: nn.Module) -> None:
+        for name in foreign.lists:
+            apply_policy_(model, layers_fqn=name, policy=text, verify=verify)
+
+    return prepare
+
+
+@cache
+def plain(name: str, situation: str = "two micro-batches") -> Outcome | str:
+    """Returns the outcome without a policy, or the reason why plain torch fails."""
+    try:
+        return train(MODELS[name], situation)
+    except (RuntimeError, AssertionError) as reason:  # an in-place write, or a model without layers to adapt
+        return str(reason)
+
+
+def faults(name: str, text: str, situation: str = "two micro-batches", *, verify: bool = False) -> list[str]:
+    """Returns everything that differs from the model without a policy.
+
+    If the training ends in an error, the result is one line if the error is not allowed or not
+    clear, else an empty list.
+    """
+    foreign, expected = MODELS[name], plain(name, situation)
+    if isinstance(expected, str) and situation != MUST_REFUSE:
+        return []
+    try:
+        found = train(foreign, situation, policy_on(foreign, text, verify=verify))
+    except (ValueError, RuntimeError) as error:
+        if situation == MUST_REFUSE:
+            return []
+        allowed = foreign.may_refuse or situation in MAY_REFUSE
+        return unclear(error) if allowed else [f"refused: {type(error).__name__}: {error}"]
+    if isinstance(expected, str):
+        return ["the weights that the forward did not have were used without a word"]
+    return differences(expected, found)
+
+
+def unclear(error: Exception) -> list[str]:
+    """Returns one line if the error's message is not clear, else [].
+
+    A clear message names a layer, recomputation or the API. It has no flags and at most 800
+    characters.
+    """
+    message = str(error)
+    if not re.search(r"\.\d+\b|recomput|apply_policy_|policy", message) or "--" in message or len(message) > 800:
+        return [f"an error that is not clear: {type(error).__name__}: {message}"]
+    return []

@@ -1,0 +1,245 @@
+"""Layers of plain torch with every kind of output, side channel and state.
+
+`Model` has three of them, and `outcome` returns the result of its training.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.recompute.apply import apply_policy_
+
+Pair = namedtuple("Pair", ["hidden", "aux"])
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    aux: Tensor | None = None
+
+
+class Block(nn.Module):
+    """Two linear layers and dropout, the base of every layer below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(6, 12), nn.Linear(12, 6), nn.Dropout(0.3)
+
+    def body(self, hidden: Tensor) -> Tensor:
+        return hidden + self.second(self.dropout(torch.tanh(self.first(hidden))))
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.body(hidden)
+
+
+class ReturnsDict(Block):
+    def forward(self, hidden: Any) -> Any:
+        return {"hidden": self.body(hidden["hidden"] if isinstance(hidden, dict) else hidden)}
+
+
+class ReturnsList(Block):
+    def forward(self, hidden: Any) -> Any:
+        return [self.body(hidden[0] if isinstance(hidden, list) else hidden), None, "text"]
+
+
+class ReturnsDataclass(Block):
+    def forward(self, hidden: Any) -> Any:
+        return Output(self.body(hidden.hidden if isinstance(hidden, Output) else hidden))
+
+
+class ReturnsNamedTuple(Block):
+    def forward(self, hidden: Any) -> Any:
+        return Pair(self.body(hidden.hidden if isinstance(hidden, Pair) else hidden), 3)
+
+
+class ReturnsNestedTuple(Block):
+    def forward(self, hidden: Any) -> Any:
+        return ((self.body(hidden[0][0] if isinstance(hidden, tuple) else hidden), 1), (None,))
+
+
+class Norms(Block):
+    """A layer with BatchNorm. Its kernel writes to its statistics without a new tensor version.
+
+    BatchNorm also counts its batches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(self.norm(hidden))
+
+
+class Spectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(self.first)
+
+
+class OldSpectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.spectral_norm(self.first)
+
+
+class Counts(Block):
+    """A layer whose output depends on its number of calls, in an int and in a replaced buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        self.total = self.total + 1
+        return self.body(hidden * (1 + self.calls % 2) / self.total)
+
+
+class Remembers(Block):
+    """A layer whose output depends on the tensors that it kept in earlier calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.body(hidden + sum(self.before))
+        self.before.append(hidden.detach().mean())
+        return hidden
+
+
+class SetsAux(Block):
+    """A layer whose loss leaves it through an attribute."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.body(hidden)
+        self.aux = hidden.square().mean()
+        return hidden
+
+
+class WritesArgument(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden.mul_(2).add_(1)
+        product = self.body(hidden.clone())
+        return product + hidden.mul_(0.5)
+
+
+class OwnGenerator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden * torch.rand(hidden.shape, generator=self.generator))
+
+
+class HostGenerators(Block):
+    """A layer that skips its body at random by Python's generator and scales by NumPy's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = float(np.random.normal())
+        return hidden * scale + (self.body(hidden) if random.random() < 0.8 else hidden.sin()) * random.gauss(1.0, 0.1)
+
+
+class UnusedOutput(Block):
+    """A layer whose third linear layer computes an unused output. Its gradients are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(6, 6)
+
+    def forward(self, hidden: Any) -> Any:
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.body(hidden), self.third(hidden).exp()
+
+
+class Differentiates(Block):
+    """A layer whose forward runs a backward, as models do that compute forces from an energy."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = hidden.detach().requires_grad_()
+            force, = torch.autograd.grad(torch.tanh(self.first(point)).square().sum(), point, create_graph=True)
+        return self.body(hidden) + force.sin()
+
+
+LAYERS: list[type[Block]] = [Block, ReturnsDict, ReturnsList, ReturnsDataclass, ReturnsNamedTuple, ReturnsNestedTuple, Norms,
+                             Spectral, OldSpectral, Counts, Remembers, SetsAux, WritesArgument, OwnGenerator, HostGenerators,
+                             UnusedOutput,
+                             Differentiates]
+POLICIES = ["*:full", "every-2:full", "*:ops(matmul)", "0:ops(matmul/2); 1:full@host; *:none@host"]
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block], *, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(kind() for _ in range(3))
+        if frozen:
+            self.embedding.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = self.embedding(x)
+        loss = torch.zeros(())
+        for layer in self.layers:
+            hidden = layer(hidden)
+            loss = loss + getattr(layer, "aux", 0.0)
+        first = next(leaf for leaf in _leaves(hidden) if isinstance(leaf, Tensor))
+        return loss + first.square().mean()
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Output):
+        return [value.hidden]
+    if isinstance(value, dict):
+        return _leaves(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value]
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(5, 6, generator=generator) for _ in range(3)]
+
+
+def outcome(make: Callable[[], nn.Module], policy: str | None, run: Callable[[nn.Module], list[Tensor]],
+            **options: Any) -> list[Any]:
+    """Trains a model. Returns the result of `run`, gradients, buffers and the next random numbers.
+
+    The gradient of a parameter without one is None.
+    """
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model = make()
+    if policy is not None:
+        apply_policy_(model, layers_fqn="layers", policy=policy, **options)
+    results = [value.detach().clone() for value in run(model)]
+    return [*results, *(parameter.grad for parameter in model.parameters()), *(buffer.clone() for buffer in model.buffers()),
+            torch.rand(3), torch.tensor([random.random(), np.random.random()])]
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    """Runs three micro-batches, whose gradients add up. Returns their losses."""
+    losses = [model(batch) for batch in batches()]  # all forwards first, as in a pipeline
+    for loss in losses:
+        loss.backward()
+    return losses
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert (one is None) == (other is None), number
+        assert one is None or torch.equal(one, other), number

@@ -1,0 +1,105 @@
+"""Thins a grid of cases so that every pair of settings stays. Other cases are marked `long`.
+
+    @pytest.mark.parametrize(("tp_size", "dtype", "policy"), pairs([1, 2, 4], DTYPES, POLICIES))
+
+Most faults depend on one setting or on two together, so a default run tries every pair (all-pairs
+testing). `.ci/run` tries the whole grid. The kept cases are the same in every run: the thinning
+repeatedly takes the first of the cases that add the most pairs, until no pair is missing.
+
+    for tp_size, policy in some(itertools.product([1, 2], POLICIES)): ...
+
+thins a grid that one test walks through. FULL_GRIDS=1, which `.ci/run` sets, keeps all of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+FULL_GRIDS = os.environ.get("FULL_GRIDS", "") not in ("", "0")
+Case = tuple[Any, ...]
+
+
+def pairs(*axes: Iterable[Any], ids: Any = None) -> list[Any]:
+    """Returns the parameters of the whole grid, in its order. ids: a function from a case's values to its name."""
+    return thinned(itertools.product(*axes), ids=ids)
+
+
+def thinned(cases: Iterable[Case], *, ids: Any = None) -> list[Any]:
+    """Returns the parameters of cases that need not be a whole grid.
+
+    The cases that covering() leaves out are marked `long`.
+    """
+    cases = list(cases)
+    kept = covering(cases)
+    return [pytest.param(*case, id=None if ids is None else ids(*case), marks=() if number in kept else pytest.mark.long)
+            for number, case in enumerate(cases)]
+
+
+def some(cases: Iterable[Case]) -> list[Case]:
+    """Returns the cases that covering() keeps, in their order, or all of them with FULL_GRIDS."""
+    cases = list(cases)
+    return cases if FULL_GRIDS else [cases[number] for number in sorted(covering(cases))]
+
+
+def sampled(cases: Iterable[Any], *, every: int) -> list[Any]:
+    """Returns each `every`-th case, or all of them with FULL_GRIDS.
+
+    It is for a long list of similar neighbours that one test walks through. `every` should have no
+    factor in common with the lengths of the axes, so that each setting appears.
+    """
+    return list(cases)[:: 1 if FULL_GRIDS else every]
+
+
+def thirds(cases: Iterable[Case]) -> list[Any]:
+    """Returns the parameters of all cases, of which two in three are marked `long`.
+
+    It is for many cheap cases with similar neighbours.
+    """
+    return [pytest.param(*case, marks=[pytest.mark.long] * (number % 3 > 0)) for number, case in enumerate(cases)]
+
+
+def covering(cases: Sequence[Case]) -> frozenset[int]:
+    """Returns the numbers of the cases to keep: each pair of values that occurs in some case occurs in one of them.
+
+    Values are the same if their types are and `==` holds, so they need not be hashable. Cases of one value each are all kept.
+    """
+    numbered = _numbered(cases)
+    if any(len(case) == 1 for case in cases):
+        return frozenset(range(len(cases)))
+    missing = {pair for case in numbered for pair in itertools.combinations(case, 2)}
+    # The number of pairs that a case adds only shrinks as others are taken, so an old number is an
+    # upper bound. The first case whose number is still right is therefore the best one.
+    heap = [(-len(case) * (len(case) - 1) // 2, number) for number, case in enumerate(numbered)]
+    kept = set()
+    while missing:
+        bound, number = heapq.heappop(heap)
+        adds = missing.intersection(itertools.combinations(numbered[number], 2))
+        if len(adds) == -bound:
+            kept.add(number)
+            missing -= adds
+        elif adds:
+            heapq.heappush(heap, (-len(adds), number))
+    return frozenset(kept)
+
+
+def _numbered(cases: Sequence[Case]) -> list[tuple[tuple[int, int], ...]]:
+    """Returns each case as (axis, number of the value among that axis's values)."""
+    values: dict[int, list[Any]] = {}
+    found = []
+    for case in cases:
+        row = []
+        for axis, value in enumerate(case):
+            known = values.setdefault(axis, [])
+            same = (index for index, one in enumerate(known) if type(one) is type(value) and one == value)
+            number = next(same, len(known))
+            if number == len(known):
+                known.append(value)
+            row.append((axis, number))
+        found.append(tuple(row))
+    return found

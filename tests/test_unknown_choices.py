@@ -1,0 +1,131 @@
+"""A name that is added to the choices of a flag, and nowhere else, is an error where it is built, priced and counted: it never
+passes for one of the older choices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config import model as model_config
+from megatron_lite.config import parallel as parallel_config
+from megatron_lite.config import recompute as recompute_config
+from megatron_lite.config import training as training_config
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.training import LrScheduleConfig, TokenizerConfig
+from megatron_lite.context_parallel.exchange import EXCHANGES
+from megatron_lite.data.tokenizers import TOKENIZERS, build_tokenizer
+from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.memory.explain.report import likely_device
+from megatron_lite.memory.predict.flops import step_flops
+from megatron_lite.memory.predict.kept_tensors import activation_terms
+from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.traffic import plan_collectives
+from megatron_lite.model.norm import NORMS
+from megatron_lite.optim.lr_schedule import DECAYS, LrSchedule
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.state import choose_device
+from megatron_lite.recompute.plan import keep_everything
+from tests.support.models import build_tiny_model, tiny_config, tp_state
+
+NEW = "Newest"
+SIZES = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72, tp_size=1, device="cpu", element_bytes=4)
+
+
+def build(config: ModelConfig) -> None:
+    with tp_state(1) as parallel:
+        build_tiny_model(config, parallel)
+
+
+READERS: dict[str, Callable[[ModelConfig], Any]] = {
+    "the model": build,
+    "its parameters": lambda config: parameter_count(config, 72),
+    "its memory": lambda config: activation_terms(config, keep_everything(config.num_layers), SIZES),
+    "its FLOPs": lambda config: step_flops(config, batch=2, seq_length=6, padded_vocab_size=72),
+}
+CHOICES = {  # field: its choices, and the readers for whom they make a difference
+    "normalization": ("NORMALIZATIONS", ("the model", "its parameters", "its memory")),
+    "position_embedding_type": ("POSITION_EMBEDDING_TYPES", ("the model", "its parameters", "its memory")),
+    "attention_backend": ("ATTENTION_BACKENDS", ("the model", "its memory")),
+}
+
+
+@pytest.mark.parametrize(("field", "reader"), [(field, reader) for field, (_, readers) in CHOICES.items() for reader in readers])
+def test_a_new_choice_of_the_model_is_an_error_for_every_reader(field: str, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = CHOICES[field][0]
+    monkeypatch.setattr(model_config, known, (*getattr(model_config, known), NEW))
+    flag = "--" + field.replace("_", "-")
+    with pytest.raises(ValueError, match=f"^{flag} {NEW} is not implemented here, only .*: choose one of them, or add an entry"):
+        READERS[reader](tiny_config(**{field: NEW}))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_new_activation_is_an_error_for_every_reader(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "activation", NEW)
+    with pytest.raises(ValueError, match=f"^the activation {NEW} is not implemented here, only gelu, swiglu, squared_relu"):
+        READERS[reader](tiny_config())
+
+
+def schedule(**options: Any) -> Callable[[], Any]:
+    return lambda: LrSchedule.build(LrScheduleConfig(lr=0.1, **options), train_samples=8,
+                                    batches=BatchSchedule.constant(1))
+
+
+def optimizer(name: str) -> None:
+    config = OptimizerConfig()
+    object.__setattr__(config, "optimizer", name)
+    with tp_state(1) as parallel:
+        Optimizer(build_tiny_model(tiny_config(), parallel, dtype=torch.float32), config, parallel)
+
+
+def recompute(name: str) -> Any:
+    return RecomputeConfig(recompute_granularity="full", recompute_method=name).policy
+
+
+LAUNCH = Launch.__new__(Launch)
+OTHERS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+    "--lr-decay-style": (training_config, "LR_DECAY_STYLES", schedule(lr_decay_style=NEW)),
+    "--lr-wsd-decay-style": (training_config, "WSD_DECAY_STYLES", schedule(lr_wsd_decay_style=NEW)),
+    "--tokenizer-type": (training_config, "TOKENIZER_TYPES",
+                         lambda: build_tokenizer(TokenizerConfig(tokenizer_type=NEW, vocab_size=61))),
+    "--recompute-method": (recompute_config, "METHODS", lambda: recompute(NEW)),
+    "--distributed-backend": (parallel_config, "DISTRIBUTED_BACKENDS",
+                              lambda: choose_device(ParallelConfig(distributed_backend=NEW), LAUNCH)),
+    "--optimizer": (None, "", lambda: optimizer(NEW)),
+    "--cp-comm-type": (None, "", lambda: plan_collectives(
+        tiny_config(attention_backend="flash"), keep_everything(3), replace(SIZES, cp_size=2, cp_comm_type=NEW))),
+}
+
+
+@pytest.mark.parametrize("flag", OTHERS)
+def test_a_new_choice_elsewhere_is_an_error_at_construction(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, known, reader = OTHERS[flag]
+    if owner is not None:
+        monkeypatch.setattr(owner, known, (*getattr(owner, known), NEW))
+    with pytest.raises(ValueError, match=f"^{re.escape(flag)} {NEW} is not implemented here"):
+        reader()
+
+
+def test_the_device_of_an_unknown_backend_is_not_guessed() -> None:
+    with pytest.raises(ValueError, match=NEW):
+        likely_device(NEW)
+
+
+def test_every_choice_has_an_entry_in_every_table() -> None:
+    norms, positions = set(model_config.NORMALIZATIONS), set(model_config.POSITION_EMBEDDING_TYPES)
+    assert norms == model_config.NORM_VECTORS.keys() == NORMS.keys()
+    assert positions == model_config.POSITIONS.keys()
+    assert set(model_config.ATTENTION_BACKENDS) == model_config.ALWAYS_UNFUSED.keys()
+    assert set(training_config.TOKENIZER_TYPES) == TOKENIZERS.keys()
+    assert set(training_config.WSD_DECAY_STYLES) <= DECAYS.keys()
+    assert set(training_config.LR_DECAY_STYLES) <= {*DECAYS, "constant", "inverse-square-root", "WSD"}
+    assert {"p2p", "allgather"} == EXCHANGES.keys() and {"fp32", "bf16", "fp16"} == ELEMENT_BYTES.keys()
