@@ -174,10 +174,11 @@ def test_a_store_that_is_stopped_in_the_middle_of_the_start_ends_it(monkeypatch:
         os.write(writing, str(store.port).encode())
         signal.pause()
     try:
-        assert select.select([reading], [], [], 30)[0]
+        assert select.select([reading], [], [], HANG_S)[0]
         port = int(os.read(reading, 16))
-        store = join_store(launch(port), LIMIT)
+        store = join_store(launch(port), timedelta(seconds=HANG_S))
         os.kill(pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])  # the signal takes effect a little later: until then it answers
         with pytest.raises(OutOfTime):
             within(0.5, lambda: store.check(["key"]))
     finally:

@@ -79,7 +79,7 @@ def cases() -> list[tuple[tuple[int, bool], torch.dtype | str, str, str]]:
 
 
 def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch.dtype | str,
-           chosen: Mapping[str, Sequence[str]], models: Mapping[str, ModelConfig] = MODELS) -> dict[str, list[str]]:
+           chosen: Mapping[str, Sequence[str]], models: Mapping[str, ModelConfig]) -> dict[str, list[str]]:
     """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a model."""
     found = {}
     dtype = torch.float32 if precision == AUTOCAST else precision
@@ -90,7 +90,7 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch
             for name, recompute in {"none": RecomputeConfig(), **{name: named[name] for name in of_model}}.items():
                 fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=rank))
                 model = build_tiny_model(config, fresh, sequence_parallel=sequence_parallel, dtype=dtype,
-                                         plan=plan_stage(recompute, NUM_LAYERS))
+                                         plan=plan_stage(recompute, config.num_layers))
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == AUTOCAST):
                     try:
                         outcomes[name] = loss_and_grads(model, fresh)
@@ -109,8 +109,9 @@ SETTINGS = [
 LONG_SETTINGS = [(4, False, torch.bfloat16), (4, True, torch.float32)]
 
 
-def check(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str, chosen: Mapping[str, Sequence[str]]) -> None:
-    assert run_ranks(faults, tp_size, sequence_parallel, precision, chosen, detail=False) == [{}] * tp_size
+def check(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str, chosen: Mapping[str, Sequence[str]],
+          models: Mapping[str, ModelConfig] = MODELS) -> None:
+    assert run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models, detail=False) == [{}] * tp_size
 
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel", "precision"), [
