@@ -93,10 +93,16 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if unread:
         parser.error(_unread_message(unread, supported_flags(parser)))
     given = vars(namespace)
-    dump_config, explain_recompute = given.pop("dump_config", False), given.pop("explain_recompute", False)
+    dump_config, explain_recompute = (
+        given.pop("dump_config", False),
+        given.pop("explain_recompute", False),
+    )
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
     if dump_config and explain_recompute:
-        parser.error("--dump-config and --explain-recompute each print something else and stop: leave one of them out")
+        parser.error(
+            "--dump-config and --explain-recompute each print something else and stop: leave "
+            "one of them out"
+        )
     try:
         notices += _without_effect(given)
         notices += _translate_values(given)
@@ -104,7 +110,9 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     except ValueError as error:
         parser.error(str(error))
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
-    notices += setting_notices(config, [name for name, value in given.items() if value is not False])
+    notices += setting_notices(
+        config, [name for name, value in given.items() if value is not False]
+    )
     return ParsedArguments(config, dump_config, explain_recompute, tuple(notices), local_rank)
 
 
@@ -119,7 +127,12 @@ def topics() -> dict[str, type]:
 
 def supported_flags(parser: argparse.ArgumentParser) -> list[str]:
     """Returns all flags that set a field or ask for help, with their aliases."""
-    return [name for action in parser._actions if not action.dest.startswith("--") for name in action.option_strings]
+    return [
+        name
+        for action in parser._actions
+        if not action.dest.startswith("--")
+        for name in action.option_strings
+    ]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,29 +154,50 @@ class _Group:
         self._group = parser.add_argument_group(title)
         self._fields = {field.name: field for field in dataclasses.fields(config_class)}
 
-    def value(self, flag: str, kind: type, text: str, *, alias: str | None = None, values: Sequence[str] = (),
-              nargs: str | int | None = None) -> None:
+    def value(
+        self,
+        flag: str,
+        kind: type,
+        text: str,
+        *,
+        alias: str | None = None,
+        values: Sequence[str] = (),
+        nargs: str | int | None = None,
+    ) -> None:
         """Adds a flag with a value, or with several (nargs).
 
         values: the choices for the help. The config class checks them.
         """
         field = _field_name(flag)
-        metavar = "{" + ",".join(values) + "}" if values else {int: "N", float: "X", str: "TEXT"}[kind]
+        metavar = (
+            "{" + ",".join(values) + "}" if values else {int: "N", float: "X", str: "TEXT"}[kind]
+        )
         names = [flag] if alias is None else [flag, alias]
-        self._group.add_argument(*names, dest=field, type=kind, nargs=nargs, metavar=metavar, default=argparse.SUPPRESS,
-                                 help=text + self._default(field))
+        self._group.add_argument(
+            *names,
+            dest=field,
+            type=kind,
+            nargs=nargs,
+            metavar=metavar,
+            default=argparse.SUPPRESS,
+            help=text + self._default(field),
+        )
 
     def switch(self, flag: str, text: str) -> None:
         """Adds a flag without a value that turns its field on.
 
         `_translate_values` replaces the few switches that have no field.
         """
-        self._group.add_argument(flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text)
+        self._group.add_argument(
+            flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text
+        )
 
     def off_switch(self, flag: str, field: str, text: str) -> None:
         """Adds a flag without a value that turns `field` off."""
         assert self._fields[field].default is True, field
-        self._group.add_argument(flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text)
+        self._group.add_argument(
+            flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
+        )
 
     def _default(self, field: str) -> str:
         default = self._fields[field].default
@@ -177,16 +211,35 @@ def build_parser() -> argparse.ArgumentParser:
 
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
-    parser = _Parser(prog="pretrain_gpt.py", description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
-                     allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
     parser.register("type", int, _whole_number)
     parser.add_argument("--dump-config", action="store_true", help="print the run as JSON and stop")
-    parser.add_argument("--explain-recompute", action="store_true", help="print, layer by layer, what is kept for "
-                        "backward, rebuilt and sent, and what other recompute flags would do, and stop")
-    parser.add_argument("--config-json", metavar="FILE", help="take the run from what --dump-config printed; flags override it, "
-                        "and alternatives of a flag that is given")
-    parser.add_argument("--local-rank", "--local_rank", type=int, metavar="N", help="number of this process on its node, as "
-                        "DeepSpeed's launcher and old ones of torch pass it; LOCAL_RANK of the environment must be the same")
+    parser.add_argument(
+        "--explain-recompute",
+        action="store_true",
+        help="print, layer by layer, what is kept for "
+        "backward, rebuilt and sent, and what other recompute flags would do, and stop",
+    )
+    parser.add_argument(
+        "--config-json",
+        metavar="FILE",
+        help="take the run from what --dump-config printed; flags override it, "
+        "and alternatives of a flag that is given",
+    )
+    parser.add_argument(
+        "--local-rank",
+        "--local_rank",
+        type=int,
+        metavar="N",
+        help="number of this process on its node, as "
+        "DeepSpeed's launcher and old ones of torch pass it; LOCAL_RANK of the environment "
+        "must be the same",
+    )
     _add_model_arguments(parser)
     _add_parallel_arguments(parser)
     _add_data_parallel_arguments(parser)
@@ -209,34 +262,68 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--hidden-size", int, "channels of the residual stream")
     group.value("--num-attention-heads", int, "attention heads")
     group.value("--max-position-embeddings", int, "longest sequence that the model can read")
-    group.value("--ffn-hidden-size", int, "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu")
+    group.value(
+        "--ffn-hidden-size",
+        int,
+        "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu",
+    )
     group.value("--kv-channels", int, "channels of one head; derived: hidden / heads")
     group.switch("--group-query-attention", "share keys and values among groups of heads")
     group.value("--num-query-groups", int, "groups of --group-query-attention")
-    group.value("--position-embedding-type", str, "position embedding", values=POSITION_EMBEDDING_TYPES)
+    group.value(
+        "--position-embedding-type", str, "position embedding", values=POSITION_EMBEDDING_TYPES
+    )
     group.switch("--use-rotary-position-embeddings", "the same as --position-embedding-type rope")
-    group.switch("--no-position-embedding", "--position-embedding-type none, unless rope is chosen: then nothing")
+    group.switch(
+        "--no-position-embedding",
+        "--position-embedding-type none, unless rope is chosen: then nothing",
+    )
     group.value("--rotary-base", int, "base of the rotary frequencies")
     group.value("--rotary-percent", float, "share of a head's channels that is rotated")
-    group.value("--no-rope-freq", str, "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
-                "does not, such as ([0]*3+[1])*2")
+    group.value(
+        "--no-rope-freq",
+        str,
+        "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
+        "does not, such as ([0]*3+[1])*2",
+    )
     group.value("--normalization", str, "norm of every layer", values=NORMALIZATIONS)
-    group.value("--norm-impl", str, "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/apex.md)",
-                values=NORM_IMPLS)
+    group.value(
+        "--norm-impl",
+        str,
+        "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/apex.md)",
+        values=NORM_IMPLS,
+    )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
     for activation in SWITCHED_ACTIVATIONS:
         group.switch(f"--{activation.replace('_', '-')}", ACTIVATIONS[activation].help)
-    group.off_switch("--no-bias-gelu-fusion", "bias_gelu_fusion", "exact (erf) GELU instead of its tanh form")
+    group.off_switch(
+        "--no-bias-gelu-fusion", "bias_gelu_fusion", "exact (erf) GELU instead of its tanh form"
+    )
     group.off_switch("--disable-bias-linear", "add_bias_linear", "no bias in the linear layers")
     group.switch("--add-qkv-bias", "bias in the QKV projection, also with --disable-bias-linear")
-    group.switch("--untie-embeddings-and-output-weights", "an output matrix of its own instead of the word embeddings")
-    group.value("--attention-backend", str, "core attention: flash is torch's SDPA, unfused builds the scores",
-                values=(*ATTENTION_BACKENDS, *MEGATRON_ATTENTION_BACKENDS))
+    group.switch(
+        "--untie-embeddings-and-output-weights",
+        "an output matrix of its own instead of the word embeddings",
+    )
+    group.value(
+        "--attention-backend",
+        str,
+        "core attention: flash is torch's SDPA, unfused builds the scores",
+        values=(*ATTENTION_BACKENDS, *MEGATRON_ATTENTION_BACKENDS),
+    )
     group.switch("--attention-softmax-in-fp32", "softmax of unfused attention in float32")
-    group.value("--window-size", str, "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before")
-    group.value("--window-attn-skip-freq", str, "every N-th layer has no window; or a list with 1 for each layer that has it, "
-                "such as ([1]*3+[0])*2")
+    group.value(
+        "--window-size",
+        str,
+        "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before",
+    )
+    group.value(
+        "--window-attn-skip-freq",
+        str,
+        "every N-th layer has no window; or a list with 1 for each layer that has it, "
+        "such as ([1]*3+[0])*2",
+    )
     group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
     group.value("--attention-dropout", float, "dropout of attention probabilities")
     group.value("--init-method-std", float, "standard deviation of the initial weights")
@@ -245,126 +332,327 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "parallelism", ParallelConfig)
     group.value("--tensor-model-parallel-size", int, "ranks that share each layer")
-    group.switch("--sequence-parallel", "split norms and dropout over the tensor-parallel ranks, along the sequence")
-    group.value("--pipeline-model-parallel-size", int, "ranks that share the layers, one behind the other")
-    group.value("--num-layers-per-virtual-pipeline-stage", int, "several stages of so many layers on each pipeline rank")
+    group.switch(
+        "--sequence-parallel",
+        "split norms and dropout over the tensor-parallel ranks, along the sequence",
+    )
+    group.value(
+        "--pipeline-model-parallel-size", int, "ranks that share the layers, one behind the other"
+    )
+    group.value(
+        "--num-layers-per-virtual-pipeline-stage",
+        int,
+        "several stages of so many layers on each pipeline rank",
+    )
     group.value("--num-virtual-stages-per-pipeline-rank", int, "the same, by their number")
-    group.value("--decoder-first-pipeline-num-layers", int, "layers of the first pipeline rank, if not as many as of the others")
+    group.value(
+        "--decoder-first-pipeline-num-layers",
+        int,
+        "layers of the first pipeline rank, if not as many as of the others",
+    )
     group.value("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank")
-    group.off_switch("--no-overlap-p2p-communication", "overlap_p2p_comm", "receive what a stage needs only when it needs it")
+    group.off_switch(
+        "--no-overlap-p2p-communication",
+        "overlap_p2p_comm",
+        "receive what a stage needs only when it needs it",
+    )
     group.value("--context-parallel-size", int, "ranks that share each sequence")
-    group.value("--cp-comm-type", str, "how context-parallel ranks exchange keys and values: around a ring, or all at once",
-                values=CP_COMM_TYPES, nargs="+")
-    group.value("--distributed-backend", str, "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
-                values=DISTRIBUTED_BACKENDS)
-    group.value("--distributed-timeout-minutes", int, "time after which a collective gives up, and the run with it")
-    group.value("--distributed-timeout-seconds-after-init", int, "the same from the second iteration on; it must cover the "
-                "writing of a checkpoint, for which ranks wait")
+    group.value(
+        "--cp-comm-type",
+        str,
+        "how context-parallel ranks exchange keys and values: around a ring, or all at once",
+        values=CP_COMM_TYPES,
+        nargs="+",
+    )
+    group.value(
+        "--distributed-backend",
+        str,
+        "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
+        values=DISTRIBUTED_BACKENDS,
+    )
+    group.value(
+        "--distributed-timeout-minutes",
+        int,
+        "time after which a collective gives up, and the run with it",
+    )
+    group.value(
+        "--distributed-timeout-seconds-after-init",
+        int,
+        "the same from the second iteration on; it must cover the "
+        "writing of a checkpoint, for which ranks wait",
+    )
 
 
 def _add_data_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "data parallelism", DataParallelConfig)
-    group.switch("--overlap-grad-reduce", "sum gradients over the data-parallel ranks bucket by bucket, beside backward")
-    group.value("--ddp-bucket-size", int, "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank")
-    group.switch("--grad-reduce-in-bf16", "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)")
-    group.switch("--use-distributed-optimizer", "optimizer states and master weights over the data-parallel ranks (ZeRO-1)")
+    group.switch(
+        "--overlap-grad-reduce",
+        "sum gradients over the data-parallel ranks bucket by bucket, beside backward",
+    )
+    group.value(
+        "--ddp-bucket-size",
+        int,
+        "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
+    )
+    group.switch(
+        "--grad-reduce-in-bf16",
+        "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)",
+    )
+    group.switch(
+        "--use-distributed-optimizer",
+        "optimizer states and master weights over the data-parallel ranks (ZeRO-1)",
+    )
     group.switch("--overlap-param-gather", "gather the updated weights beside the next forward")
-    group.switch("--use-torch-fsdp2", "weights, gradients and optimizer states over the data-parallel ranks, layer by layer")
-    group.off_switch("--torch-fsdp2-no-reshard-after-forward", "torch_fsdp2_reshard_after_forward", "keep a layer's weights from "
-                     "its forward until its backward")
-    group.switch("--fsdp-memory-efficient-wrapping", "gather token embedding and output projection by themselves, when needed")
+    group.switch(
+        "--use-torch-fsdp2",
+        "weights, gradients and optimizer states over the data-parallel ranks, layer by layer",
+    )
+    group.off_switch(
+        "--torch-fsdp2-no-reshard-after-forward",
+        "torch_fsdp2_reshard_after_forward",
+        "keep a layer's weights from its forward until its backward",
+    )
+    group.switch(
+        "--fsdp-memory-efficient-wrapping",
+        "gather token embedding and output projection by themselves, when needed",
+    )
 
 
 def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "activation recomputation", RecomputeConfig)
     group.switch("--recompute-activations", "the same as --recompute-granularity selective")
-    group.value("--recompute-granularity", str, "rebuild whole layers in backward, or --recompute-modules of each layer",
-                values=GRANULARITIES)
-    group.value("--recompute-method", str, "full: units of --recompute-num-layers layers, or the first of them in a stage",
-                values=METHODS)
-    group.value("--recompute-num-layers", int, "uniform: layers of a unit; block: layers of each stage (1 if omitted)")
-    group.switch("--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank")
-    group.value("--recompute-modules", str, f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
-                values=(*MODULES, ALIAS), nargs="+")
-    group.value("--recompute-policy", str, "what each layer rebuilds and where it keeps the rest, such as "
-                "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above")
-    group.switch("--contiguous-saved-activations", "keep the inputs of recomputed layers in one allocation, made once")
-    group.value("--activation-memory-budget", float, "under --torch-compile: the share of its activations, 0 to 1, that a "
-                "compiled layer may keep for backward")
-    group.off_switch("--no-recompute-tail-skip", "recompute_tail_skip", "replays also do their last matmul, whose result "
-                     "nothing reads")
-    group.value("--num-microbatches-with-partial-activation-checkpoints", int, "in a pipeline: of as many micro-batches as are "
-                "in flight at once, so many keep everything")
-    group.switch("--recompute-verify", "compare replays with their forward, and predicted with measured bytes; slow")
+    group.value(
+        "--recompute-granularity",
+        str,
+        "rebuild whole layers in backward, or --recompute-modules of each layer",
+        values=GRANULARITIES,
+    )
+    group.value(
+        "--recompute-method",
+        str,
+        "full: units of --recompute-num-layers layers, or the first of them in a stage",
+        values=METHODS,
+    )
+    group.value(
+        "--recompute-num-layers",
+        int,
+        "uniform: layers of a unit; block: layers of each stage (1 if omitted)",
+    )
+    group.switch(
+        "--distribute-saved-activations", "keep 1/t of a unit's input on each tensor-parallel rank"
+    )
+    group.value(
+        "--recompute-modules",
+        str,
+        f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
+        values=(*MODULES, ALIAS),
+        nargs="+",
+    )
+    group.value(
+        "--recompute-policy",
+        str,
+        "what each layer rebuilds and where it keeps the rest, such as "
+        "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of "
+        "the flags above",
+    )
+    group.switch(
+        "--contiguous-saved-activations",
+        "keep the inputs of recomputed layers in one allocation, made once",
+    )
+    group.value(
+        "--activation-memory-budget",
+        float,
+        "under --torch-compile: the share of its activations, 0 to 1, that a "
+        "compiled layer may keep for backward",
+    )
+    group.off_switch(
+        "--no-recompute-tail-skip",
+        "recompute_tail_skip",
+        "replays also do their last matmul, whose result nothing reads",
+    )
+    group.value(
+        "--num-microbatches-with-partial-activation-checkpoints",
+        int,
+        "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
+    )
+    group.switch(
+        "--recompute-verify",
+        "compare replays with their forward, and predicted with measured bytes; slow",
+    )
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "training", TrainingConfig)
     group.value("--micro-batch-size", int, "samples of one forward pass on one rank")
-    group.value("--global-batch-size", int, "samples of one iteration over all ranks; derived: one micro-batch per replica")
-    group.value("--rampup-batch-size", int, "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
-                "INCREMENT at a time, while SAMPLES are consumed", nargs=3)
+    group.value(
+        "--global-batch-size",
+        int,
+        "samples of one iteration over all ranks; derived: one micro-batch per replica",
+    )
+    group.value(
+        "--rampup-batch-size",
+        int,
+        "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
+        "INCREMENT at a time, while SAMPLES are consumed",
+        nargs=3,
+    )
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
     group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
-    group.switch("--fp16", "weights and activations in float16, master weights in float32, and the loss scaled")
-    group.off_switch("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", "do not use NVIDIA apex's kernel for "
-                     "weight gradients on CUDA, even where it is installed (docs/apex.md)")
-    group.value("--loss-chunk-size", int, "tokens of a micro-batch that have logits at a time, which backward computes again; "
-                "all of them, and kept, if not given. In bf16 the gradient of the output weight then differs by less than 2^-8 "
-                "of its norm; losses and other gradients are the same bits")
-    group.value("--eval-interval", int, "iterations between validations; the end of the run has one in any case")
+    group.switch(
+        "--fp16",
+        "weights and activations in float16, master weights in float32, and the loss scaled",
+    )
+    group.off_switch(
+        "--no-gradient-accumulation-fusion",
+        "gradient_accumulation_fusion",
+        "do not use NVIDIA apex's kernel for "
+        "weight gradients on CUDA, even where it is installed (docs/apex.md)",
+    )
+    group.value(
+        "--loss-chunk-size",
+        int,
+        "tokens of a micro-batch that have logits at a time, which backward computes again; "
+        "all of them, and kept, if not given. In bf16 the gradient of the output weight then "
+        "differs by less than 2^-8 "
+        "of its norm; losses and other gradients are the same bits",
+    )
+    group.value(
+        "--eval-interval",
+        int,
+        "iterations between validations; the end of the run has one in any case",
+    )
     group.value("--eval-iters", int, "global batches of one validation; 0 for none at all")
     group.value("--exit-interval", int, "save and stop when the iteration is a multiple of it")
-    group.value("--exit-duration-in-mins", int, "save and stop after the iteration that ends later than this")
-    group.switch("--exit-signal-handler", "save and stop after the iteration or the batch of an "
-                 "evaluation in which any rank gets SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal")
-    group.value("--exit-signal", str, "another signal that --exit-signal-handler waits for", values=EXIT_SIGNALS)
-    group.off_switch("--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN")
-    group.value("--max-skipped-updates", int, "stop after so many skipped updates in a row; derived: after 1 of a NaN, and "
-                "after 10 of a spike")
-    group.value("--skip-update-on-spike", float, "skip the update where the loss is above so many times its running mean")
-    group.value("--check-weight-hash-across-dp-replicas-interval", int, "iterations between comparisons of the weights that "
-                "several ranks hold alike; also before each checkpoint")
-    group.switch("--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)")
+    group.value(
+        "--exit-duration-in-mins",
+        int,
+        "save and stop after the iteration that ends later than this",
+    )
+    group.switch(
+        "--exit-signal-handler",
+        "save and stop after the iteration or the batch of an "
+        "evaluation in which any rank gets SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
+    )
+    group.value(
+        "--exit-signal",
+        str,
+        "another signal that --exit-signal-handler waits for",
+        values=EXIT_SIGNALS,
+    )
+    group.off_switch(
+        "--no-check-for-nan-in-loss-and-grad", "check_for_nan_in_loss_and_grad", "go on after a NaN"
+    )
+    group.value(
+        "--max-skipped-updates",
+        int,
+        "stop after so many skipped updates in a row; derived: after 1 of a NaN, and "
+        "after 10 of a spike",
+    )
+    group.value(
+        "--skip-update-on-spike",
+        float,
+        "skip the update where the loss is above so many times its running mean",
+    )
+    group.value(
+        "--check-weight-hash-across-dp-replicas-interval",
+        int,
+        "iterations between comparisons of the weights that "
+        "several ranks hold alike; also before each checkpoint",
+    )
+    group.switch(
+        "--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)"
+    )
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
 
 
 def _add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "optimizer", OptimizerConfig)
-    group.value("--optimizer", str, "adam is AdamW; muon orthogonalizes the updates of layers' matrices, with AdamW for all "
-                "other weights (docs/optimizers.md)", values=tuple(OPTIMIZERS))
-    group.value("--optimizer-impl", str, "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA "
-                "(docs/apex.md)", values=OPTIMIZER_IMPLS)
+    group.value(
+        "--optimizer",
+        str,
+        "adam is AdamW; muon orthogonalizes the updates of layers' matrices, with AdamW for all "
+        "other weights (docs/optimizers.md)",
+        values=tuple(OPTIMIZERS),
+    )
+    group.value(
+        "--optimizer-impl",
+        str,
+        "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA (docs/apex.md)",
+        values=OPTIMIZER_IMPLS,
+    )
     group.value("--adam-beta1", float, "decay of the gradient's mean")
     group.value("--adam-beta2", float, "decay of the squared gradient's mean")
     group.value("--adam-eps", float, "added to the denominator")
     group.value("--weight-decay", float, "decoupled weight decay of matrices")
     group.value("--clip-grad", float, "largest global gradient norm; 0 for no clipping")
     group.value("--muon-momentum", float, "decay of the gradient's mean, which Muon orthogonalizes")
-    group.switch("--muon-nesterov", "orthogonalize the mean as it would be after the same gradient once more")
+    group.switch(
+        "--muon-nesterov", "orthogonalize the mean as it would be after the same gradient once more"
+    )
     group.value("--muon-num-ns-steps", int, "Newton-Schulz iterations")
-    group.value("--muon-scale-mode", str, "by what the orthogonal matrix of m rows and n columns is multiplied: "
-                "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))", values=MUON_SCALE_MODES)
-    group.value("--muon-extra-scale-factor", float, "a further factor; with spectral, 0.2 gives updates the size of AdamW's")
-    group.value("--muon-coefficient-type", str, "polynomials of the Newton-Schulz iterations", values=MUON_COEFFICIENT_TYPES)
-    group.off_switch("--muon-no-split-qkv", "muon_split_qkv", "orthogonalize linear_qkv as one matrix, not as three")
-    group.value("--muon-tp-mode", str, "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
-                "each of them, or each orthogonalizes its own block", values=MUON_TP_MODES)
-    group.value("--muon-fp32-matmul-prec", str, "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
-                values=MUON_MATMUL_PRECISIONS)
+    group.value(
+        "--muon-scale-mode",
+        str,
+        "by what the orthogonal matrix of m rows and n columns is multiplied: "
+        "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
+        values=MUON_SCALE_MODES,
+    )
+    group.value(
+        "--muon-extra-scale-factor",
+        float,
+        "a further factor; with spectral, 0.2 gives updates the size of AdamW's",
+    )
+    group.value(
+        "--muon-coefficient-type",
+        str,
+        "polynomials of the Newton-Schulz iterations",
+        values=MUON_COEFFICIENT_TYPES,
+    )
+    group.off_switch(
+        "--muon-no-split-qkv",
+        "muon_split_qkv",
+        "orthogonalize linear_qkv as one matrix, not as three",
+    )
+    group.value(
+        "--muon-tp-mode",
+        str,
+        "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
+        "each of them, or each orthogonalizes its own block",
+        values=MUON_TP_MODES,
+    )
+    group.value(
+        "--muon-fp32-matmul-prec",
+        str,
+        "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
+        values=MUON_MATMUL_PRECISIONS,
+    )
 
 
 def _add_loss_scaling_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "loss scaling of --fp16", LossScaleConfig)
-    group.value("--loss-scale", float, "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
-                "its step, and doubled after a window without")
+    group.value(
+        "--loss-scale",
+        float,
+        "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
+        "its step, and doubled after a window without",
+    )
     group.value("--initial-loss-scale", float, "first dynamic scale")
-    group.value("--min-loss-scale", float, "smallest dynamic scale: an overflow at it stops the run, unless "
-                "--no-check-for-nan-in-loss-and-grad")
-    group.value("--loss-scale-window", float, "steps without overflow after which the scale doubles")
-    group.value("--hysteresis", int, "overflows before the scale is halved for the first time, or after it has doubled")
+    group.value(
+        "--min-loss-scale",
+        float,
+        "smallest dynamic scale: an overflow at it stops the run, unless "
+        "--no-check-for-nan-in-loss-and-grad",
+    )
+    group.value(
+        "--loss-scale-window", float, "steps without overflow after which the scale doubles"
+    )
+    group.value(
+        "--hysteresis",
+        int,
+        "overflows before the scale is halved for the first time, or after it has doubled",
+    )
 
 
 def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -378,7 +666,12 @@ def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--lr-warmup-samples", int, "the same in samples, with --train-samples")
     group.value("--lr-warmup-fraction", float, "warm-up as a share of the decay's length")
     group.value("--lr-warmup-init", float, "learning rate at the start of the warm-up")
-    group.value("--lr-wsd-decay-style", str, "how WSD (warm-up, stable, decay) falls at its end", values=WSD_DECAY_STYLES)
+    group.value(
+        "--lr-wsd-decay-style",
+        str,
+        "how WSD (warm-up, stable, decay) falls at its end",
+        values=WSD_DECAY_STYLES,
+    )
     group.value("--lr-wsd-decay-iters", int, "iterations of WSD's decay, at the end")
     group.value("--lr-wsd-decay-samples", int, "the same in samples, with --train-samples")
 
@@ -386,8 +679,12 @@ def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "data", DataConfig)
     group.value("--seq-length", int, "tokens of a sample")
-    group.value("--data-path", str, "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
-                nargs="*")
+    group.value(
+        "--data-path",
+        str,
+        "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
+        nargs="*",
+    )
     group.switch("--mock-data", "made-up token ids instead of a dataset")
     group.value("--split", str, "shares of the documents for training, validation and test")
     group.value("--data-cache-path", str, "directory of the sample indices")
@@ -395,46 +692,84 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "tokenizer", TokenizerConfig)
-    group.value("--tokenizer-type", str, "derived: GPT2BPETokenizer with --vocab-file and --merge-file, else NullTokenizer",
-                values=TOKENIZER_TYPES)
-    group.value("--tokenizer-model", str, "tokenizer.json or its directory, for HuggingFaceTokenizer")
+    group.value(
+        "--tokenizer-type",
+        str,
+        "derived: GPT2BPETokenizer with --vocab-file and --merge-file, else NullTokenizer",
+        values=TOKENIZER_TYPES,
+    )
+    group.value(
+        "--tokenizer-model", str, "tokenizer.json or its directory, for HuggingFaceTokenizer"
+    )
     group.value("--vocab-file", str, "vocab.json, for GPT2BPETokenizer")
     group.value("--merge-file", str, "merges.txt, for GPT2BPETokenizer")
     group.value("--vocab-size", int, "token ids before padding; derived from the tokenizer's files")
-    group.value("--make-vocab-size-divisible-by", int, "each rank's rows of the embedding are padded to a multiple of it")
+    group.value(
+        "--make-vocab-size-divisible-by",
+        int,
+        "each rank's rows of the embedding are padded to a multiple of it",
+    )
 
 
 def _add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "checkpoints", CheckpointConfig)
     group.value("--save", str, "directory to write checkpoints into")
-    group.value("--save-interval", int, "iterations between checkpoints", alias="--persistent-save-interval")
-    group.value("--save-retain-interval", int, "keep the checkpoints of iterations that are multiples of it, and the last ones")
-    group.value("--save-keep-last", int, "keep the last so many checkpoints; default: all, with --save-retain-interval 1")
-    group.switch("--async-save", "train on while a checkpoint is written, once its tensors are copied")
+    group.value(
+        "--save-interval", int, "iterations between checkpoints", alias="--persistent-save-interval"
+    )
+    group.value(
+        "--save-retain-interval",
+        int,
+        "keep the checkpoints of iterations that are multiples of it, and the last ones",
+    )
+    group.value(
+        "--save-keep-last",
+        int,
+        "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
+    )
+    group.switch(
+        "--async-save", "train on while a checkpoint is written, once its tensors are copied"
+    )
     group.value("--load", str, "directory to read the newest checkpoint from")
     group.switch("--allow-fresh-start", "start from scratch where --load finds no checkpoint")
     group.switch("--finetune", "take the weights only, and start at iteration 0")
     group.switch("--no-load-optim", "do not read the optimizer's state")
     group.switch("--no-load-rng", "do not read the states of the random streams")
-    group.switch("--no-load-fallback", "stop where the newest checkpoint is damaged, instead of using the one before it")
+    group.switch(
+        "--no-load-fallback",
+        "stop where the newest checkpoint is damaged, instead of using the one before it",
+    )
     group.switch("--allow-changed-data", "go on with other data than the checkpoint's run has read")
 
 
 def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "logging", LoggingConfig)
     group.value("--log-interval", int, "iterations between two lines")
-    group.value("--peak-tflops-per-gpu", float, "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype")
-    group.value("--metrics-jsonl", str, "file for one JSON object per iteration, with full precision")
+    group.value(
+        "--peak-tflops-per-gpu",
+        float,
+        "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype",
+    )
+    group.value(
+        "--metrics-jsonl", str, "file for one JSON object per iteration, with full precision"
+    )
     group.value("--tensorboard-dir", str, "directory for TensorBoard")
-    group.value("--memory-timeline", str, "file for the memory of one micro-batch, operator by operator, as JSON; "
-                "python -m megatron_lite.tools.plot_memory draws it")
+    group.value(
+        "--memory-timeline",
+        str,
+        "file for the memory of one micro-batch, operator by operator, as JSON; "
+        "python -m megatron_lite.tools.plot_memory draws it",
+    )
     group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
     group.switch("--log-params-norm", "norm of all weights")
     group.switch("--log-num-zeros-in-grad", "number of gradient elements that are zero")
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
     group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
-    group.switch("--log-straggler", "name the slowest ranks, where they are slower than the others of their stage")
+    group.switch(
+        "--log-straggler",
+        "name the slowest ranks, where they are slower than the others of their stage",
+    )
     group.value("--straggler-minmax-count", int, "how many of them at most")
     group.value("--straggler-ratio", float, "how many times the median's time a slow rank takes")
 
@@ -461,7 +796,9 @@ def _whole_number(text: str) -> int:
         return parse_whole_number(text)
     except ValueError as error:
         beyond = "beyond 64 bits" in str(error)
-        raise argparse.ArgumentTypeError(str(error) if beyond else f"invalid int value: {shown(repr(text))}") from None
+        raise argparse.ArgumentTypeError(
+            str(error) if beyond else f"invalid int value: {shown(repr(text))}"
+        ) from None
 
 
 def _field_name(flag: str) -> str:
@@ -489,7 +826,9 @@ def _unread_message(unread: Sequence[str], supported: Sequence[str]) -> str:
     if reason := flags.refusal_reason(flag):
         return f"Megatron's {flag} is not supported here: {reason}"
     closest = flags.closest_flag(flag, supported)
-    return f"unknown flag {flag}: " + (f"did you mean {closest}?" if closest else "--help lists the flags")
+    return f"unknown flag {flag}: " + (
+        f"did you mean {closest}?" if closest else "--help lists the flags"
+    )
 
 
 def _without_effect(given: dict[str, Any]) -> list[str]:
@@ -499,16 +838,27 @@ def _without_effect(given: dict[str, Any]) -> list[str]:
     """
     notices = []
     if "--accumulate-allreduce-grads-in-fp32" in given and given.get("grad_reduce_in_bf16"):
-        raise ValueError("--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one of them out")
-    if "--fsdp-reshard-after-forward" in given and not given.get("torch_fsdp2_reshard_after_forward", True):
-        raise ValueError("--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward: leave one of them out")
+        raise ValueError(
+            "--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one "
+            "of them out"
+        )
+    if "--fsdp-reshard-after-forward" in given and not given.get(
+        "torch_fsdp2_reshard_after_forward", True
+    ):
+        raise ValueError(
+            "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward: "
+            "leave one of them out"
+        )
     for entry, reason in flags.WITHOUT_EFFECT.items():
         flag = entry.partition(" ")[0]
         if given.pop(flag, None) is not None:
             notices.append(f"{flag} has no effect here: {reason}")
     for flag, only in flags.ONLY_VALUE.items():
         if (value := given.pop(flag, only)) != only:
-            raise ValueError(f"Megatron's {flag} {value} is not supported here, only {only}: {flags.refusal_reason(flag)}")
+            raise ValueError(
+                f"Megatron's {flag} {value} is not supported here, only {only}: "
+                f"{flags.refusal_reason(flag)}"
+            )
     return notices
 
 
@@ -525,21 +875,34 @@ def _translate_values(given: dict[str, Any]) -> list[str]:
         notices.append(f"--attention-backend {backend} is read as {given['attention_backend']}")
     if len(types := given.get("cp_comm_type", [])) > 0:
         if len(set(types)) > 1:
-            raise ValueError(f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one way here, give one")
+            raise ValueError(
+                f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one "
+                "way here, give one"
+            )
         given["cp_comm_type"] = types[0]
     if (window := given.get("window_size")) is not None:
         given["window_size"] = parse_window(window)
     for field in ("window_attn_skip_freq", "no_rope_freq"):
         if (pattern := given.get(field)) is not None:
             given[field] = parse_pattern(checks.flag(field), pattern)
-    if given.pop("use_rotary_position_embeddings", False) and given.setdefault("position_embedding_type", "rope") != "rope":
-        raise ValueError(f"--use-rotary-position-embeddings contradicts --position-embedding-type "
-                         f"{given['position_embedding_type']}: leave one out")
+    if (
+        given.pop("use_rotary_position_embeddings", False)
+        and given.setdefault("position_embedding_type", "rope") != "rope"
+    ):
+        raise ValueError(
+            f"--use-rotary-position-embeddings contradicts --position-embedding-type "
+            f"{given['position_embedding_type']}: leave one out"
+        )
     if given.pop("no_position_embedding", False):
         kind = given.setdefault("position_embedding_type", "none")
         if kind == "learned_absolute":
-            raise ValueError("--no-position-embedding contradicts --position-embedding-type learned_absolute: leave one out")
-        notices.append(f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}")
+            raise ValueError(
+                "--no-position-embedding contradicts --position-embedding-type "
+                "learned_absolute: leave one out"
+            )
+        notices.append(
+            f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"
+        )
     return notices
 
 
@@ -556,25 +919,55 @@ def _build_config(given: dict[str, Any], config_json: str | None, notices: list[
         notices += _take_out_replaced(values, given, config_json)
     for topic, config_class in classes.items():
         names = {field.name for field in dataclasses.fields(config_class)}
-        values[topic] = values.get(topic, {}) | {name: value for name, value in given.items() if name in names}
-    required = [checks.flag(field.name) for topic, config_class in classes.items() for field in dataclasses.fields(config_class)
-                if field.default is dataclasses.MISSING and field.name not in values[topic]]
+        values[topic] = values.get(topic, {}) | {
+            name: value for name, value in given.items() if name in names
+        }
+    required = [
+        checks.flag(field.name)
+        for topic, config_class in classes.items()
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING and field.name not in values[topic]
+    ]
     if required:
-        raise ValueError(f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as flags, or a whole "
-                         "run with --config-json FILE")
-    return RunConfig(**{topic: config_class(**values[topic]) for topic, config_class in classes.items()})
+        raise ValueError(
+            f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as "
+            "flags, or a whole "
+            "run with --config-json FILE"
+        )
+    return RunConfig(
+        **{topic: config_class(**values[topic]) for topic, config_class in classes.items()}
+    )
 
 
-def _take_out_replaced(values: dict[str, dict[str, Any]], given: dict[str, Any], path: str) -> list[str]:
+def _take_out_replaced(
+    values: dict[str, dict[str, Any]], given: dict[str, Any], path: str
+) -> list[str]:
     """Removes from the file's values those that the given fields replace.
 
     Returns notices about the removed values that were not the default.
     """
-    replaced = alternatives.replaced_fields({name: value for topic in values.values() for name, value in topic.items()}, given)
-    defaults = {field.name: field.default for config_class in topics().values() for field in dataclasses.fields(config_class)}
-    taken = {name: values[topic].pop(name) for topic in values for name in replaced if name in values[topic]}
-    return alternatives.notices({name: replaced[name] for name in replaced if taken.get(name, defaults[name]) != defaults[name]},
-                                file=path)
+    replaced = alternatives.replaced_fields(
+        {name: value for topic in values.values() for name, value in topic.items()}, given
+    )
+    defaults = {
+        field.name: field.default
+        for config_class in topics().values()
+        for field in dataclasses.fields(config_class)
+    }
+    taken = {
+        name: values[topic].pop(name)
+        for topic in values
+        for name in replaced
+        if name in values[topic]
+    }
+    return alternatives.notices(
+        {
+            name: replaced[name]
+            for name in replaced
+            if taken.get(name, defaults[name]) != defaults[name]
+        },
+        file=path,
+    )
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:

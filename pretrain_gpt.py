@@ -34,7 +34,12 @@ def run(argv: Sequence[str], launch: Launch) -> int:
     with silent_unless(launch.rank == 0):
         arguments = parse_args(argv)
     if arguments.dump_config or arguments.explain_recompute:
-        print_dry_run(arguments.config, arguments.notices, launch, explain_recompute=arguments.explain_recompute)
+        print_dry_run(
+            arguments.config,
+            arguments.notices,
+            launch,
+            explain_recompute=arguments.explain_recompute,
+        )
         return 0
     return train(arguments.config, arguments.notices, read_launch(local_rank=arguments.local_rank))
 
@@ -51,8 +56,12 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     from megatron_lite.training.build_trainer import build_trainer
 
     config = ready_to_train(config, launch)
-    with (parallel_state(config.parallel, seed=config.training.seed, launch=launch, run=config) as parallel,
-          supervised(config, parallel, launch) as supervision):
+    with (
+        parallel_state(
+            config.parallel, seed=config.training.seed, launch=launch, run=config
+        ) as parallel,
+        supervised(config, parallel, launch) as supervision,
+    ):
         supervision.start(notices)
         trainer = build_trainer(config, parallel, pulse=supervision.pulse)
         trainer.run(supervision.exits)

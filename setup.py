@@ -14,11 +14,28 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
     py_modules=["arguments", "pretrain_gpt"],
-    install_requires=["torch>=2.6", "numpy", "safetensors", "tokenizers", "rich", "tensorboard",
-                      "PyYAML", "tomli; python_version < '3.11'"],
+    install_requires=[
+        "torch>=2.6",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "rich",
+        "tensorboard",
+        "PyYAML",
+        "tomli; python_version < '3.11'",
+    ],
     extras_require={
         "plot": ["matplotlib"],
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers", "ruff", "mypy", "matplotlib"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "transformers",
+            "ruff",
+            "mypy",
+            "matplotlib",
+        ],
         # Tests compare with megatron-core, and skip these comparisons if it is not installed. CI
         # installs it without its dependencies:
         # `pip install -c constraints.txt --no-deps megatron-core einops packaging`.

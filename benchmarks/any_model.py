@@ -1,7 +1,8 @@
 """Times recomputation of transformers' GPT-2 by several engines, and counts their kept bytes.
 
     ours            apply_policy_(model, layers_fqn="transformer.h", policy=...)
-    torch           torch.utils.checkpoint around each layer, non-reentrant, and with a selective context that keeps matmuls
+    torch           torch.utils.checkpoint around each layer, non-reentrant, and with a selective
+                    context that keeps matmuls
     transformers    model.gradient_checkpointing_enable(), with use_reentrant False and True
 
 The model is called as by default. The engines take turns, A B C A B C .., and each round gives one
@@ -36,7 +37,12 @@ from megatron_lite.recompute.apply import apply_policy_  # noqa: E402
 
 NONE = "none"
 SEED = 3
-MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default]
+MATMULS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+]
 
 
 def ours(model: PreTrainedModel, policy: str) -> None:
@@ -46,14 +52,20 @@ def ours(model: PreTrainedModel, policy: str) -> None:
 
 def torchs(model: PreTrainedModel, *, keep_matmuls: bool) -> None:
     """Puts torch's non-reentrant checkpoint around each layer."""
-    options: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, MATMULS)} if keep_matmuls else {}
+    options: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, MATMULS)}
+        if keep_matmuls
+        else {}
+    )
     for layer in model.transformer.h:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 def transformers_own(model: PreTrainedModel, *, use_reentrant: bool) -> None:
     """Turns on transformers' own gradient checkpointing."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel], None]] = {
@@ -71,9 +83,18 @@ ENGINES: dict[str, Callable[[PreTrainedModel], None]] = {
 def build(engine: str, args: argparse.Namespace) -> nn.Module:
     """Returns the model in training mode under an engine, always from the same seed."""
     torch.manual_seed(SEED)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=args.num_layers, n_embd=args.hidden_size, n_head=args.num_attention_heads,
-                                       vocab_size=args.vocab_size, n_positions=args.seq_length, bos_token_id=0, eos_token_id=0,
-                                       use_cache=False))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=args.num_layers,
+            n_embd=args.hidden_size,
+            n_head=args.num_attention_heads,
+            vocab_size=args.vocab_size,
+            n_positions=args.seq_length,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
     model.to(args.device, {"float32": torch.float32, "bf16": torch.bfloat16}[args.dtype]).train()
     ENGINES[engine](model)
     return model
@@ -86,30 +107,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    tokens = torch.randint(0, args.vocab_size, (args.micro_batch_size, args.seq_length), device=args.device,
-                           generator=torch.Generator(args.device).manual_seed(SEED))
+    tokens = torch.randint(
+        0,
+        args.vocab_size,
+        (args.micro_batch_size, args.seq_length),
+        device=args.device,
+        generator=torch.Generator(args.device).manual_seed(SEED),
+    )
     models = {name: build(name, args) for name in ENGINES}
     kept = {name: _kept(model, tokens) for name, model in models.items()}
     clock, progress = Clock(device=torch.device(args.device), kind=args.clock), Progress()
     samples: dict[str, list[float]] = {name: [] for name in models}
     for number in range(-1, args.repeats):  # the first round warms up
         for name, model in models.items():
-            time = clock.ms(lambda model=model: model(input_ids=tokens, labels=tokens).loss.backward())
+            time = clock.ms(
+                lambda model=model: model(input_ids=tokens, labels=tokens).loss.backward()
+            )
             if number >= 0:
                 samples[name].append(time)
         progress(f"round {number + 1} of {args.repeats}")
     rows = [_row(name, kept, samples) for name in models]
-    write_report({"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                  "device": device_name(torch.device(args.device)), "torch": torch.__version__, "clock": args.clock,
-                  "settings": {name: value for name, value in vars(args).items() if name != "json"}, "rows": rows}, args.json)
-    print(f"{device_name(torch.device(args.device))}, torch {torch.__version__}, {args.clock} time, medians of {args.repeats} "
-          "rounds")
-    print(f"GPT-2 of transformers, {args.num_layers} layers of h {args.hidden_size}, s {args.seq_length}, b "
-          f"{args.micro_batch_size}, V {args.vocab_size}, {args.dtype}, dropout 0.1")
+    write_report(
+        {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "device": device_name(torch.device(args.device)),
+            "torch": torch.__version__,
+            "clock": args.clock,
+            "settings": {name: value for name, value in vars(args).items() if name != "json"},
+            "rows": rows,
+        },
+        args.json,
+    )
+    print(
+        f"{device_name(torch.device(args.device))}, torch {torch.__version__}, {args.clock} "
+        f"time, medians of {args.repeats} "
+        "rounds"
+    )
+    print(
+        f"GPT-2 of transformers, {args.num_layers} layers of h {args.hidden_size}, s "
+        f"{args.seq_length}, b "
+        f"{args.micro_batch_size}, V {args.vocab_size}, {args.dtype}, dropout 0.1"
+    )
     print(f"\n{'engine':26}{'kept MiB':>10}{'time / none':>13}   lowest to highest")
     for row in rows:
-        print(f"{row['engine']:26}{row['kept_bytes'] / 2**20:10.2f}{row['ratio']:13.2f}   {row['lowest']:.2f} to "
-              f"{row['highest']:.2f}")
+        print(
+            f"{row['engine']:26}{row['kept_bytes'] / 2**20:10.2f}{row['ratio']:13.2f}   "
+            f"{row['lowest']:.2f} to "
+            f"{row['highest']:.2f}"
+        )
     return 0
 
 
@@ -123,20 +168,44 @@ def _kept(model: nn.Module, tokens: torch.Tensor) -> int:
 
 def _row(name: str, kept: dict[str, int], samples: dict[str, list[float]]) -> dict[str, Any]:
     ratios = [mine / other for mine, other in zip(samples[name], samples[NONE], strict=True)]
-    return {"engine": name, "kept_bytes": kept[name], "ratio": statistics.median(ratios), "lowest": min(ratios),
-            "highest": max(ratios), "ms": samples[name]}
+    return {
+        "engine": name,
+        "kept_bytes": kept[name],
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "ms": samples[name],
+    }
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="any_model.py", description=__doc__.splitlines()[0], allow_abbrev=False)
-    sizes = {"num-layers": 4, "hidden-size": 256, "num-attention-heads": 8, "vocab-size": 1024, "seq-length": 128,
-             "micro-batch-size": 4, "repeats": 9}
+    parser = argparse.ArgumentParser(
+        prog="any_model.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    sizes = {
+        "num-layers": 4,
+        "hidden-size": 256,
+        "num-attention-heads": 8,
+        "vocab-size": 1024,
+        "seq-length": 128,
+        "micro-batch-size": 4,
+        "repeats": 9,
+    }
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}"
+        )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bf16"], default="float32")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time; give --threads 1, too")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu: processor time; give --threads 1, too",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write settings and every sample")
     return parser.parse_args(argv)
 

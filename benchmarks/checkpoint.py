@@ -1,7 +1,8 @@
 """Times saving and loading a checkpoint, beside the disk itself and other formats.
 
     disk               the same number of bytes as one file: written and synced; read
-    megatron_lite      shards, checksums, manifest and pointer, each synced; checksums compared, tensors read and copied
+    megatron_lite      shards, checksums, manifest and pointer, each synced; checksums compared,
+                       tensors read and copied
     safetensors        save_file and a sync; load_file
     torch              torch.save and a sync; torch.load(weights_only=True)
     torch DCP          torch.distributed.checkpoint with sync_files; load into the same tensors
@@ -28,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,29 +102,60 @@ class Bench:
 
     def options(self, *, async_save: bool = False) -> CheckpointConfig:
         """Returns options that keep the last checkpoint only, so the disk does not fill up."""
-        return CheckpointConfig(save=str(self.directory), load=str(self.directory), save_keep_last=1, async_save=async_save)
+        return CheckpointConfig(
+            save=str(self.directory),
+            load=str(self.directory),
+            save_keep_last=1,
+            async_save=async_save,
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors of model and optimizer that a checkpoint holds."""
-        states = {f"{name}/{key}": value for name, of in self.trainer.optimizer.states.items() for key, value in of.items()}
-        return {**{name: value.detach() for name, value in self.trainer.model.named_parameters()}, **states}
+        states = {
+            f"{name}/{key}": value
+            for name, of in self.trainer.optimizer.states.items()
+            for key, value in of.items()
+        }
+        return {
+            **{name: value.detach() for name, value in self.trainer.model.named_parameters()},
+            **states,
+        }
 
     def step(self) -> None:
         """Runs one training step."""
         trainer = self.trainer
-        batches = MicroBatches(dataset=trainer.datasets.train, consumed_samples=0, num_microbatches=1, parallel=self.parallel,
-                               micro_batch_size=trainer.config.training.micro_batch_size)
-        train_step(StageRunner.of(trainer.config, trainer.model, self.parallel), trainer.optimizer, batches, learning_rate=1e-4)
+        batches = MicroBatches(
+            dataset=trainer.datasets.train,
+            consumed_samples=0,
+            num_microbatches=1,
+            parallel=self.parallel,
+            micro_batch_size=trainer.config.training.micro_batch_size,
+        )
+        train_step(
+            StageRunner.of(trainer.config, trainer.model, self.parallel),
+            trainer.optimizer,
+            batches,
+            learning_rate=1e-4,
+        )
 
     @contextmanager
     def saver(self, *, async_save: bool = False) -> Iterator[Callable[[int], Saver]]:
         """Yields a function that saves a checkpoint as a given iteration."""
         options, trainer = self.options(async_save=async_save), self.trainer
-        with Saver(options, self.parallel, claim_directory(options, self.parallel), started_at=0) as saver:
+        with Saver(
+            options, self.parallel, claim_directory(options, self.parallel), started_at=0
+        ) as saver:
+
             def save(iteration: int) -> Saver:
-                snapshot = take_snapshot(trainer.config, self.parallel, trainer.model, trainer.optimizer,
-                                         replace(trainer.progress, iteration=iteration), data=trainer.datasets.identity,
-                                         copy=saver.copies)
+                snapshot = take_snapshot(
+                    trainer.config,
+                    self.parallel,
+                    trainer.model,
+                    trainer.optimizer,
+                    replace(trainer.progress, iteration=iteration),
+                    data=trainer.datasets.identity,
+                    copy=saver.copies,
+                )
                 saver.save(snapshot, lambda line: None)
                 return saver
 
@@ -133,12 +166,27 @@ class Bench:
 def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
     """Yields a bench with a model of the shape."""
     config = RunConfig(
-        model=ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden_size, max_position_embeddings=shape.seq_length,
-                          num_attention_heads=shape.num_attention_heads, hidden_dropout=0.0, attention_dropout=0.0),
-        training=TrainingConfig(micro_batch_size=shape.batch_size, global_batch_size=shape.batch_size, train_iters=10**6,
-                                eval_iters=0, seed=SEED, bf16=dtype == "bf16"),
-        parallel=ParallelConfig(distributed_backend="gloo"), data=DataConfig(seq_length=shape.seq_length, mock_data=True),
-        tokenizer=TokenizerConfig(vocab_size=shape.vocab_size - 1), lr_schedule=LrScheduleConfig(lr=1e-4))
+        model=ModelConfig(
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            max_position_embeddings=shape.seq_length,
+            num_attention_heads=shape.num_attention_heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        training=TrainingConfig(
+            micro_batch_size=shape.batch_size,
+            global_batch_size=shape.batch_size,
+            train_iters=10**6,
+            eval_iters=0,
+            seed=SEED,
+            bf16=dtype == "bf16",
+        ),
+        parallel=ParallelConfig(distributed_backend="gloo"),
+        data=DataConfig(seq_length=shape.seq_length, mock_data=True),
+        tokenizer=TokenizerConfig(vocab_size=shape.vocab_size - 1),
+        lr_schedule=LrScheduleConfig(lr=1e-4),
+    )
     with parallel_state(config.parallel, seed=SEED) as parallel:
         one = Bench(folder=folder, trainer=build_trainer(config, parallel), parallel=parallel)
         one.step()
@@ -185,8 +233,9 @@ def forget_pages(folder: Path) -> None:
             os.close(descriptor)
 
 
-def saves(one: Bench, save: Callable[[int], Saver], iterations: Iterator[int],
-          data: memoryview) -> dict[str, Callable[[], object]]:
+def saves(
+    one: Bench, save: Callable[[int], Saver], iterations: Iterator[int], data: memoryview
+) -> dict[str, Callable[[], object]]:
     """Returns every way of saving by name, DISK first."""
     tensors, folder = one.tensors(), one.folder
 
@@ -195,16 +244,28 @@ def saves(one: Bench, save: Callable[[int], Saver], iterations: Iterator[int],
         synced(folder / "torch" / "file.pt")
 
     def by_safetensors() -> None:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, str(folder / "safetensors" / "file"))
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            str(folder / "safetensors" / "file"),
+        )
         synced(folder / "safetensors" / "file")
 
     def by_dcp() -> None:
         shutil.rmtree(folder / "dcp", ignore_errors=True)
         with quiet():
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=True), no_dist=True)
+            dcp.save(
+                dict(tensors),
+                storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=True),
+                no_dist=True,
+            )
 
-    return {DISK: lambda: write_plainly(folder / DISK / "file", data), OURS: lambda: save(next(iterations)),
-            "safetensors": by_safetensors, "torch": by_torch, "torch DCP": by_dcp}
+    return {
+        DISK: lambda: write_plainly(folder / DISK / "file", data),
+        OURS: lambda: save(next(iterations)),
+        "safetensors": by_safetensors,
+        "torch": by_torch,
+        "torch DCP": by_dcp,
+    }
 
 
 def loads(one: Bench) -> dict[str, Callable[[], object]]:
@@ -224,9 +285,13 @@ def loads(one: Bench) -> dict[str, Callable[[], object]]:
         with quiet():
             dcp.load(targets, storage_reader=dcp.FileSystemReader(folder / "dcp"), no_dist=True)
 
-    return {DISK: lambda: read_plainly(folder / DISK / "file"), OURS: by_ours,
-            "safetensors": lambda: fill(load_file(folder / "safetensors" / "file")),
-            "torch": lambda: fill(torch.load(folder / "torch" / "file.pt", weights_only=True)), "torch DCP": by_dcp}
+    return {
+        DISK: lambda: read_plainly(folder / DISK / "file"),
+        OURS: by_ours,
+        "safetensors": lambda: fill(load_file(folder / "safetensors" / "file")),
+        "torch": lambda: fill(torch.load(folder / "torch" / "file.pt", weights_only=True)),
+        "torch DCP": by_dcp,
+    }
 
 
 @contextmanager
@@ -242,8 +307,15 @@ def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) 
     rows = []
     for name, times in samples.items():
         ratios = [time_ / base for time_, base in zip(times, to, strict=True)]
-        rows.append(Row(what=what, engine=name, seconds=statistics.median(times), samples_s=times,
-                        ratio=(statistics.median(ratios), min(ratios), max(ratios))))
+        rows.append(
+            Row(
+                what=what,
+                engine=name,
+                seconds=statistics.median(times),
+                samples_s=times,
+                ratio=(statistics.median(ratios), min(ratios), max(ratios)),
+            )
+        )
     return rows
 
 
@@ -265,10 +337,14 @@ def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
                         samples[what].setdefault(name, []).append(seconds)
             step = next(one.directory.glob("iter_*"))
             files = [path for path in step.iterdir() if path.name != MANIFEST]
-            seconds = timed(lambda files=files: [row_of(path) for path in files])  # type: ignore[misc]
+            seconds = timed(partial(list, map(row_of, files)))
             if number:
                 samples["checksum"].setdefault("SHA-256, from memory", []).append(seconds)
-    rows = [row for what in ("save", "load") for row in rows_of(what, samples[what], samples[what][DISK])]
+    rows = [
+        row
+        for what in ("save", "load")
+        for row in rows_of(what, samples[what], samples[what][DISK])
+    ]
     return rows + rows_of("checksum / save", samples["checksum"], samples["save"][OURS])
 
 
@@ -278,7 +354,11 @@ def measure_stall(one: Bench, repeats: int, steps: int) -> list[Row]:
     The row "waits" is the time of the call to `save` alone, which the log reports.
     """
     shutil.rmtree(one.directory, ignore_errors=True)
-    extra: dict[str, list[float]] = {"in the foreground": [], "in the background": [], "in the background, waits": []}
+    extra: dict[str, list[float]] = {
+        "in the foreground": [],
+        "in the background": [],
+        "in the background, waits": [],
+    }
     one_step: list[float] = []
     iterations = iter(range(1, 10**6))
     for number in range(repeats + 1):
@@ -308,20 +388,39 @@ def line(row: Row, size: int) -> str:
     """Returns one line of the table."""
     middle, low, high = row.ratio
     rate = f"{size / row.seconds / 2**30:9.2f}" if row.what in ("save", "load") else " " * 9
-    return f"{row.what:16}{row.engine:26}{row.seconds * 1000.0:10.1f}{rate}  {middle:.2f} ({low:.2f}-{high:.2f})"
+    return (
+        f"{row.what:16}{row.engine:26}{row.seconds * 1000.0:10.1f}{rate}  {middle:.2f} "
+        f"({low:.2f}-{high:.2f})"
+    )
 
 
 HEADER = f"{'':42}{'ms':>10}{'GiB/s':>9}  to the disk's own (save, load), to a save, to a step"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="checkpoint.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--preset", choices=list(PRESETS), default="medium", help="the shape; default: medium")
-    parser.add_argument("--dtype", choices=["float32", "bf16"], default="bf16", help="of the weights; default: bf16")
-    parser.add_argument("--directory", help="a folder on the disk to be measured; default: a temporary one")
+    parser = argparse.ArgumentParser(
+        prog="checkpoint.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="medium", help="the shape; default: medium"
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bf16"], default="bf16", help="of the weights; default: bf16"
+    )
+    parser.add_argument(
+        "--directory", help="a folder on the disk to be measured; default: a temporary one"
+    )
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds; default: 7")
-    parser.add_argument("--steps", type=int, default=12, metavar="N", help="training steps around a save; default: 12")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=12,
+        metavar="N",
+        help="training steps around a save; default: 12",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write settings and every sample")
     args = parser.parse_args(argv)
     if args.threads is not None:
@@ -335,15 +434,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = PRESETS[args.preset]
     report: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(torch.device("cpu")), "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "rounds": args.repeats, "steps": args.steps, "dtype": args.dtype, "shape": asdict(shape), "rows": []}
-    with tempfile.TemporaryDirectory(dir=args.directory) as folder, bench(shape, Path(folder), args.dtype) as one:
+        "device": device_name(torch.device("cpu")),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rounds": args.repeats,
+        "steps": args.steps,
+        "dtype": args.dtype,
+        "shape": asdict(shape),
+        "rows": [],
+    }
+    with (
+        tempfile.TemporaryDirectory(dir=args.directory) as folder,
+        bench(shape, Path(folder), args.dtype) as one,
+    ):
         size = sum(value.nbytes for value in one.tensors().values())
         report["bytes"] = size
-        print(f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, {size / 2**20:.1f} MiB of "
-              f"tensors, medians of {args.repeats} rounds (least-most)\n{HEADER}", flush=True)
-        for rows in (measure_files(one, args.repeats, memoryview(os.urandom(size))),
-                     measure_stall(one, args.repeats, args.steps)):
+        print(
+            f"{report['device']}, {report['threads']} CPU thread(s), torch "
+            f"{torch.__version__}, {size / 2**20:.1f} MiB of "
+            f"tensors, medians of {args.repeats} rounds (least-most)\n{HEADER}",
+            flush=True,
+        )
+        for rows in (
+            measure_files(one, args.repeats, memoryview(os.urandom(size))),
+            measure_stall(one, args.repeats, args.steps),
+        ):
             print(*(line(row, size) for row in rows), sep="\n", flush=True)
             report["rows"] += map(asdict, rows)
             write_report(report, args.json)

@@ -55,10 +55,38 @@ class Shape:
 
 
 PRESETS = {
-    "tiny": Shape(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, batch_size=2, vocab_size=256),
-    "small": Shape(num_layers=4, hidden_size=256, num_attention_heads=8, seq_length=256, batch_size=4, vocab_size=4096),
-    "medium": Shape(num_layers=8, hidden_size=512, num_attention_heads=8, seq_length=512, batch_size=4, vocab_size=8192),
-    "gpt2": Shape(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, batch_size=8, vocab_size=50304),
+    "tiny": Shape(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=32,
+        batch_size=2,
+        vocab_size=256,
+    ),
+    "small": Shape(
+        num_layers=4,
+        hidden_size=256,
+        num_attention_heads=8,
+        seq_length=256,
+        batch_size=4,
+        vocab_size=4096,
+    ),
+    "medium": Shape(
+        num_layers=8,
+        hidden_size=512,
+        num_attention_heads=8,
+        seq_length=512,
+        batch_size=4,
+        vocab_size=8192,
+    ),
+    "gpt2": Shape(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        seq_length=1024,
+        batch_size=8,
+        vocab_size=50304,
+    ),
 }
 
 
@@ -75,27 +103,52 @@ class Setting:
     def model_config(self) -> ModelConfig:
         """Returns the shape as a config of megatron_lite."""
         shape = self.shape
-        return ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden_size, max_position_embeddings=shape.seq_length,
-                           num_attention_heads=shape.num_attention_heads, hidden_dropout=self.dropout,
-                           attention_dropout=self.dropout, attention_backend=self.attention_backend)
+        return ModelConfig(
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            max_position_embeddings=shape.seq_length,
+            num_attention_heads=shape.num_attention_heads,
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
+            attention_backend=self.attention_backend,
+        )
 
     def batch(self) -> MicroBatch:
         """Returns random tokens, the same for every engine."""
-        text = torch.randint(0, self.shape.vocab_size, (self.shape.batch_size, self.shape.seq_length + 1),
-                             generator=torch.Generator().manual_seed(SEED)).to(self.device)
+        text = torch.randint(
+            0,
+            self.shape.vocab_size,
+            (self.shape.batch_size, self.shape.seq_length + 1),
+            generator=torch.Generator().manual_seed(SEED),
+        ).to(self.device)
         return MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
-Step = Callable[[], Tensor]  # runs one training step and returns its loss, 0-d, without waiting for the device
+# runs one training step and returns its loss, 0-d, without waiting for the device
+Step = Callable[[], Tensor]
 
 
-def our_model(setting: Setting, parallel: ParallelState, *, sequence_parallel: bool = False,
-              plan: RecomputePlan | None = None, stage: Stage | None = None) -> GPTModel:
+def our_model(
+    setting: Setting,
+    parallel: ParallelState,
+    *,
+    sequence_parallel: bool = False,
+    plan: RecomputePlan | None = None,
+    stage: Stage | None = None,
+) -> GPTModel:
     """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it."""
-    context = RankContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype])
+    context = RankContext.of(
+        parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype]
+    )
     vocab_size = setting.shape.vocab_size
-    model = GPTModel(setting.model_config(), context, vocab_size=vocab_size, padded_vocab_size=vocab_size, plan=plan,
-                     stage=stage)
+    model = GPTModel(
+        setting.model_config(),
+        context,
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        plan=plan,
+        stage=stage,
+    )
     initialize_parameters_(model, seed=SEED, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     return model
 
@@ -109,7 +162,10 @@ def our_step(setting: Setting, batch: MicroBatch) -> Step:
     """Returns megatron_lite's own train_step on one rank."""
     parallel = one_rank(setting)
     model = our_model(setting, parallel)
-    runner, optimizer = StageRunner(ModelStages([model]), parallel), Optimizer(model, OptimizerConfig(), parallel)
+    runner, optimizer = (
+        StageRunner(ModelStages([model]), parallel),
+        Optimizer(model, OptimizerConfig(), parallel),
+    )
 
     def step() -> Tensor:
         return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
@@ -117,19 +173,31 @@ def our_step(setting: Setting, batch: MicroBatch) -> Step:
     return step
 
 
-def peer_step(build: Callable[[Setting], nn.Module], setting: Setting, batch: MicroBatch, *, autocast: bool) -> Step:
+def peer_step(
+    build: Callable[[Setting], nn.Module], setting: Setting, batch: MicroBatch, *, autocast: bool
+) -> Step:
     """Returns a training step as PyTorch's documentation writes it.
 
     build: builds a model that maps token ids [b, s] to logits [b, s, V].
     """
     torch.manual_seed(SEED)
-    model = build(setting).to(setting.device, torch.float32 if autocast else DTYPES[setting.dtype]).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    model = (
+        build(setting)
+        .to(setting.device, torch.float32 if autocast else DTYPES[setting.dtype])
+        .train()
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True
+    )
     labels = batch.labels.reshape(-1)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(setting.device.type, torch.bfloat16) if autocast else contextlib.nullcontext():
+        with (
+            torch.autocast(setting.device.type, torch.bfloat16)
+            if autocast
+            else contextlib.nullcontext()
+        ):
             logits = model(batch.tokens)
             loss = F.cross_entropy(logits.float().flatten(0, 1), labels)
         loss.backward()
@@ -159,10 +227,24 @@ def transformers_gpt2(setting: Setting) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = setting.shape
-    return Logits(GPT2LMHeadModel(GPT2Config(
-        vocab_size=shape.vocab_size, n_positions=shape.seq_length, n_embd=shape.hidden_size, n_layer=shape.num_layers,
-        n_head=shape.num_attention_heads, resid_pdrop=setting.dropout, embd_pdrop=setting.dropout, attn_pdrop=setting.dropout,
-        activation_function="gelu_pytorch_tanh", attn_implementation="sdpa", bos_token_id=0, eos_token_id=0)))
+    return Logits(
+        GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=shape.vocab_size,
+                n_positions=shape.seq_length,
+                n_embd=shape.hidden_size,
+                n_layer=shape.num_layers,
+                n_head=shape.num_attention_heads,
+                resid_pdrop=setting.dropout,
+                embd_pdrop=setting.dropout,
+                attn_pdrop=setting.dropout,
+                activation_function="gelu_pytorch_tanh",
+                attn_implementation="sdpa",
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+    )
 
 
 class PlainLayer(nn.Module):
@@ -173,13 +255,26 @@ class PlainLayer(nn.Module):
         h = shape.hidden_size
         self.num_heads, self.dropout = shape.num_attention_heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.proj, self.fc1, self.fc2 = nn.Linear(h, 3 * h), nn.Linear(h, h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+        self.qkv, self.proj, self.fc1, self.fc2 = (
+            nn.Linear(h, 3 * h),
+            nn.Linear(h, h),
+            nn.Linear(h, 4 * h),
+            nn.Linear(4 * h, h),
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         b, s, h = hidden_states.shape
-        query, key, value = self.qkv(self.norm1(hidden_states)).view(b, s, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        context = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
-        hidden_states = hidden_states + F.dropout(self.proj(context.transpose(1, 2).reshape(b, s, h)), self.dropout)
+        query, key, value = (
+            self.qkv(self.norm1(hidden_states))
+            .view(b, s, 3, self.num_heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        context = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout, is_causal=True
+        )
+        hidden_states = hidden_states + F.dropout(
+            self.proj(context.transpose(1, 2).reshape(b, s, h)), self.dropout
+        )
         intermediate = F.gelu(self.fc1(self.norm2(hidden_states)), approximate="tanh")
         return hidden_states + F.dropout(self.fc2(intermediate), self.dropout)
 
@@ -193,18 +288,25 @@ class PlainGPT(nn.Module):
         self.dropout = setting.dropout
         self.tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.positions = nn.Embedding(shape.seq_length, shape.hidden_size)
-        self.layers = nn.Sequential(*(PlainLayer(shape, setting.dropout) for _ in range(shape.num_layers)))
+        self.layers = nn.Sequential(
+            *(PlainLayer(shape, setting.dropout) for _ in range(shape.num_layers))
+        )
         self.norm = nn.LayerNorm(shape.hidden_size)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, 0.0, 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden_states = F.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]], self.dropout)
+        hidden_states = F.dropout(
+            self.tokens(tokens) + self.positions.weight[: tokens.shape[1]], self.dropout
+        )
         return F.linear(self.norm(self.layers(hidden_states)), self.tokens.weight)
 
 
-PEERS: dict[str, Callable[[Setting], nn.Module]] = {"transformers": transformers_gpt2, "plain": PlainGPT}
+PEERS: dict[str, Callable[[Setting], nn.Module]] = {
+    "transformers": transformers_gpt2,
+    "plain": PlainGPT,
+}
 
 
 def build_engines(setting: Setting, peers: Sequence[str]) -> dict[str, Step]:

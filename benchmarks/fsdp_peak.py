@@ -92,20 +92,46 @@ def rank_0_of(ranks: int) -> Iterator[ParallelState]:
 
 def model_config(args: argparse.Namespace, *, tied: bool) -> ModelConfig:
     """Returns a Llama config of the given sizes."""
-    return ModelConfig(num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
-                       num_attention_heads=args.num_attention_heads, group_query_attention=True,
-                       num_query_groups=args.num_query_groups, max_position_embeddings=args.seq_length, swiglu=True,
-                       position_embedding_type="rope", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-                       untie_embeddings_and_output_weights=not tied)
+    return ModelConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        group_query_attention=True,
+        num_query_groups=args.num_query_groups,
+        max_position_embeddings=args.seq_length,
+        swiglu=True,
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        untie_embeddings_and_output_weights=not tied,
+    )
 
 
-def measure(config: ModelConfig, args: argparse.Namespace, parallel: ParallelState, *, memory_efficient: bool) -> Row:
+def measure(
+    config: ModelConfig,
+    args: argparse.Namespace,
+    parallel: ParallelState,
+    *,
+    memory_efficient: bool,
+) -> Row:
     """Measures one model, sharded in one way, over forward and backward of two micro-batches."""
-    layout = DataParallelConfig(use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=memory_efficient)
+    layout = DataParallelConfig(
+        use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=memory_efficient
+    )
     with torch.autograd.set_multithreading_enabled(False):
         context = RankContext.of(parallel, sequence_parallel=False, params_dtype=torch.bfloat16)
-        plan = plan_stage(RecomputeConfig(recompute_policy=args.recompute_policy), config.num_layers)
-        model = GPTModel(config, context, vocab_size=args.vocab_size, padded_vocab_size=args.vocab_size, plan=plan)
+        plan = plan_stage(
+            RecomputeConfig(recompute_policy=args.recompute_policy), config.num_layers
+        )
+        model = GPTModel(
+            config,
+            context,
+            vocab_size=args.vocab_size,
+            padded_vocab_size=args.vocab_size,
+            plan=plan,
+        )
         shard_model_(model, parallel, layout)
         optimizer = Optimizer(model, OptimizerConfig(), parallel, layout)
         tokens = torch.zeros((args.batch_size, args.seq_length), dtype=torch.int64)
@@ -113,18 +139,42 @@ def measure(config: ModelConfig, args: argparse.Namespace, parallel: ParallelSta
             for _ in range(2):
                 optimizer.zero_grad()
                 model.loss(tokens, tokens).mean().backward()
-        states = sum(state.nbytes for of_piece in optimizer.states.values() for state in of_piece.values())
-        return Row(tied=not config.untie_embeddings_and_output_weights, memory_efficient=memory_efficient, states_bytes=states,
-                   beside_bytes=live.peak_bytes)
+        states = sum(
+            state.nbytes for of_piece in optimizer.states.values() for state in of_piece.values()
+        )
+        return Row(
+            tied=not config.untie_embeddings_and_output_weights,
+            memory_efficient=memory_efficient,
+            states_bytes=states,
+            beside_bytes=live.peak_bytes,
+        )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="fsdp_peak.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    for name, default in (("ranks", 8), ("num-layers", 32), ("hidden-size", 4096), ("ffn-hidden-size", 14336),
-                          ("num-attention-heads", 32), ("num-query-groups", 8), ("vocab-size", 128256), ("seq-length", 512),
-                          ("batch-size", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="default: Llama 3 8B, torchtune's batch")
+    parser = argparse.ArgumentParser(
+        prog="fsdp_peak.py",
+        description=(__doc__ or "").partition("\n")[0],
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, default in (
+        ("ranks", 8),
+        ("num-layers", 32),
+        ("hidden-size", 4096),
+        ("ffn-hidden-size", 14336),
+        ("num-attention-heads", 32),
+        ("num-query-groups", 8),
+        ("vocab-size", 128256),
+        ("seq-length", 512),
+        ("batch-size", 2),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar="N",
+            help="default: Llama 3 8B, torchtune's batch",
+        )
     parser.add_argument("--recompute-policy", default="*:full", help="activation recomputation")
     parser.add_argument("--json", metavar="FILE", help="also write settings and rows")
     return parser.parse_args(argv)
@@ -134,18 +184,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table. Returns 0."""
     args = parse(argv)
     settings = {name: value for name, value in vars(args).items() if name != "json"}
-    print(", ".join(f"{name} {value}" for name, value in settings.items()), "bf16, rank 0, GiB", sep="\n", flush=True)
+    print(
+        ", ".join(f"{name} {value}" for name, value in settings.items()),
+        "bf16, rank 0, GiB",
+        sep="\n",
+        flush=True,
+    )
     print(f"{'':34}{'states':>9}{'beside':>9}{'peak':>9}{'beside':>9}{'peak':>8}")
     rows = []
     for tied in (False, True):
         config = model_config(args, tied=tied)
         with rank_0_of(args.ranks) as parallel, FakeTensorMode():
-            default, efficient = (measure(config, args, parallel, memory_efficient=units) for units in (False, True))
+            default, efficient = (
+                measure(config, args, parallel, memory_efficient=units) for units in (False, True)
+            )
         for row in (default, efficient):
-            name = f"{'tied' if tied else 'untied'}, {'memory-efficient' if row.memory_efficient else 'layers and root'}"
-            sizes = "".join(f"{size / GIB:9.3f}" for size in (row.states_bytes, row.beside_bytes, row.total_bytes))
-            print(f"{name:34}{sizes}{row.beside_bytes / default.beside_bytes - 1:+9.1%}"
-                  f"{row.total_bytes / default.total_bytes - 1:+8.1%}", flush=True)
+            name = (
+                f"{'tied' if tied else 'untied'}, "
+                f"{'memory-efficient' if row.memory_efficient else 'layers and root'}"
+            )
+            sizes = "".join(
+                f"{size / GIB:9.3f}"
+                for size in (row.states_bytes, row.beside_bytes, row.total_bytes)
+            )
+            print(
+                f"{name:34}{sizes}{row.beside_bytes / default.beside_bytes - 1:+9.1%}"
+                f"{row.total_bytes / default.total_bytes - 1:+8.1%}",
+                flush=True,
+            )
         rows += [default, efficient]
     if args.json:
         report: dict[str, Any] = {"settings": settings, "rows": [asdict(row) for row in rows]}

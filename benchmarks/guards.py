@@ -61,14 +61,18 @@ class Row:
     samples_ms: list[float]
 
 
-def engines(setting: Setting, args: argparse.Namespace, parallel: ParallelState) -> dict[str, Engine]:
+def engines(
+    setting: Setting, args: argparse.Namespace, parallel: ParallelState
+) -> dict[str, Engine]:
     """Returns an engine for each guard, by name. Each has its own model."""
     layout, batch = Layout(), setting.batch()
 
     def plain(name: str) -> Engine:
         return build_engine(name, layout, setting, batch, args.micro_batches, parallel)
 
-    found = {name: plain(name) for name in (NONE, "NaN of a rank", "spike", "slow rank", "weight hash")}
+    found = {
+        name: plain(name) for name in (NONE, "NaN of a rank", "spike", "slow rank", "weight hash")
+    }
     found["NaN of a rank"].optimizer.layout.gradients.watch()
     found["spike"].optimizer.spikes = SpikeGuard(3.0, parallel.device)
     slow_ranks = SlowRanks(LoggingConfig(log_straggler=True, straggler_ratio=100.0), parallel)
@@ -87,8 +91,10 @@ def engines(setting: Setting, args: argparse.Namespace, parallel: ParallelState)
         return loss
 
     timed = found["slow rank"]
-    return found | {"slow rank": replace(timed, step=lambda step=timed.step: timed_step(step)),
-                    "weight hash": replace(hashed, step=lambda step=hashed.step: hashed_step(step))}
+    return found | {
+        "slow rank": replace(timed, step=lambda step=timed.step: timed_step(step)),
+        "weight hash": replace(hashed, step=lambda step=hashed.step: hashed_step(step)),
+    }
 
 
 def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -97,21 +103,40 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
         by_name = engines(setting, args, parallel)
         for engine in by_name.values():
             engine.step()
-        samples = time_in_rounds(list(by_name), by_name, args, f"{setting.dtype}, dropout {setting.dropout}", progress)
-    return [Row(dtype=setting.dtype, dropout=setting.dropout, guard=name, ms=statistics.median(times), samples_ms=times,
-                time_ratio=spread(times, samples[NONE])) for name, times in samples.items()]
+        samples = time_in_rounds(
+            list(by_name), by_name, args, f"{setting.dtype}, dropout {setting.dropout}", progress
+        )
+    return [
+        Row(
+            dtype=setting.dtype,
+            dropout=setting.dropout,
+            guard=name,
+            ms=statistics.median(times),
+            samples_ms=times,
+            time_ratio=spread(times, samples[NONE]),
+        )
+        for name, times in samples.items()
+    ]
 
 
 def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[Row]]:
     """Yields the rows of each setting in turn, as one of the two ranks."""
     torch.set_num_threads(args.threads or 1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS,
-                            timeout=datetime.timedelta(minutes=10))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(minutes=10),
+    )
     try:
         for dtype in args.dtype:
             for dropout in args.dropout:
-                yield measure(Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout), args,
-                              Progress(quiet=rank > 0))
+                yield measure(
+                    Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout),
+                    args,
+                    Progress(quiet=rank > 0),
+                )
     finally:
         dist.destroy_process_group()
 
@@ -125,12 +150,21 @@ def other_rank(args: argparse.Namespace, folder: str) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = benchmark_parser("guards.py", (__doc__ or "").partition("\n")[0], repeats=9)
     parser.set_defaults(dropout=[0.0], dtype=["float32"])
-    parser.add_argument("--micro-batches", type=int, default=4, metavar="N", help="of a step, over both ranks; default: 4")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of a step, over both ranks; default: 4",
+    )
     args = parse_benchmark(parser, argv)
     if args.device.type != "cpu":
         parser.error(f"the ranks are processes on the CPU: give --device cpu (got {args.device})")
     if args.micro_batches < RANKS or args.micro_batches % RANKS:
-        parser.error(f"--micro-batches {args.micro_batches} must be a multiple of the {RANKS} ranks that share them")
+        parser.error(
+            f"--micro-batches {args.micro_batches} must be a multiple of the {RANKS} ranks "
+            "that share them"
+        )
     return args
 
 
@@ -138,17 +172,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report: dict[str, Any] = {**new_report(args), "micro_batches": args.micro_batches}
-    print(heading(report), f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above in a step",
-          sep="\n", flush=True)
+    print(
+        heading(report),
+        (
+            f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above "
+            "in a step"
+        ),
+        sep="\n",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        other = multiprocessing.get_context("spawn").Process(target=other_rank, args=(args, folder), daemon=True)
+        other = multiprocessing.get_context("spawn").Process(
+            target=other_rank, args=(args, folder), daemon=True
+        )
         try:
             other.start()
             for rows in run_rank(args, 0, folder):
-                print(f"\n{rows[0].dtype}, dropout {rows[0].dropout}: a step without guards takes {rows[0].ms:.1f} ms",
-                      f"{'guard':20}time / none", sep="\n")
+                print(
+                    (
+                        f"\n{rows[0].dtype}, dropout {rows[0].dropout}: a step without guards "
+                        f"takes {rows[0].ms:.1f} ms"
+                    ),
+                    f"{'guard':20}time / none",
+                    sep="\n",
+                )
                 for row in rows:
-                    print(f"{row.guard:20}" + "{:.3f} ({:.3f}-{:.3f})".format(*row.time_ratio), flush=True)
+                    print(
+                        f"{row.guard:20}" + "{:.3f} ({:.3f}-{:.3f})".format(*row.time_ratio),
+                        flush=True,
+                    )
                 report["rows"] += [asdict(row) for row in rows]
                 write_report(report, args.json)
             other.join(60.0)

@@ -59,8 +59,14 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def profile(title: str, actions: Mapping[str, Callable[[], object]], device: torch.device, *, steps: int = 3,
-            top: int = 20) -> str:
+def profile(
+    title: str,
+    actions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    steps: int = 3,
+    top: int = 20,
+) -> str:
     """Returns, as text, the self time of each action's most expensive operators, in ms per call."""
     from torch.profiler import ProfilerActivity
 
@@ -68,46 +74,97 @@ def profile(title: str, actions: Mapping[str, Callable[[], object]], device: tor
     lines = []
     for name, action in actions.items():
         action()
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
-                                    record_shapes=not cuda) as trace:
+        with torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
+            record_shapes=not cuda,
+        ) as trace:
             Clock(device=device, steps=steps).ms(action)
         averages = trace.key_averages()
-        cost = {event: getattr(event, "self_device_time_total" if cuda else "self_cpu_time_total") / 1000.0 / steps
-                for event in averages}
+        cost = {
+            event: getattr(event, "self_device_time_total" if cuda else "self_cpu_time_total")
+            / 1000.0
+            / steps
+            for event in averages
+        }
         lines.append(f"\n{name}, {title}: {sum(cost.values()):.1f} ms per step in operators")
         for event in sorted(cost, key=lambda event: -cost[event])[:top]:
-            lines.append(f"  {cost[event]:9.2f} ms {event.count // steps:6d} calls  {event.key[:60]}")
+            lines.append(
+                f"  {cost[event]:9.2f} ms {event.count // steps:6d} calls  {event.key[:60]}"
+            )
     return "\n".join(lines)
 
 
 def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
     """Returns a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one")
-    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both")
-    parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1], help="default: 0.0 0.1")
-    parser.add_argument("--preset", choices=list(PRESETS), default="small", help="the shape; default: small")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both"
+    )
+    parser.add_argument(
+        "--dropout", nargs="+", type=float, default=[0.0, 0.1], help="default: 0.0 0.1"
+    )
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="small", help="the shape; default: small"
+    )
     for field in Shape.__dataclass_fields__:
-        parser.add_argument(f"--{field.replace('_', '-')}", type=int, metavar="N", help="instead of the preset's")
-    parser.add_argument("--repeats", type=int, default=repeats, metavar="N",
-                        help=f"rounds, in each of which every engine is timed once; default: {repeats}")
-    parser.add_argument("--steps-per-round", type=int, metavar="N",
-                        help="steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
-                        help="cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU")
-    parser.add_argument("--json", metavar="FILE", help="also write settings and every sample, after each block of rows")
-    parser.add_argument("--profile", action="store_true", help="also print each engine's most expensive operators")
+        parser.add_argument(
+            f"--{field.replace('_', '-')}", type=int, metavar="N", help="instead of the preset's"
+        )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help=f"rounds, in each of which every engine is timed once; default: {repeats}",
+    )
+    parser.add_argument(
+        "--steps-per-round",
+        type=int,
+        metavar="N",
+        help="steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA",
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help=(
+            "cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU"
+        ),
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write settings and every sample, after each block of rows",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also print each engine's most expensive operators"
+    )
     return parser
 
 
-def parse_benchmark(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_benchmark(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
     """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
     args = parser.parse_args(argv)
-    args.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    args.device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    )
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
-        parser.error("--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu")
-    chosen = {field: getattr(args, field) for field in Shape.__dataclass_fields__ if getattr(args, field) is not None}
+        parser.error(
+            "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"
+        )
+    chosen = {
+        field: getattr(args, field)
+        for field in Shape.__dataclass_fields__
+        if getattr(args, field) is not None
+    }
     args.shape = Shape(**{**asdict(PRESETS[args.preset]), **chosen})
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -116,21 +173,37 @@ def parse_benchmark(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
 def clock_of(args: argparse.Namespace) -> Clock:
     """Returns the clock that the options ask for."""
-    return Clock(device=args.device, kind=args.clock, steps=args.steps_per_round or (5 if args.device.type == "cuda" else 1))
+    return Clock(
+        device=args.device,
+        kind=args.clock,
+        steps=args.steps_per_round or (5 if args.device.type == "cuda" else 1),
+    )
 
 
 def new_report(args: argparse.Namespace) -> dict[str, Any]:
     """Returns a report with machine and settings, and without rows."""
-    return {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "device": device_name(args.device), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "threads": torch.get_num_threads(), "clock": args.clock, "rounds": args.repeats,
-            "steps_per_round": clock_of(args).steps, "shape": asdict(args.shape), "rows": []}
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(args.device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "clock": args.clock,
+        "rounds": args.repeats,
+        "steps_per_round": clock_of(args).steps,
+        "shape": asdict(args.shape),
+        "rows": [],
+    }
 
 
 def heading(report: dict[str, Any]) -> str:
     """Returns two lines: the machine, and the shape that is measured."""
-    return (f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, {report['clock']} time, medians of "
-            f"{report['rounds']} rounds\n" + ", ".join(f"{name} {value}" for name, value in report["shape"].items()))
+    return (
+        f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
+        f"{report['clock']} time, medians of "
+        f"{report['rounds']} rounds\n"
+        + ", ".join(f"{name} {value}" for name, value in report["shape"].items())
+    )
 
 
 def write_report(report: dict[str, Any], file: str | None) -> None:

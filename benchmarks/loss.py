@@ -41,19 +41,32 @@ from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy  # noqa: E402
 
 KEPT = "kept"
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states [s, 1, h], weight [V, h], labels [s, 1] -> the mean
+# hidden states [s, 1, h], weight [V, h], labels [s, 1] -> the mean
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def kept(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Returns our loss, which keeps all logits."""
-    logits = column_parallel_linear(hidden_states, weight, None, tp_group=None, sequence_parallel=False)
-    return vocab_parallel_cross_entropy(logits, labels, tp_group=None, first_id=0, num_ids=len(weight)).mean()
+    logits = column_parallel_linear(
+        hidden_states, weight, None, tp_group=None, sequence_parallel=False
+    )
+    return vocab_parallel_cross_entropy(
+        logits, labels, tp_group=None, first_id=0, num_ids=len(weight)
+    ).mean()
 
 
 def in_chunks(hidden_states: Tensor, weight: Tensor, labels: Tensor, *, chunk_size: int) -> Tensor:
     """Returns our loss, computed from the logits of `chunk_size` tokens at a time."""
-    return vocab_parallel_linear_cross_entropy(hidden_states, weight, labels, chunk_size=chunk_size, tp_group=None,
-                                               sequence_parallel=False, first_id=0, num_ids=len(weight)).mean()
+    return vocab_parallel_linear_cross_entropy(
+        hidden_states,
+        weight,
+        labels,
+        chunk_size=chunk_size,
+        tp_group=None,
+        sequence_parallel=False,
+        first_id=0,
+        num_ids=len(weight),
+    ).mean()
 
 
 def plain(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -63,13 +76,23 @@ def plain(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def fused(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Returns torch's fused loss, computed in chunks of its own choice."""
-    return F.linear_cross_entropy(hidden_states.flatten(0, 1), weight, labels.flatten(), options=nn.LinearCrossEntropyOptions())
+    return F.linear_cross_entropy(
+        hidden_states.flatten(0, 1),
+        weight,
+        labels.flatten(),
+        options=nn.LinearCrossEntropyOptions(),
+    )
 
 
 def engines(chunk_sizes: Sequence[int]) -> dict[str, Loss]:
     """Returns the loss of every row by name, KEPT first."""
     ours = {f"chunks of {size}": partial(in_chunks, chunk_size=size) for size in chunk_sizes}
-    return {KEPT: kept, **ours, "torch, plain": plain, **({"torch, fused": fused} if hasattr(F, "linear_cross_entropy") else {})}
+    return {
+        KEPT: kept,
+        **ours,
+        "torch, plain": plain,
+        **({"torch, fused": fused} if hasattr(F, "linear_cross_entropy") else {}),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +122,15 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
     """Returns the rows of one block."""
     generator = torch.Generator().manual_seed(SEED)
     place = dict(device=args.device, dtype=DTYPES[dtype])
-    hidden_states = torch.randn(args.tokens, 1, hidden_size, generator=generator).to(**place).requires_grad_()
-    weight = torch.randn(vocab_size, hidden_size, generator=generator).mul_(0.02).to(**place).requires_grad_()
+    hidden_states = (
+        torch.randn(args.tokens, 1, hidden_size, generator=generator).to(**place).requires_grad_()
+    )
+    weight = (
+        torch.randn(vocab_size, hidden_size, generator=generator)
+        .mul_(0.02)
+        .to(**place)
+        .requires_grad_()
+    )
     labels = torch.randint(vocab_size, (args.tokens, 1), generator=generator).to(args.device)
 
     def step(loss_fn: Loss) -> Tensor:
@@ -128,10 +158,21 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
     rows = []
     for name, times in samples.items():
         ratios = [ours / theirs for ours, theirs in zip(times, samples[KEPT], strict=True)]
-        rows.append(Row(engine=name, dtype=dtype, hidden_size=hidden_size, vocab_size=vocab_size, ms=statistics.median(times),
-                        time_ratio=(statistics.median(ratios), min(ratios), max(ratios)), kept_bytes=kept_bytes[name],
-                        peak_bytes=peak_bytes[name], logits_bytes=args.tokens * vocab_size * DTYPES[dtype].itemsize,
-                        loss=losses[name], samples_ms=times))
+        rows.append(
+            Row(
+                engine=name,
+                dtype=dtype,
+                hidden_size=hidden_size,
+                vocab_size=vocab_size,
+                ms=statistics.median(times),
+                time_ratio=(statistics.median(ratios), min(ratios), max(ratios)),
+                kept_bytes=kept_bytes[name],
+                peak_bytes=peak_bytes[name],
+                logits_bytes=args.tokens * vocab_size * DTYPES[dtype].itemsize,
+                loss=losses[name],
+                samples_ms=times,
+            )
+        )
     return rows
 
 
@@ -140,32 +181,80 @@ def line(row: Row) -> str:
     middle, low, high = row.time_ratio
     ratio = "" if row.engine == KEPT else f"{middle:.2f} ({low:.2f}-{high:.2f})"
     kept_mib, peak_mib = row.kept_bytes / 2**20, row.peak_bytes / 2**20
-    return (f"{row.dtype:8}{row.hidden_size:6}{row.vocab_size:8}  {row.engine:15}{row.ms:9.1f}  {ratio:17}"
-            f"{kept_mib:9.1f}{peak_mib:9.1f}{row.peak_bytes / row.logits_bytes:10.2f}{row.loss:10.4f}")
+    return (
+        f"{row.dtype:8}{row.hidden_size:6}{row.vocab_size:8}  {row.engine:15}{row.ms:9.1f}  "
+        f"{ratio:17}"
+        f"{kept_mib:9.1f}{peak_mib:9.1f}{row.peak_bytes / row.logits_bytes:10.2f}{row.loss:10.4f}"
+    )
 
 
-HEADER = (f"{'dtype':8}{'h':>6}{'V':>8}  {'':15}{'ms':>9}  {'time / kept':17}{'kept MiB':>9}{'peak MiB':>9}{'/ logits':>10}"
-          f"{'loss':>10}")
+HEADER = (
+    f"{'dtype':8}{'h':>6}{'V':>8}  {'':15}{'ms':>9}  "
+    f"{'time / kept':17}{'kept MiB':>9}{'peak MiB':>9}{'/ logits':>10}"
+    f"{'loss':>10}"
+)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="loss.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one")
-    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both")
+    parser = argparse.ArgumentParser(
+        prog="loss.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both"
+    )
     parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="s b; default: 2048")
-    parser.add_argument("--hidden-size", type=int, nargs="+", default=[256, 512], metavar="N", help="default: 256 512")
-    parser.add_argument("--vocab-size", type=int, nargs="+", default=[8192, 32768], metavar="N", help="default: 8192 32768")
-    parser.add_argument("--chunk-size", type=int, nargs="+", default=[128, 256, 512, 1024], metavar="N",
-                        help="default: 128 256 512 1024")
+    parser.add_argument(
+        "--hidden-size",
+        type=int,
+        nargs="+",
+        default=[256, 512],
+        metavar="N",
+        help="default: 256 512",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        nargs="+",
+        default=[8192, 32768],
+        metavar="N",
+        help="default: 8192 32768",
+    )
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        nargs="+",
+        default=[128, 256, 512, 1024],
+        metavar="N",
+        help="default: 128 256 512 1024",
+    )
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds; default: 7")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: torch's choice")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
-                        help="cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU")
-    parser.add_argument("--json", metavar="FILE", help="also write settings and every sample, after each block of rows")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help=(
+            "cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU"
+        ),
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write settings and every sample, after each block of rows",
+    )
     args = parser.parse_args(argv)
-    args.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    args.device = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    )
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
-        parser.error("--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu")
+        parser.error(
+            "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"
+        )
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return args
@@ -175,12 +264,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
     report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "device": device_name(args.device),
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "clock": args.clock, "rounds": args.repeats,
-        "tokens": args.tokens, "rows": []}
-    print(f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, {args.clock} time, medians of "
-          f"{args.repeats} rounds (least-most), {args.tokens} tokens\n{HEADER}", flush=True)
-    for dtype, hidden_size, vocab_size in itertools.product(args.dtype, args.hidden_size, args.vocab_size):
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(args.device),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "clock": args.clock,
+        "rounds": args.repeats,
+        "tokens": args.tokens,
+        "rows": [],
+    }
+    print(
+        f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, "
+        f"{args.clock} time, medians of "
+        f"{args.repeats} rounds (least-most), {args.tokens} tokens\n{HEADER}",
+        flush=True,
+    )
+    for dtype, hidden_size, vocab_size in itertools.product(
+        args.dtype, args.hidden_size, args.vocab_size
+    ):
         rows = measure(args, dtype, hidden_size, vocab_size)
         print(*map(line, rows), sep="\n", flush=True)
         report["rows"] += map(asdict, rows)

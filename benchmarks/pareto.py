@@ -22,8 +22,11 @@ from typing import Any, NamedTuple
 
 PEERS = ("torch ", "transformers")
 # label, prefix of the names, mark, colour
-KINDS = (("megatron_lite", "", "o", "tab:blue"), ("torch.utils.checkpoint", "torch ", "s", "tab:red"),
-         ("transformers", "transformers", "^", "tab:orange"))
+KINDS = (
+    ("megatron_lite", "", "o", "tab:blue"),
+    ("torch.utils.checkpoint", "torch ", "s", "tab:red"),
+    ("transformers", "transformers", "^", "tab:orange"),
+)
 MIB = 2**20
 
 
@@ -61,8 +64,16 @@ def beyond_our_front(points: Sequence[Point], *, margin: float = 0.02) -> list[P
     Each point of ours is larger or slower than such a peer by more than the margin.
     """
     ours = [point for point in points if point.is_ours]
-    return [peer for peer in points if not peer.is_ours and not any(
-        mine.peak_mib <= peer.peak_mib * (1.0 + margin) and mine.time <= peer.time * (1.0 + margin) for mine in ours)]
+    return [
+        peer
+        for peer in points
+        if not peer.is_ours
+        and not any(
+            mine.peak_mib <= peer.peak_mib * (1.0 + margin)
+            and mine.time <= peer.time * (1.0 + margin)
+            for mine in ours
+        )
+    ]
 
 
 def settings_of(reports: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
@@ -74,10 +85,14 @@ def settings_of(reports: Sequence[dict[str, Any]]) -> dict[str, list[Point]]:
         for row in report["rows"]:
             key, nones = (_title(row), row["engine"]), samples[_title(row), "none"]
             peaks[key] = row["peak_bytes"]
-            ratios.setdefault(key, []).extend(mine / none for mine, none in zip(samples[key], nones, strict=True))
+            ratios.setdefault(key, []).extend(
+                mine / none for mine, none in zip(samples[key], nones, strict=True)
+            )
     panels: dict[str, list[Point]] = {}
     for (title, engine), times in ratios.items():
-        panels.setdefault(title, []).append(Point(engine, peaks[title, engine] / MIB, statistics.median(times)))
+        panels.setdefault(title, []).append(
+            Point(engine, peaks[title, engine] / MIB, statistics.median(times))
+        )
     return panels
 
 
@@ -95,18 +110,43 @@ def draw(panels: dict[str, list[Point]], output: Path, subtitle: str) -> None:
 
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(7.5 * columns, 5.2 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(panels):]:
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(7.5 * columns, 5.2 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     for axis, (title, points) in zip(axes.flat, panels.items(), strict=False):
         line = front([point for point in points if point.is_ours])
-        axis.plot([point.peak_mib for point in line], [point.time for point in line], color="tab:blue", linewidth=1, zorder=1)
+        axis.plot(
+            [point.peak_mib for point in line],
+            [point.time for point in line],
+            color="tab:blue",
+            linewidth=1,
+            zorder=1,
+        )
         for label, prefix, mark, color in KINDS:
-            chosen = [point for point in points if (point.name.startswith(prefix) if prefix else point.is_ours)]
-            axis.scatter([point.peak_mib for point in chosen], [point.time for point in chosen], marker=mark, color=color, s=36,
-                         label=label, zorder=2)
+            chosen = [
+                point
+                for point in points
+                if (point.name.startswith(prefix) if prefix else point.is_ours)
+            ]
+            axis.scatter(
+                [point.peak_mib for point in chosen],
+                [point.time for point in chosen],
+                marker=mark,
+                color=color,
+                s=36,
+                label=label,
+                zorder=2,
+            )
         for point in line:
-            axis.annotate(point.name, (point.peak_mib, point.time), textcoords="offset points", xytext=(5, 4), fontsize=7)
+            axis.annotate(
+                point.name,
+                (point.peak_mib, point.time),
+                textcoords="offset points",
+                xytext=(5, 4),
+                fontsize=7,
+            )
         axis.set(title=title, xlabel="most bytes alive [MiB]", ylabel="step time / none")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -116,18 +156,29 @@ def draw(panels: dict[str, list[Point]], output: Path, subtitle: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draws the picture. Returns 0, or 1 if a peer is beyond our front."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json", type=Path, nargs="+", help="reports of recompute.py")
     parser.add_argument("--output", type=Path, required=True, help="the picture: .svg or .png")
     args = parser.parse_args(argv)
     reports = [json.loads(path.read_text()) for path in args.json]
     report, panels = reports[0], settings_of(reports)
-    draw(panels, args.output,
-         f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, {report['date'][:10]}")
+    draw(
+        panels,
+        args.output,
+        (
+            f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
+            f"{report['date'][:10]}"
+        ),
+    )
     status = 0
     for title, points in panels.items():
         for peer in beyond_our_front(points):
-            print(f"{title}: {peer.name} ({peer.peak_mib:.1f} MiB, {peer.time:.2f}) is beyond our front")
+            print(
+                f"{title}: {peer.name} ({peer.peak_mib:.1f} MiB, {peer.time:.2f}) is beyond "
+                "our front"
+            )
             status = 1
     return status
 

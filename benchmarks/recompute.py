@@ -49,12 +49,15 @@ from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E40
 from megatron_lite.parallel.rng import RngSnapshot, RngStreams  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
 
+aten = torch.ops.aten
 # torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
 CPU_FLASH = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(
+        *shapes[:3]
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: (
+        sdpa_backward_flop_count(*shapes[:4])
+    ),
 }
 
 
@@ -85,19 +88,33 @@ def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> Footpr
         streams.restore(start)
         with FlopCounterMode(display=False, custom_mapping=CPU_FLASH) as counter:
             engine.step()
-        grads = [parameter.grad.zero_() for parameter in engine.parameters if parameter.grad is not None]
+        grads = [
+            parameter.grad.zero_() for parameter in engine.parameters if parameter.grad is not None
+        ]
         streams.restore(start)
         gc.collect()
         with LiveStorages() as live:
             loss = engine.forward()
             kept_bytes = live.total_bytes()
             loss.backward()
-    return Footprint(kept_bytes=kept_bytes, peak_bytes=live.peak_bytes, flops=counter.get_total_flops(), loss=loss.item(),
-                     grad_norm=torch.stack([grad.double().norm() for grad in grads]).norm().item())
+    return Footprint(
+        kept_bytes=kept_bytes,
+        peak_bytes=live.peak_bytes,
+        flops=counter.get_total_flops(),
+        loss=loss.item(),
+        grad_norm=torch.stack([grad.double().norm() for grad in grads]).norm().item(),
+    )
 
 
-def time_in_rounds(engines: Sequence[Engine], clock: Clock, place: Place, *, rounds: int, title: str,
-                   progress: Progress) -> dict[str, list[float]]:
+def time_in_rounds(
+    engines: Sequence[Engine],
+    clock: Clock,
+    place: Place,
+    *,
+    rounds: int,
+    title: str,
+    progress: Progress,
+) -> dict[str, list[float]]:
     """Returns the milliseconds of every engine in every round, on the slowest rank.
 
     Each round begins with another engine.
@@ -117,7 +134,10 @@ def time_in_rounds(engines: Sequence[Engine], clock: Clock, place: Place, *, rou
         return samples
     of_ranks: list[Any] = [None] * place.parallel.tp_size
     dist.all_gather_object(of_ranks, samples, place.parallel.tp_group)
-    return {name: [max(times) for times in zip(*(rank[name] for rank in of_ranks), strict=True)] for name in samples}
+    return {
+        name: [max(times) for times in zip(*(rank[name] for rank in of_ranks), strict=True)]
+        for name in samples
+    }
 
 
 @contextmanager
@@ -181,45 +201,85 @@ def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def rows_of(setting: Setting, place: Place, engines: Sequence[Engine], footprints: dict[str, Footprint],
-            samples: dict[str, list[float]]) -> Iterator[Row]:
+def rows_of(
+    setting: Setting,
+    place: Place,
+    engines: Sequence[Engine],
+    footprints: dict[str, Footprint],
+    samples: dict[str, list[float]],
+) -> Iterator[Row]:
     for engine in engines:
         measured, times = footprints[engine.name], samples[engine.name]
-        base = footprints[f"transformers, {NONE}" if engine.name.startswith("transformers") else NONE]
+        base = footprints[
+            f"transformers, {NONE}" if engine.name.startswith("transformers") else NONE
+        ]
         rival = engine.rival if engine.rival in samples else None
-        yield Row(tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel, dtype=setting.dtype,
-                  dropout=setting.dropout, engine=engine.name, kept_ratio=measured.kept_bytes / base.kept_bytes,
-                  extra_flops=measured.flops / base.flops - 1.0, ms=statistics.median(times), samples_ms=times,
-                  time_ratio=spread(times, samples[NONE]), rival=rival,
-                  rival_time_ratio=None if rival is None else spread(times, samples[rival]), **asdict(measured))
+        yield Row(
+            tp_size=place.parallel.tp_size,
+            sequence_parallel=place.sequence_parallel,
+            dtype=setting.dtype,
+            dropout=setting.dropout,
+            engine=engine.name,
+            kept_ratio=measured.kept_bytes / base.kept_bytes,
+            extra_flops=measured.flops / base.flops - 1.0,
+            ms=statistics.median(times),
+            samples_ms=times,
+            time_ratio=spread(times, samples[NONE]),
+            rival=rival,
+            rival_time_ratio=None if rival is None else spread(times, samples[rival]),
+            **asdict(measured),
+        )
 
 
 def measure(setting: Setting, place: Place, args: argparse.Namespace, progress: Progress) -> Block:
     """Measures all engines of one setting."""
     parallel = place.parallel
-    title = (f"TP {parallel.tp_size}{', sequence parallel' if place.sequence_parallel else ''}, {setting.dtype}, dropout "
-             f"{setting.dropout}")
+    title = (
+        f"TP {parallel.tp_size}{', sequence parallel' if place.sequence_parallel else ''}, "
+        f"{setting.dtype}, dropout "
+        f"{setting.dropout}"
+    )
     contestants = build_contestants(setting, place)
-    engines = [engine for engine in contestants.engines
-               if not args.engines or engine.name in args.engines or engine.name.endswith(NONE)]
+    engines = [
+        engine
+        for engine in contestants.engines
+        if not args.engines or engine.name in args.engines or engine.name.endswith(NONE)
+    ]
     start, footprints = parallel.rng.snapshot(), {}
     with garbage_kept():
         for engine in engines:
             progress(f"{title}: bytes and FLOPs of {engine.name}")
             footprints[engine.name] = footprint(engine, parallel.rng, start)
-        samples = time_in_rounds(engines, clock_of(args), place, rounds=args.repeats, title=title, progress=progress)
-    profiles = profile(title, {engine.name: engine.step for engine in engines}, setting.device) if args.profile else ""
+        samples = time_in_rounds(
+            engines, clock_of(args), place, rounds=args.repeats, title=title, progress=progress
+        )
+    profiles = (
+        profile(title, {engine.name: engine.step for engine in engines}, setting.device)
+        if args.profile
+        else ""
+    )
     rows = list(rows_of(setting, place, engines, footprints, samples))
     return Block(title=title, rows=rows, skipped=contestants.skipped, profile=profiles)
 
 
-def blocks(args: argparse.Namespace, parallel: ParallelState, progress: Progress) -> Iterator[Block]:
+def blocks(
+    args: argparse.Namespace, parallel: ParallelState, progress: Progress
+) -> Iterator[Block]:
     """Yields every setting at one tensor-parallel size. All ranks run this at the same time."""
     torch.set_num_threads(args.threads or max(1, args.cpu_threads // parallel.tp_size))
-    for sequence_parallel, dtype, dropout in itertools.product([False, True][: parallel.tp_size], args.dtype, args.dropout):
-        setting = Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout,
-                          attention_backend=args.attention_backend)
-        yield measure(setting, Place(parallel=parallel, sequence_parallel=sequence_parallel), args, progress)
+    for sequence_parallel, dtype, dropout in itertools.product(
+        [False, True][: parallel.tp_size], args.dtype, args.dropout
+    ):
+        setting = Setting(
+            shape=args.shape,
+            device=args.device,
+            dtype=dtype,
+            dropout=dropout,
+            attention_backend=args.attention_backend,
+        )
+        yield measure(
+            setting, Place(parallel=parallel, sequence_parallel=sequence_parallel), args, progress
+        )
 
 
 @contextmanager
@@ -228,8 +288,13 @@ def rank_of(tp_size: int, rank: int, folder: str) -> Iterator[ParallelState]:
 
     The ranks meet through a file and communicate through gloo.
     """
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=tp_size,
-                            timeout=datetime.timedelta(minutes=5))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=tp_size,
+        timeout=datetime.timedelta(minutes=5),
+    )
     try:
         config = ParallelConfig(tensor_model_parallel_size=tp_size, distributed_backend="gloo")
         with parallel_state(config, seed=SEED) as parallel:
@@ -256,7 +321,10 @@ def all_ranks(args: argparse.Namespace, tp_size: int) -> Iterator[ParallelState]
         return
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        others = [spawn.Process(target=other_rank, args=(args, tp_size, rank, folder), daemon=True) for rank in range(1, tp_size)]
+        others = [
+            spawn.Process(target=other_rank, args=(args, tp_size, rank, folder), daemon=True)
+            for rank in range(1, tp_size)
+        ]
         try:
             for process in others:
                 process.start()
@@ -270,15 +338,20 @@ def all_ranks(args: argparse.Namespace, tp_size: int) -> Iterator[ParallelState]
                 process.join()
 
 
-HEADER = (f"{'':31}{'kept':>8} {'of':>5}{'peak':>9}  {'time / none':17}{'FLOPs':>7}   {'its time /':17}\n"
-          f"{'engine':31}{'MiB':>8} {'none':>5}{'MiB':>9}  {'(min-max)':17}{'':>7}   {'that of ours':17}")
+HEADER = (
+    f"{'':31}{'kept':>8} {'of':>5}{'peak':>9}  {'time / none':17}{'FLOPs':>7}   {'its time /':17}\n"
+    f"{'engine':31}{'MiB':>8} {'none':>5}{'MiB':>9}  {'(min-max)':17}{'':>7}   {'that of ours':17}"
+)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yields the lines of one block."""
     for row in rows:
-        yield (f"{row.engine:31}{row.kept_bytes / 2**20:8.2f} {row.kept_ratio:5.0%}{row.peak_bytes / 2**20:9.2f}  "
-               f"{shown(row.time_ratio):17}{row.extra_flops:+7.1%}   {shown(row.rival_time_ratio):17}").rstrip()
+        yield (
+            f"{row.engine:31}{row.kept_bytes / 2**20:8.2f} "
+            f"{row.kept_ratio:5.0%}{row.peak_bytes / 2**20:9.2f}  "
+            f"{shown(row.time_ratio):17}{row.extra_flops:+7.1%}   {shown(row.rival_time_ratio):17}"
+        ).rstrip()
 
 
 def shown(ratio: Spread | None) -> str:
@@ -287,38 +360,70 @@ def shown(ratio: Spread | None) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = benchmark_parser("recompute.py", (__doc__ or "").partition("\n")[0], repeats=9)
-    parser.add_argument("--tp", nargs="+", type=int, metavar="T",
-                        help="tensor-parallel sizes; above 1 on the CPU only; default: 1 2, on CUDA 1")
-    parser.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto",
-                        help="of megatron_lite; default: auto, which is unfused on a CPU with dropout, else flash")
-    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME",
-                        help='only these rows of the table and those without recomputation, such as "uniform 1"')
+    parser.add_argument(
+        "--tp",
+        nargs="+",
+        type=int,
+        metavar="T",
+        help="tensor-parallel sizes; above 1 on the CPU only; default: 1 2, on CUDA 1",
+    )
+    parser.add_argument(
+        "--attention-backend",
+        choices=ATTENTION_BACKENDS,
+        default="auto",
+        help="of megatron_lite; default: auto, which is unfused on a CPU with dropout, else flash",
+    )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help='only these rows of the table and those without recomputation, such as "uniform 1"',
+    )
     args = parse_benchmark(parser, argv)
     args.tp = args.tp or ([1, 2] if args.device.type == "cpu" else [1])
     args.cpu_threads = torch.get_num_threads()
     unknown = sorted(set(args.engines) - engine_names(args.shape.num_layers))
     if unknown:
-        parser.error(f"--engines {unknown[0]!r} must be one of {', '.join(sorted(engine_names(args.shape.num_layers)))}")
+        parser.error(
+            f"--engines {unknown[0]!r} must be one of "
+            f"{', '.join(sorted(engine_names(args.shape.num_layers)))}"
+        )
     for tp_size in args.tp:
         if tp_size > 1 and args.device.type != "cpu":
-            parser.error(f"--tp {tp_size} runs its ranks on the CPU: it needs --device cpu (got {args.device})")
+            parser.error(
+                f"--tp {tp_size} runs its ranks on the CPU: it needs --device cpu (got "
+                f"{args.device})"
+            )
         for field in ("num_attention_heads", "seq_length", "vocab_size"):
             if tp_size < 1 or getattr(args.shape, field) % tp_size:
-                parser.error(f"--tp {tp_size} must be at least 1 and divide --{field.replace('_', '-')} "
-                             f"{getattr(args.shape, field)}")
+                parser.error(
+                    f"--tp {tp_size} must be at least 1 and divide --{field.replace('_', '-')} "
+                    f"{getattr(args.shape, field)}"
+                )
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
-    report: dict[str, Any] = {**new_report(args), "attention_backend": args.attention_backend, "skipped": {}}
+    report: dict[str, Any] = {
+        **new_report(args),
+        "attention_backend": args.attention_backend,
+        "skipped": {},
+    }
     print(heading(report), flush=True)
     progress = Progress()
     for tp_size in args.tp:
         with all_ranks(args, tp_size) as parallel:
             for block in blocks(args, parallel, progress):
-                print(f"\n{block.title}: none takes {block.rows[0].ms:.1f} ms", HEADER, *table(block.rows), sep="\n", flush=True)
+                print(
+                    f"\n{block.title}: none takes {block.rows[0].ms:.1f} ms",
+                    HEADER,
+                    *table(block.rows),
+                    sep="\n",
+                    flush=True,
+                )
                 for name, reason in block.skipped.items():
                     print(f"{name}: skipped: {reason}", file=sys.stderr, flush=True)
                 print(block.profile, end="", flush=True)

@@ -1,10 +1,10 @@
 """Builds one GPT under every recompute policy of ours, and under others' activation checkpointing.
 
-    ours            `policies` by name, as flags; all share one set of weights
-    torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core
-                    attention
-    transformers    GPT2LMHeadModel of the same shape, without and with
-                    gradient_checkpointing_enable (one rank only)
+ours            `policies` by name, as flags; all share one set of weights
+torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core
+                attention
+transformers    GPT2LMHeadModel of the same shape, without and with
+                gradient_checkpointing_enable (one rank only)
 """
 
 from __future__ import annotations
@@ -61,22 +61,46 @@ class Place:
 
 def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[str, Flags]:
     """Returns the flags of our policies by name."""
-    unit: Flags = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    unit: Flags = dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     table: dict[str, Flags] = {
         NONE: {},
         "uniform 1": unit,
         "uniform 1, no tail skip": {**unit, "recompute_tail_skip": False},
         "uniform 2": {**unit, "recompute_num_layers": 2},
-        f"block {num_layers // 2}": {**unit, "recompute_method": "block", "recompute_num_layers": num_layers // 2},
+        f"block {num_layers // 2}": {
+            **unit,
+            "recompute_method": "block",
+            "recompute_num_layers": num_layers // 2,
+        },
     }
     if tp_size > 1 and not sequence_parallel:  # sequence parallelism splits inputs already
         table["uniform 1, distribute"] = {**unit, "distribute_saved_activations": True}
-    for modules in ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation", "core_attn+layernorm+mlp"):
-        table[modules] = dict(recompute_granularity="selective", recompute_modules=tuple(modules.split("+")))
-    for policy in ("*:pointwise", "*:pointwise+core_attn", "every-2:full", "*:ops(matmul,attention)", "*:ops(matmul/2,attention)",
-                   "*:full@host", "*:pointwise@host", "*:none@host"):
+    for modules in (
+        "core_attn",
+        "mlp",
+        "layernorm+activation",
+        "core_attn+layernorm+activation",
+        "core_attn+layernorm+mlp",
+    ):
+        table[modules] = dict(
+            recompute_granularity="selective", recompute_modules=tuple(modules.split("+"))
+        )
+    for policy in (
+        "*:pointwise",
+        "*:pointwise+core_attn",
+        "every-2:full",
+        "*:ops(matmul,attention)",
+        "*:ops(matmul/2,attention)",
+        "*:full@host",
+        "*:pointwise@host",
+        "*:none@host",
+    ):
         table[policy] = dict(recompute_policy=policy)
-    table["every-2:full, else pointwise"] = dict(recompute_policy="every-2:full; *:pointwise+core_attn")
+    table["every-2:full, else pointwise"] = dict(
+        recompute_policy="every-2:full; *:pointwise+core_attn"
+    )
     return table
 
 
@@ -94,7 +118,11 @@ MODES = {"reentrant": True, "non-reentrant": False}
 def engine_names(num_layers: int) -> set[str]:
     """Returns the names of all rows that some setting has."""
     peers = {f"{name}, {mode}" for name in (*TORCH_PEERS, "transformers") for mode in MODES}
-    return {*policies(num_layers, tp_size=2, sequence_parallel=False), *peers, f"transformers, {NONE}"}
+    return {
+        *policies(num_layers, tp_size=2, sequence_parallel=False),
+        *peers,
+        f"transformers, {NONE}",
+    }
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,11 @@ class Contestants:
 def build_contestants(setting: Setting, place: Place) -> Contestants:
     """Returns every policy that this version has, and every peer that can run here."""
     engines, skipped = [], {}
-    table = policies(setting.shape.num_layers, tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel)
+    table = policies(
+        setting.shape.num_layers,
+        tp_size=place.parallel.tp_size,
+        sequence_parallel=place.sequence_parallel,
+    )
     for name, flags in table.items():
         if name.endswith("@host") and setting.device.type == "cpu":
             skipped[name] = "on a CPU the host's memory is the device's"
@@ -121,8 +153,17 @@ def build_contestants(setting: Setting, place: Place) -> Contestants:
         engines.append(_ours(name, config, setting, place, like=engines[0] if engines else None))
     for name, (rival, part, step) in TORCH_PEERS.items():
         for mode, use_reentrant in MODES.items():
-            engine = _ours(f"{name}, {mode}", RecomputeConfig(), setting, place, like=engines[0], rival=rival,
-                           prepare=partial(_checkpoint_layers, part=part, step=step, use_reentrant=use_reentrant))
+            engine = _ours(
+                f"{name}, {mode}",
+                RecomputeConfig(),
+                setting,
+                place,
+                like=engines[0],
+                rival=rival,
+                prepare=partial(
+                    _checkpoint_layers, part=part, step=step, use_reentrant=use_reentrant
+                ),
+            )
             engines.append(engine)
     if place.parallel.tp_size == 1:
         try:
@@ -132,25 +173,43 @@ def build_contestants(setting: Setting, place: Place) -> Contestants:
     return Contestants(tuple(engines), skipped)
 
 
-def _ours(name: str, config: RecomputeConfig, setting: Setting, place: Place, *, like: Engine | None,
-          rival: str | None = None, prepare: Callable[[nn.Module], None] | None = None) -> Engine:
+def _ours(
+    name: str,
+    config: RecomputeConfig,
+    setting: Setting,
+    place: Place,
+    *,
+    like: Engine | None,
+    rival: str | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Engine:
     """Returns an engine of our model. It uses the same weight tensors as `like`, if given.
 
     prepare: changes the model, for example to put a checkpoint around each layer.
     """
-    model = our_model(setting, place.parallel, sequence_parallel=place.sequence_parallel,
-                      plan=plan_stage(config, setting.shape.num_layers))
+    model = our_model(
+        setting,
+        place.parallel,
+        sequence_parallel=place.sequence_parallel,
+        plan=plan_stage(config, setting.shape.num_layers),
+    )
     if like is not None:
         names = (parameter_name for parameter_name, _ in model.named_parameters())
         model.load_state_dict(dict(zip(names, like.parameters, strict=True)), assign=True)
     if prepare is not None:
         prepare(model)
     batch = setting.batch()
-    return Engine(name=name, forward=lambda: model.loss(batch.tokens, batch.labels).mean(), rival=rival,
-                  parameters=tuple(model.parameters()))
+    return Engine(
+        name=name,
+        forward=lambda: model.loss(batch.tokens, batch.labels).mean(),
+        rival=rival,
+        parameters=tuple(model.parameters()),
+    )
 
 
-def _checkpoint_layers(model: Any, *, part: Callable[[Any], nn.Module], step: int, use_reentrant: bool) -> None:
+def _checkpoint_layers(
+    model: Any, *, part: Callable[[Any], nn.Module], step: int, use_reentrant: bool
+) -> None:
     """Puts torch.utils.checkpoint around one module of every `step`-th layer.
 
     It restores the generator's state but not our named streams. With dropout its replays of
@@ -172,11 +231,16 @@ def _transformers(setting: Setting) -> Iterator[Engine]:
         first = first or model
         model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
         if use_reentrant is not None:
-            renamed = getattr(model.model, "activation_checkpointing_enable", None)  # its name from transformers 6 on
+            # its name from transformers 6 on
+            renamed = getattr(model.model, "activation_checkpointing_enable", None)
             (renamed or model.model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
 
         def forward(model: nn.Module = model) -> Tensor:
             return F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
 
-        yield Engine(name=f"transformers, {mode}", forward=forward, parameters=tuple(model.parameters()),
-                     rival=NONE if use_reentrant is None else "uniform 1")
+        yield Engine(
+            name=f"transformers, {mode}",
+            forward=forward,
+            parameters=tuple(model.parameters()),
+            rival=NONE if use_reentrant is None else "uniform 1",
+        )

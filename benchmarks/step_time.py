@@ -40,9 +40,16 @@ def model_gemms(setting: Setting) -> Callable[[], None]:
     """Returns a function that runs each linear layer's forward matmul once, on its own data."""
     shape, dtype = setting.shape, DTYPES[setting.dtype]
     h, tokens = shape.hidden_size, shape.batch_size * shape.seq_length
-    sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [(h, shape.vocab_size)]
-    operands = {size: (torch.randn(tokens, size[0], device=setting.device, dtype=dtype),
-                       torch.randn(size[1], size[0], device=setting.device, dtype=dtype)) for size in set(sizes)}
+    sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [
+        (h, shape.vocab_size)
+    ]
+    operands = {
+        size: (
+            torch.randn(tokens, size[0], device=setting.device, dtype=dtype),
+            torch.randn(size[1], size[0], device=setting.device, dtype=dtype),
+        )
+        for size in set(sizes)
+    }
 
     def run() -> None:
         for size in sizes:
@@ -54,7 +61,12 @@ def model_gemms(setting: Setting) -> Callable[[], None]:
 def gemm_flops(shape: Shape) -> int:
     """Returns the FLOPs of one run of the function that `model_gemms` returns."""
     h = shape.hidden_size
-    return 2 * shape.batch_size * shape.seq_length * (shape.num_layers * 12 * h * h + h * shape.vocab_size)
+    return (
+        2
+        * shape.batch_size
+        * shape.seq_length
+        * (shape.num_layers * 12 * h * h + h * shape.vocab_size)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,21 +103,40 @@ def measure(setting: Setting, engines: dict[str, Step], clock: Clock, *, rounds:
             samples[name].append(clock.ms(step))
         gemm_ms.append(clock.ms(gemms))
     gemm_rate = gemm_flops(setting.shape) / (statistics.median(gemm_ms) / 1000.0)
-    flops = step_flops(setting.model_config(), batch=setting.shape.batch_size, seq_length=setting.shape.seq_length,
-                       padded_vocab_size=setting.shape.vocab_size)
+    flops = step_flops(
+        setting.model_config(),
+        batch=setting.shape.batch_size,
+        seq_length=setting.shape.seq_length,
+        padded_vocab_size=setting.shape.vocab_size,
+    )
     rows = []
     for name, times in samples.items():
         ms = statistics.median(times)
         ratios = [theirs / ours for theirs, ours in zip(times, samples[OURS], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
-        rows.append(Row(engine=name, dtype=setting.dtype, dropout=setting.dropout, ms=ms, samples_ms=times,
-                        tokens_per_second=setting.shape.batch_size * setting.shape.seq_length / ms * 1000.0,
-                        gemm_fraction=flops / gemm_rate / (ms / 1000.0), gemm_tflops=gemm_rate / 1e12,
-                        time_ratio=(middle, low, high), loss=losses[name].item()))
+        low, middle, high = (
+            statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+        )
+        rows.append(
+            Row(
+                engine=name,
+                dtype=setting.dtype,
+                dropout=setting.dropout,
+                ms=ms,
+                samples_ms=times,
+                tokens_per_second=setting.shape.batch_size * setting.shape.seq_length / ms * 1000.0,
+                gemm_fraction=flops / gemm_rate / (ms / 1000.0),
+                gemm_tflops=gemm_rate / 1e12,
+                time_ratio=(middle, low, high),
+                loss=losses[name].item(),
+            )
+        )
     return rows
 
 
-HEADER = f"{'dtype':8}{'dropout':>8}  {'engine':23}{'ms':>9}{'tokens/s':>11}{'GEMM':>6}   {'time / ours (quartiles)':24}"
+HEADER = (
+    f"{'dtype':8}{'dropout':>8}  {'engine':23}{'ms':>9}{'tokens/s':>11}{'GEMM':>6}   "
+    f"{'time / ours (quartiles)':24}"
+)
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -113,8 +144,11 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         middle, low, high = row.time_ratio
         ratio = "" if row.engine == OURS else f"{middle:.2f} ({low:.2f}-{high:.2f})"
-        yield (f"{row.dtype:8}{row.dropout:8.1f}  {row.engine:23}{row.ms:9.1f}{row.tokens_per_second:11.0f}"
-               f"{row.gemm_fraction:6.0%}   {ratio:24}").rstrip()
+        yield (
+            f"{row.dtype:8}{row.dropout:8.1f}  "
+            f"{row.engine:23}{row.ms:9.1f}{row.tokens_per_second:11.0f}"
+            f"{row.gemm_fraction:6.0%}   {ratio:24}"
+        ).rstrip()
 
 
 def available_peers(wanted: str) -> list[str]:
@@ -130,8 +164,12 @@ def available_peers(wanted: str) -> list[str]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = benchmark_parser("step_time.py", (__doc__ or "").partition("\n")[0], repeats=15)
-    parser.add_argument("--peer", choices=["auto", "both", *PEERS], default="auto",
-                        help="auto (default): transformers, or plain where that is missing")
+    parser.add_argument(
+        "--peer",
+        choices=["auto", "both", *PEERS],
+        default="auto",
+        help="auto (default): transformers, or plain where that is missing",
+    )
     return parse_benchmark(parser, argv)
 
 
@@ -145,7 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         setting = Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout)
         engines = build_engines(setting, available_peers(args.peer))
         rows = measure(setting, engines, clock_of(args), rounds=args.repeats)
-        print(*table(rows), f"{'':18}matmuls alone: {rows[0].gemm_tflops:.3g} TFLOP/s", sep="\n", flush=True)
+        print(
+            *table(rows),
+            f"{'':18}matmuls alone: {rows[0].gemm_tflops:.3g} TFLOP/s",
+            sep="\n",
+            flush=True,
+        )
         report["rows"] += [asdict(row) for row in rows]
         if args.profile:
             profiles.append(profile(f"{dtype}, dropout {dropout}", engines, args.device))

@@ -23,8 +23,13 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import ALIGNMENT
 
 ALL_REDUCE, GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
-KINDS = {"allreduce_": ALL_REDUCE, "_allgather_base_": GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "send": SEND,
-         "alltoall_base_": REDUCE_SCATTER}  # a part of a reduce-scatter (parallel/collectives.py)
+KINDS = {
+    "allreduce_": ALL_REDUCE,
+    "_allgather_base_": GATHER,
+    "_reduce_scatter_base_": REDUCE_SCATTER,
+    "send": SEND,
+    "alltoall_base_": REDUCE_SCATTER,
+}  # a part of a reduce-scatter (parallel/collectives.py)
 UNCOUNTED = ("recv_", "barrier")  # a message is counted where it is sent
 FLOAT32 = 4
 
@@ -48,7 +53,13 @@ class Traffic(TorchDispatchMode):
         self.bytes: Counter[str] = Counter()
         self.messages: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().split("::")[1]
             if name in KINDS:
@@ -60,13 +71,21 @@ class Traffic(TorchDispatchMode):
     def _count(self, kind: str, args: tuple[Any, ...]) -> None:
         leaves = tree_leaves(args)
         whole = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        group = next(dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
+        group = next(
+            dist.ProcessGroup.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject)
+        )
         self.bytes[kind] += received(kind, whole, group.size())
         self.messages[kind] += 1
 
 
-def foretold(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], *, ranks: int, micro_batches: int,
-             element_bytes: int) -> Counter[str]:
+def foretold(
+    config: DataParallelConfig,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    ranks: int,
+    micro_batches: int,
+    element_bytes: int,
+) -> Counter[str]:
     """Returns the bytes that a rank receives in a step, by kind of collective.
 
     It is for `ranks` > 1 data-parallel ranks at tensor-parallel size 1.
@@ -83,10 +102,16 @@ def foretold(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], *,
         for unit, members in _units(config, shapes).items():
             # FSDP2 shards the first dimension and pads it to a multiple of the ranks. It reduces
             # the gradients of every micro-batch, in contrast to the buckets below.
-            elements = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in members)
-            found[REDUCE_SCATTER] += micro_batches * received(REDUCE_SCATTER, elements * FLOAT32, ranks)
+            elements = sum(
+                -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in members
+            )
+            found[REDUCE_SCATTER] += micro_batches * received(
+                REDUCE_SCATTER, elements * FLOAT32, ranks
+            )
             gathers = _gathers(config, unit, tied="output_layer.weight" not in shapes)
-            found[GATHER] += micro_batches * gathers * received(GATHER, elements * element_bytes, ranks)
+            found[GATHER] += (
+                micro_batches * gathers * received(GATHER, elements * element_bytes, ranks)
+            )
         return found
     for elements in _buckets(config, shapes, ranks):
         if config.use_distributed_optimizer:
@@ -97,7 +122,9 @@ def foretold(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], *,
     return found
 
 
-def _buckets(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ranks: int) -> list[int]:
+def _buckets(
+    config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ranks: int
+) -> list[int]:
     """Returns the number of elements of each gradient bucket, with padding."""
     size, sizes = config.bucket_size(ranks), [math.prod(shape) for shape in shapes.values()]
     buckets: list[list[int]] = [[]]
@@ -106,19 +133,33 @@ def _buckets(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ra
             buckets.append([])
         buckets[-1].append(elements)
     multiple = ALIGNMENT * (ranks if config.use_distributed_optimizer else 1)
-    return [_round_up(sum(_round_up(elements, ALIGNMENT) for elements in bucket), multiple) for bucket in buckets]
+    return [
+        _round_up(sum(_round_up(elements, ALIGNMENT) for elements in bucket), multiple)
+        for bucket in buckets
+    ]
 
 
-def _units(config: DataParallelConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Sequence[int]]]:
+def _units(
+    config: DataParallelConfig, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, list[Sequence[int]]]:
     """Returns the shapes of the parameters that FSDP2 gathers together, by unit.
 
     The units are "3" for a layer, "embedding", "output", and "" for the rest.
     """
     units: dict[str, list[Sequence[int]]] = {}
     for name, shape in shapes.items():
-        layer = name.removeprefix("decoder.layers.").partition(".")[0] if name.startswith("decoder.layers.") else ""
-        alone = {"embedding.word_embeddings.weight": "embedding", "output_layer.weight": "output"}.get(name, "")
-        units.setdefault(layer or (alone if config.fsdp_memory_efficient_wrapping else ""), []).append(shape)
+        layer = (
+            name.removeprefix("decoder.layers.").partition(".")[0]
+            if name.startswith("decoder.layers.")
+            else ""
+        )
+        alone = {
+            "embedding.word_embeddings.weight": "embedding",
+            "output_layer.weight": "output",
+        }.get(name, "")
+        units.setdefault(
+            layer or (alone if config.fsdp_memory_efficient_wrapping else ""), []
+        ).append(shape)
     return units
 
 

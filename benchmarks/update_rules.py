@@ -2,7 +2,8 @@
 
     row     ours                 torch's
     adam    --optimizer adam     clip_grad_norm_, AdamW(fused=True)
-    muon    --optimizer muon     clip_grad_norm_, Muon for the matrices of layers, AdamW(fused=True) for the rest
+    muon    --optimizer muon     clip_grad_norm_, Muon for the matrices of layers, AdamW(fused=True)
+                                 for the rest
 
 A step computes the global norm, clips at 1.0 and updates. Our step also decides whether it is
 skipped. Both Muons use the simple coefficients, Nesterov momentum and linear_qkv as one matrix. The
@@ -44,12 +45,23 @@ from megatron_lite.model.gpt import GPTModel  # noqa: E402
 from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
 from megatron_lite.parallel.parameter_spec import spec_of  # noqa: E402
 
-MUON = OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_coefficient_type="simple", muon_split_qkv=False,
-                       muon_scale_mode="shape_scaling", muon_momentum=0.95)
+MUON = OptimizerConfig(
+    optimizer="muon",
+    muon_nesterov=True,
+    muon_coefficient_type="simple",
+    muon_split_qkv=False,
+    muon_scale_mode="shape_scaling",
+    muon_momentum=0.95,
+)
 # By row: our config, and whether it is compared with torch's Muon (True) or AdamW (False).
 RULES: Mapping[str, tuple[OptimizerConfig, bool]] = {
-    "adam": (OptimizerConfig(), False), "muon": (MUON, True),
-    "muon, split qkv": (OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_coefficient_type="simple"), True)}
+    "adam": (OptimizerConfig(), False),
+    "muon": (MUON, True),
+    "muon, split qkv": (
+        OptimizerConfig(optimizer="muon", muon_nesterov=True, muon_coefficient_type="simple"),
+        True,
+    ),
+}
 Step = Callable[[], object]
 
 
@@ -92,9 +104,15 @@ def torch_step(setting: Setting, *, muon: bool) -> Step:
     model = model_with_gradients(setting)
     matrices = [one for one in model.parameters() if muon and spec_of(one).matrices]
     others = [one for one in model.parameters() if not (muon and spec_of(one).matrices)]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=LEARNING_RATE, weight_decay=0.01, fused=True)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(others, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    ]
     if muon:
-        optimizers.append(torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.01, momentum=0.95, nesterov=True))
+        optimizers.append(
+            torch.optim.Muon(
+                matrices, lr=LEARNING_RATE, weight_decay=0.01, momentum=0.95, nesterov=True
+            )
+        )
 
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -118,9 +136,17 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
             name = names[(place + number) % len(names)]
             progress(f"round {number + 1} of {args.repeats}, {name}")
             samples[name].append(clock.ms(steps[name]))
-    return [Row(rule=rule, ms=statistics.median(samples[rule]), torch_ms=statistics.median(samples[f"torch, {rule}"]),
-                time_ratio=spread(samples[rule], samples[f"torch, {rule}"]), samples_ms=samples[rule],
-                torch_samples_ms=samples[f"torch, {rule}"]) for rule in RULES]
+    return [
+        Row(
+            rule=rule,
+            ms=statistics.median(samples[rule]),
+            torch_ms=statistics.median(samples[f"torch, {rule}"]),
+            time_ratio=spread(samples[rule], samples[f"torch, {rule}"]),
+            samples_ms=samples[rule],
+            torch_samples_ms=samples[f"torch, {rule}"],
+        )
+        for rule in RULES
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,12 +155,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(dropout=[0.0], dtype=["float32"])
     args = parse_benchmark(parser, argv)
     if args.dtype != ["float32"] or args.dropout != [0.0] or args.profile:
-        parser.error("an optimizer step has no dropout, and torch's Muon no float32 masters: leave --dtype, --dropout and "
-                     "--profile out")
+        parser.error(
+            "an optimizer step has no dropout, and torch's Muon no float32 masters: leave "
+            "--dtype, --dropout and "
+            "--profile out"
+        )
     report: dict[str, Any] = new_report(args)
-    print(heading(report), f"{'rule':20}{'ms':>9}{'torch ms':>10}  time / torch", sep="\n", flush=True)
-    for row in measure(Setting(shape=args.shape, device=args.device, dtype="float32", dropout=0.0), args, Progress()):
-        print(f"{row.rule:20}{row.ms:9.2f}{row.torch_ms:10.2f}  " + "{:.3f} ({:.3f}-{:.3f})".format(*row.time_ratio))
+    print(
+        heading(report), f"{'rule':20}{'ms':>9}{'torch ms':>10}  time / torch", sep="\n", flush=True
+    )
+    for row in measure(
+        Setting(shape=args.shape, device=args.device, dtype="float32", dropout=0.0),
+        args,
+        Progress(),
+    ):
+        print(
+            f"{row.rule:20}{row.ms:9.2f}{row.torch_ms:10.2f}  "
+            + "{:.3f} ({:.3f}-{:.3f})".format(*row.time_ratio)
+        )
         report["rows"].append(asdict(row))
     write_report(report, args.json)
     return 0

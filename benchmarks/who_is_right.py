@@ -55,7 +55,12 @@ MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
-NOT_APPLICABLE, EQUAL, ROUNDED, REFUSED_TOO = "-", "equal", "equal up to rounding", "error, as without"
+NOT_APPLICABLE, EQUAL, ROUNDED, REFUSED_TOO = (
+    "-",
+    "equal",
+    "equal up to rounding",
+    "error, as without",
+)
 PLAIN_REFUSES = "weights written before backward"
 
 
@@ -78,7 +83,9 @@ def _wrap_layers(model: nn.Module, foreign: Foreign, *, use_reentrant: bool) -> 
             layer.forward = partial(_checkpointed, layer.forward, use_reentrant)
 
 
-def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(
+    forward: Callable[..., Any], use_reentrant: bool, *args: Any, **kwargs: Any
+) -> Any:
     """Calls `forward` under torch's checkpoint.
 
     The reentrant mode takes no keyword arguments. They are passed by position, so that it sees
@@ -95,8 +102,12 @@ def _checkpointed(forward: Callable[..., Any], use_reentrant: bool, *args: Any, 
 
 
 def _enable(model: nn.Module, foreign: Foreign, *, use_reentrant: bool | None) -> None:
-    inner: Any = next(module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
-    inner.gradient_checkpointing_enable(None if use_reentrant is None else {"use_reentrant": use_reentrant})
+    inner: Any = next(
+        module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)
+    )
+    inner.gradient_checkpointing_enable(
+        None if use_reentrant is None else {"use_reentrant": use_reentrant}
+    )
 
 
 def _policy(model: nn.Module, foreign: Foreign, *, text: str, verify: bool = False) -> None:
@@ -157,7 +168,9 @@ def alone(training: Callable[[], Outcome], seconds: int) -> Outcome | str:
     The training runs in its own process, because some engines never return.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send, args=(training, seconds, writer))
+    process = multiprocessing.get_context("fork").Process(
+        target=_send, args=(training, seconds, writer)
+    )
     process.start()
     writer.close()
     try:
@@ -166,7 +179,11 @@ def alone(training: Callable[[], Outcome], seconds: int) -> Outcome | str:
         process.join()
         # A stack overflow or the time limit: the size of the stack decides which comes first.
         endless = process.exitcode in (-signal.SIGXCPU, -signal.SIGSEGV)
-        found = "**hangs, or the process dies**" if endless else f"error: the process ends with {process.exitcode}"
+        found = (
+            "**hangs, or the process dies**"
+            if endless
+            else f"error: the process ends with {process.exitcode}"
+        )
     process.join()
     reader.close()
     return found
@@ -187,13 +204,18 @@ def verdict(expected: Outcome, found: Outcome, tolerance: float) -> str:
     """Returns the comparison in a few words. Bold text means that the training is wrong."""
     counts, parts = count_unequal(expected, found, tolerance), []
     rounded = counts["rounded"] > 0 or not all(map(torch.equal, expected.losses, found.losses))
-    if any(error_of(one, other) > tolerance for one, other in zip(expected.losses, found.losses, strict=True)):
+    if any(
+        error_of(one, other) > tolerance
+        for one, other in zip(expected.losses, found.losses, strict=True)
+    ):
         parts.append("loss wrong")
     trained = sum(gradient is not None for gradient in expected.gradients.values())
     parts += [f"{counts[kind]} of {trained} {kind}" for kind in ("wrong", "lost") if counts[kind]]
     if counts["made up"]:
         parts.append(f"{counts['made up']} zeros for None")
-    changed = sum(not torch.equal(buffer, found.buffers[name]) for name, buffer in expected.buffers.items())
+    changed = sum(
+        not torch.equal(buffer, found.buffers[name]) for name, buffer in expected.buffers.items()
+    )
     if changed:
         parts.append(f"{changed} of {len(expected.buffers)} buffers differ")
     if not torch.equal(expected.generator, found.generator):
@@ -222,7 +244,7 @@ SHORT = {
     r"backward through the graph a second time": "backward through a graph that is gone",
     r"A different number of tensors": "the replay saves another number of tensors",
     r"modified by an inplace operation|modified in-place since": "a tensor was written in place",
-    r"is being modified inplace|is being used in an in-place": "an argument must not be written in place",
+    r"is being (modified inplace|used in an in-place)": "an argument must not be written in place",
     r"does not require grad and does not have a grad_fn": "the loss has no gradient",
     r"checkpoint is incompatible with": "not with torch.autograd.grad",
     r"has been marked as ready twice|mark a variable ready only once": "DDP gets a gradient twice",
@@ -242,21 +264,53 @@ def _trained(names: Sequence[str]) -> Iterator[Row]:
 
 def _ways() -> Iterator[Row]:
     model = MODELS[WAYS_OF]
-    for name in ("two forwards in flight", "bf16 autocast", "adapters", "adapters under bf16 autocast", "backward twice",
-                 "torch.autograd.grad", "functional_call", "second-order gradients", PLAIN_REFUSES):
-        yield Row(WAYS[name], model, partial(train, model, name), tolerance=BF16_ROUNDING if "bf16" in name else ROUNDING,
-                  plain_refuses=name == PLAIN_REFUSES)
-    for name, other, options in (("DDP", model, {}), ("DDP, static_graph", model, dict(static=True)),
-                                 ("DDP, find_unused_parameters", model, dict(find_unused=True)),
-                                 ("the same, a layer with an output that nobody reads", LAYERS["an output that nobody reads"],
-                                  dict(find_unused=True))):
-        yield Row(name, other, partial(_in_ranks, other, dict(dict(find_unused=False), **options)), seconds=300)
+    for name in (
+        "two forwards in flight",
+        "bf16 autocast",
+        "adapters",
+        "adapters under bf16 autocast",
+        "backward twice",
+        "torch.autograd.grad",
+        "functional_call",
+        "second-order gradients",
+        PLAIN_REFUSES,
+    ):
+        yield Row(
+            WAYS[name],
+            model,
+            partial(train, model, name),
+            tolerance=BF16_ROUNDING if "bf16" in name else ROUNDING,
+            plain_refuses=name == PLAIN_REFUSES,
+        )
+    for name, other, options in (
+        ("DDP", model, {}),
+        ("DDP, static_graph", model, dict(static=True)),
+        ("DDP, find_unused_parameters", model, dict(find_unused=True)),
+        (
+            "the same, a layer with an output that nobody reads",
+            LAYERS["an output that nobody reads"],
+            dict(find_unused=True),
+        ),
+    ):
+        yield Row(
+            name,
+            other,
+            partial(_in_ranks, other, dict(dict(find_unused=False), **options)),
+            seconds=300,
+        )
     chain = LAYERS["a tensor"]
-    for name, other, wrap, first in ((f"torch.compile around {WAYS_OF}", model, compile_around, False),
-                                     ("torch.compile around a chain of layers", chain, compile_around, False),
-                                     ("torch.compile around each layer, engine included", chain, compile_layers, False),
-                                     ("the engine around compiled forwards", chain, compile_forwards, True)):
-        yield Row(name, other, partial(train_compiled, other, wrap=wrap, backend="aot_eager", first=first), seconds=600)
+    for name, other, wrap, first in (
+        (f"torch.compile around {WAYS_OF}", model, compile_around, False),
+        ("torch.compile around a chain of layers", chain, compile_around, False),
+        ("torch.compile around each layer, engine included", chain, compile_layers, False),
+        ("the engine around compiled forwards", chain, compile_forwards, True),
+    ):
+        yield Row(
+            name,
+            other,
+            partial(train_compiled, other, wrap=wrap, backend="aot_eager", first=first),
+            seconds=600,
+        )
 
 
 WAYS = {
@@ -274,14 +328,19 @@ WAYS = {
 
 def _in_ranks(foreign: Foreign, options: dict[str, bool], prepare: Prepare | None) -> Outcome:
     """Returns the outcome of the first of two ranks that train under DDP."""
-    result = run_ranks(lambda rank, size: train_in_ddp(foreign, prepare, **options), 2, detail=False, timeout=60)[0]
+    result = run_ranks(
+        lambda rank, size: train_in_ddp(foreign, prepare, **options), 2, detail=False, timeout=60
+    )[0]
     assert isinstance(result, Outcome)
     return result
 
 
 TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
     "Models of transformers, called by default": ("model", lambda: _trained([*FAMILIES])),
-    "The same where more goes into a layer, or more of it into the loss": ("model", lambda: _trained([*VARIANTS])),
+    "The same where more goes into a layer, or more of it into the loss": (
+        "model",
+        lambda: _trained([*VARIANTS]),
+    ),
     "Layers of plain torch": ("a layer returns, holds, takes or does", lambda: _trained([*LAYERS])),
     "What other engines do not see": ("a layer draws or counts with", lambda: _trained([*UNSEEN])),
     f"Ways to train ({WAYS_OF} unless said)": ("way", _ways),
@@ -291,7 +350,9 @@ TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
 def tables() -> str:
     """Returns Markdown: a summary, and a table for each kind of row."""
     _warm_up()
-    found = {title: [(row.name, cells(row)) for row in rows()] for title, (_, rows) in TABLES.items()}
+    found = {
+        title: [(row.name, cells(row)) for row in rows()] for title, (_, rows) in TABLES.items()
+    }
     head = [engine.name for engine in ENGINES]
     every = [each for lines in found.values() for _, each in lines]
     kinds: dict[str, Callable[[str], bool]] = {
@@ -301,9 +362,22 @@ def tables() -> str:
         "silently other": lambda text: text.startswith("**"),
         "not applicable": lambda text: text == NOT_APPLICABLE,
     }
-    parts = [f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on a CPU. Rows by outcome:\n",
-             _table(["rows", *head], [(name, [str(sum(kind(line[number]) for line in every)) for number in range(len(head))])
-                                      for name, kind in kinds.items()])]
+    parts = [
+        (
+            f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on "
+            "a CPU. Rows by outcome:\n"
+        ),
+        _table(
+            ["rows", *head],
+            [
+                (
+                    name,
+                    [str(sum(kind(line[number]) for line in every)) for number in range(len(head))],
+                )
+                for name, kind in kinds.items()
+            ],
+        ),
+    ]
     for title, (what, _) in TABLES.items():
         parts += [f"### {title}\n", _table([what, *head], found[title])]
     return "\n".join(parts)
@@ -315,7 +389,11 @@ def _warm_up() -> None:
     The imports of a selective checkpoint and of a compiler take seconds.
     """
     for name, way in (("a tensor", "two micro-batches"), ("BERT", "bf16 autocast")):
-        train(MODELS[name], way, lambda model, name=name: _policy(model, MODELS[name], text="0:ops(matmul)"))
+        train(
+            MODELS[name],
+            way,
+            lambda model, name=name: _policy(model, MODELS[name], text="0:ops(matmul)"),
+        )
     train_compiled(MODELS["a tensor"], None, wrap=compile_layers, backend="aot_eager")
 
 
@@ -326,11 +404,18 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables, or writes them into a page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="a page with the two marks between which the tables stand")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, help="a page with the two marks between which the tables stand"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.output and not chosen.output.is_file():
-        parser.error(f"--output {chosen.output} does not exist: name a page that holds the marks {BEGIN} and {END}")
+        parser.error(
+            f"--output {chosen.output} does not exist: name a page that holds the marks "
+            f"{BEGIN} and {END}"
+        )
     page = chosen.output.read_text() if chosen.output else ""
     if chosen.output and not (BEGIN in page and END in page):
         parser.error(f"{chosen.output} lacks the marks {BEGIN} and {END}")

@@ -1,1 +1,2 @@
-"""A Megatron-style tensor-parallel GPT training engine. Start reading at pretrain_gpt.py, then training/loop.py."""
+"""A Megatron-style tensor-parallel GPT training engine. Start reading at pretrain_gpt.py, then
+training/loop.py."""

@@ -1,4 +1,5 @@
-"""Settings of every test: one thread before any fork, and no CUDA outside the tests marked `gpu`."""
+"""Settings of every test: one thread before any fork, and no CUDA outside the tests marked
+`gpu`."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ try:
 except ImportError:  # benchmarks/gpu.sh runs tests/gpu also where nothing but pytest is installed
     settings = None  # type: ignore[assignment, misc]
 
-# run_ranks forks this process. A fork hangs in its first parallel loop once the parent has started OpenMP's threads.
+# run_ranks forks this process. A fork hangs in its first parallel loop once the parent has started
+# OpenMP's threads.
 torch.set_num_threads(1)
 
-# Started in the background, or by nohup, these tests would hand ignored signals on to the programs that they start.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# Started in the background, or by nohup, these tests would hand ignored signals on to the programs
+# that they start.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
@@ -28,20 +34,25 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 # Hypothesis: no limit in seconds may fail a test on a slow machine.
 if settings is not None:
     for profile, examples in (("quick", 30), ("thorough", 120)):
-        settings.register_profile(profile, max_examples=examples, deadline=None,
-                                  suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+        settings.register_profile(
+            profile,
+            max_examples=examples,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        )
     settings.load_profile("thorough" if FULL_GRIDS else "quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`pytest -m gpu` sees the GPUs. Any other run hides them: CUDA does not survive the forks, and the CPU is the subject."""
+    """`pytest -m gpu` sees the GPUs. Any other run hides them: CUDA does not survive the forks, and
+    the CPU is the subject."""
     if config.getoption("markexpr", default="").strip() != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:
-    """Takes what was imported and collected out of the garbage collector's hands: looking through it takes a second each
-    time, and in a forked rank it copies every page."""
+    """Takes what was imported and collected out of the garbage collector's hands: looking through
+    it takes a second each time, and in a forked rank it copies every page."""
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,7 @@
 """Counts by which a checkout can be compared with an earlier one.
 
-    python tests/counts.py                      this checkout
-    python tests/counts.py --root OTHER         another one
+python tests/counts.py                      this checkout
+python tests/counts.py --root OTHER         another one
 """
 
 from __future__ import annotations
@@ -19,15 +19,25 @@ from pathlib import Path
 FRAGMENT = re.compile(r"\s*(Of|That of|Those of|What|Where|As it|The same|For|Those)\b")
 REGION_NAMES = {"core_attn", "layernorm", "mlp", "activation", "dropout", "pointwise"}
 REGION_CONSTANTS = {"CORE_ATTENTION", "LAYERNORM", "MLP_REGION", "ACTIVATION", "DROPOUT"}
-IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-           tokenize.ENDMARKER)
+IGNORED = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
     root = parser.parse_args().root
-    library = sorted((root / "megatron_lite").rglob("*.py")) + [root / "arguments.py", root / "pretrain_gpt.py"]
+    library = sorted((root / "megatron_lite").rglob("*.py")) + [
+        root / "arguments.py",
+        root / "pretrain_gpt.py",
+    ]
     tests = sorted((root / "tests").rglob("*.py"))
     for name, value in (*counts_of_library(library), *counts_of_tests(tests)):
         print(f"{value:>9,.1f}  {name}" if isinstance(value, float) else f"{value:>9,}  {name}")
@@ -43,10 +53,19 @@ def counts_of_library(paths: list[Path]) -> Iterator[tuple[str, float]]:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             comments += token.type == tokenize.COMMENT
             tokens += token.type not in IGNORED
-    docstrings = [text for tree in trees.values() for node in ast.walk(tree)
-                  if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                  and (text := ast.get_docstring(node)) is not None]
-    classes = Counter(node.name.lstrip("_") for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    docstrings = [
+        text
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node)) is not None
+    ]
+    classes = Counter(
+        node.name.lstrip("_")
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    )
     files = Counter(path.name for path in paths if path.name != "__init__.py")
     lines = [line for text in sources.values() for line in text.splitlines()]
     yield "files of the library", len(paths)
@@ -54,7 +73,10 @@ def counts_of_library(paths: list[Path]) -> Iterator[tuple[str, float]]:
     yield "tokens without comments", tokens
     yield "comments for each 1,000 tokens", 1000 * comments / tokens
     yield "docstrings", len(docstrings)
-    yield "docstrings that begin with a fragment", sum(bool(FRAGMENT.match(text)) for text in docstrings)
+    yield (
+        "docstrings that begin with a fragment",
+        sum(bool(FRAGMENT.match(text)) for text in docstrings),
+    )
     yield "lines of more than 100 columns", sum(len(line) > 100 for line in lines)
     yield "class names that are used twice", sum(count > 1 for count in classes.values())
     yield "file names that are used twice", sum(count > 1 for count in files.values())
@@ -63,25 +85,46 @@ def counts_of_library(paths: list[Path]) -> Iterator[tuple[str, float]]:
 
 def region_conditions(tree: ast.Module) -> int:
     """Returns how many comparisons and conditions name one region."""
-    return sum(any(_names_region(part) for part in ast.walk(node)) for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    return sum(
+        any(_names_region(part) for part in ast.walk(node))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare)
+    )
 
 
 def _names_region(node: ast.AST) -> bool:
     return (isinstance(node, ast.Constant) and node.value in REGION_NAMES) or (
-        isinstance(node, ast.Name) and node.id in REGION_CONSTANTS)
+        isinstance(node, ast.Name) and node.id in REGION_CONSTANTS
+    )
 
 
 def counts_of_tests(paths: list[Path]) -> Iterator[tuple[str, float]]:
     """Yields the counts of the tests, with their names."""
     trees = [ast.parse(path.read_text()) for path in paths]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    yield "test functions", sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in nodes)
-    yield "reads of private attributes in tests", sum(
-        isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        and not (isinstance(node.value, ast.Name) and node.value.id == "self") for node in nodes)
-    yield "patched names in tests", sum(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("setattr", "setitem")
-        for node in nodes)
+    yield (
+        "test functions",
+        sum(isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for node in nodes),
+    )
+    yield (
+        "reads of private attributes in tests",
+        sum(
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+            for node in nodes
+        ),
+    )
+    yield (
+        "patched names in tests",
+        sum(
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("setattr", "setitem")
+            for node in nodes
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ trap 'if [[ $checker ]]; then kill "$checker" 2>/dev/null || true; fi; rm -f "$t
 
 status=0
 ruff check . || status=1
+ruff format --check --quiet . || { echo "these files are not formatted: run ruff format ." && ruff format --check .; status=1; }
 mypy >"$types" 2>&1 &  # one process, which beside the tests leaves no core idle
 checker=$!
 # One process more than there are cores, since tests wait for their ranks. worksteal: a process gets tests that lie together,

@@ -1,4 +1,5 @@
-"""What a command line is told: faults in one line with exit status 2, notices for what does less than it says."""
+"""What a command line is told: faults in one line with exit status 2, notices for what does less
+than it says."""
 
 from __future__ import annotations
 
@@ -17,41 +18,91 @@ from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 --seq-length 8 --micro-batch-size 2 "
-       "--vocab-size 99 --train-iters 10")
+RUN = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
+    "--seq-length 8 --micro-batch-size 2 "
+    "--vocab-size 99 --train-iters 10"
+)
 
 FAULTS = [
     # rules of the configs, with the values and the fix
-    ("--hidden-size 18", "--hidden-size 18 is not divisible by --num-attention-heads 4: change one of them, or set"),
-    ("--tensor-model-parallel-size 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
+    (
+        "--hidden-size 18",
+        "--hidden-size 18 is not divisible by --num-attention-heads 4: change one of them, or set",
+    ),
+    (
+        "--tensor-model-parallel-size 3",
+        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+    ),
     ("--num-layers 0", "--num-layers must be at least 1 (got 0)"),
     ("--lr nan", "--lr must be at least 0.0 (got nan)"),
     ("--lr inf", "--lr must be at least 0.0 and finite (got inf)"),
     ("--hidden-dropout 1.0", "--hidden-dropout must be in [0.0, 1.0) (got 1.0)"),
     ("--swiglu --squared-relu", "--swiglu and --squared-relu are two activations: choose one"),
     ("--seq-length 9", "--seq-length 9 is above --max-position-embeddings 8"),
-    ("--train-samples 5 --global-batch-size 4", "--train-iters and --train-samples both give the length of the run: set one"),
+    (
+        "--train-samples 5 --global-batch-size 4",
+        "--train-iters and --train-samples both give the length of the run: set one",
+    ),
     ("--global-batch-size 5", "--global-batch-size 5 is not divisible by --micro-batch-size 2"),
     ("--save-interval 5", "--save-interval 5 needs --save DIR"),
     ("--data-path a --mock-data", "--data-path and --mock-data are two sources of data: set one"),
-    ("--position-embedding-type yarn", "--position-embedding-type must be one of learned_absolute, rope, none (got 'yarn')"),
-    ("--tokenizer-type TikTokenizer", "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer"),
+    (
+        "--position-embedding-type yarn",
+        "--position-embedding-type must be one of learned_absolute, rope, none (got 'yarn')",
+    ),
+    (
+        "--tokenizer-type TikTokenizer",
+        "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer",
+    ),
     ("--optimizer sgd", "--optimizer must be one of adam, muon (got 'sgd')"),
     ("--muon-nesterov", "--muon-nesterov needs --optimizer muon (got adam)"),
-    ("--optimizer muon --muon-scalar-optimizer lion", "Megatron's --muon-scalar-optimizer lion is not supported here, only "
-     "adam: the optimizer is AdamW, or Muon with AdamW for what is no matrix"),
-    ("--optimizer muon --muon-use-syrk", "Megatron's --muon-use-syrk is not supported here: the optimizer is AdamW, or Muon"),
-    ("--attention-backend cudnn", "--attention-backend must be one of auto, flash, unfused (got 'cudnn')"),
-    ("--use-torch-fsdp2 --use-distributed-optimizer", "--use-torch-fsdp2 shares out the optimizer states too: leave"),
-    ("--overlap-param-gather --overlap-grad-reduce", "--overlap-param-gather needs --use-distributed-optimizer"),
-    ("--overlap-param-gather --use-torch-fsdp2", "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
-     "are gathered after a step (--use-torch-fsdp2 gathers each layer"),
-    ("--overlap-param-gather --use-distributed-optimizer", "--overlap-param-gather needs --overlap-grad-reduce"),
-    ("--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile",
-     "--overlap-param-gather cannot go with --torch-compile"),
-    ("--torch-fsdp2-no-reshard-after-forward", "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2"),
-    ("--no-fsdp-reshard-after-forward", "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2"),
-    ("--fsdp-memory-efficient-wrapping", "--fsdp-memory-efficient-wrapping needs --use-torch-fsdp2"),
+    (
+        "--optimizer muon --muon-scalar-optimizer lion",
+        "Megatron's --muon-scalar-optimizer lion is not supported here, only "
+        "adam: the optimizer is AdamW, or Muon with AdamW for what is no matrix",
+    ),
+    (
+        "--optimizer muon --muon-use-syrk",
+        "Megatron's --muon-use-syrk is not supported here: the optimizer is AdamW, or Muon",
+    ),
+    (
+        "--attention-backend cudnn",
+        "--attention-backend must be one of auto, flash, unfused (got 'cudnn')",
+    ),
+    (
+        "--use-torch-fsdp2 --use-distributed-optimizer",
+        "--use-torch-fsdp2 shares out the optimizer states too: leave",
+    ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce",
+        "--overlap-param-gather needs --use-distributed-optimizer",
+    ),
+    (
+        "--overlap-param-gather --use-torch-fsdp2",
+        "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
+        "are gathered after a step (--use-torch-fsdp2 gathers each layer",
+    ),
+    (
+        "--overlap-param-gather --use-distributed-optimizer",
+        "--overlap-param-gather needs --overlap-grad-reduce",
+    ),
+    (
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile",
+        "--overlap-param-gather cannot go with --torch-compile",
+    ),
+    (
+        "--torch-fsdp2-no-reshard-after-forward",
+        "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2",
+    ),
+    (
+        "--no-fsdp-reshard-after-forward",
+        "--torch-fsdp2-no-reshard-after-forward needs --use-torch-fsdp2",
+    ),
+    (
+        "--fsdp-memory-efficient-wrapping",
+        "--fsdp-memory-efficient-wrapping needs --use-torch-fsdp2",
+    ),
     ("--ddp-bucket-size 0", "--ddp-bucket-size must be at least 1 (got 0)"),
     ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
     # words that are no command line
@@ -61,78 +112,209 @@ FAULTS = [
     ("--bf16 true", "'true' follows no flag that takes it"),
     ("--bf16=true", "ignored explicit argument 'true'"),
     # contradictions between two ways to say one thing
-    ("--use-rotary-position-embeddings --position-embedding-type none", "--use-rotary-position-embeddings contradicts"),
-    ("--no-position-embedding --position-embedding-type learned_absolute", "--no-position-embedding contradicts"),
-    ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
-     "--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one of them out"),
-    ("--use-torch-fsdp2 --fsdp-reshard-after-forward --torch-fsdp2-no-reshard-after-forward",
-     "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward"),
+    (
+        "--use-rotary-position-embeddings --position-embedding-type none",
+        "--use-rotary-position-embeddings contradicts",
+    ),
+    (
+        "--no-position-embedding --position-embedding-type learned_absolute",
+        "--no-position-embedding contradicts",
+    ),
+    (
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        (
+            "--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one of "
+            "them out"
+        ),
+    ),
+    (
+        "--use-torch-fsdp2 --fsdp-reshard-after-forward --torch-fsdp2-no-reshard-after-forward",
+        "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward",
+    ),
     # flags of Megatron that are refused: the reason and the nearest thing that works
-    ("--num-experts 8", "Megatron's --num-experts is not supported here: mixture-of-experts layers are not built; train a dense"),
+    (
+        "--num-experts 8",
+        (
+            "Megatron's --num-experts is not supported here: mixture-of-experts layers are not "
+            "built; train a dense"
+        ),
+    ),
     ("--num-experts=8", "Megatron's --num-experts is not supported here"),
-    ("--multi-latent-attention", "multi-latent attention is not built; use --group-query-attention"),
+    (
+        "--multi-latent-attention",
+        "multi-latent attention is not built; use --group-query-attention",
+    ),
     ("--fp8-format hybrid", "8-bit and 4-bit arithmetic is not built; use --bf16"),
     ("--fp16 --bf16", "--fp16 and --bf16 are two precisions: set one"),
-    ("--fp16 --fp16-lm-cross-entropy", "the precision of a run is float32, or --bf16 or --fp16 with float32 losses"),
-    ("--fp16 --loss-scale 8 --hysteresis 1", "--hysteresis has no effect with --loss-scale 8.0, a constant: leave one out"),
-    *[(f"{precision} {flag} 8", f"{flag} 8{end} needs --fp16: the loss of a float32 or --bf16 run is not scaled")
-      for precision in ("", "--bf16") for flag, end in (
-          ("--loss-scale", ".0"), ("--initial-loss-scale", ".0"), ("--min-loss-scale", ".0"), ("--loss-scale-window", ".0"),
-          ("--hysteresis", ""))],
+    (
+        "--fp16 --fp16-lm-cross-entropy",
+        "the precision of a run is float32, or --bf16 or --fp16 with float32 losses",
+    ),
+    (
+        "--fp16 --loss-scale 8 --hysteresis 1",
+        "--hysteresis has no effect with --loss-scale 8.0, a constant: leave one out",
+    ),
+    *[
+        (
+            f"{precision} {flag} 8",
+            f"{flag} 8{end} needs --fp16: the loss of a float32 or --bf16 run is not scaled",
+        )
+        for precision in ("", "--bf16")
+        for flag, end in (
+            ("--loss-scale", ".0"),
+            ("--initial-loss-scale", ".0"),
+            ("--min-loss-scale", ".0"),
+            ("--loss-scale-window", ".0"),
+            ("--hysteresis", ""),
+        )
+    ],
     ("--mamba-state-dim 128", "state-space and hybrid layers are not built"),
     ("--img-h 224", "the model reads text; vision models are not built"),
     ("--perform-rl-step", "does not do reinforcement learning"),
-    ("--data-parallel-sharding-strategy optim", "data-parallel ranks share out optimizer states with"),
+    (
+        "--data-parallel-sharding-strategy optim",
+        "data-parallel ranks share out optimizer states with",
+    ),
     ("--tp-comm-overlap", "communication is not tuned further"),
-    ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method (uniform or block)"),
-    ("--recompute-granularity half", "--recompute-granularity must be one of full, selective (got 'half')"),
-    ("--recompute-granularity full --recompute-method best", "--recompute-method must be one of uniform, block (got 'best')"),
-    ("--recompute-activations --recompute-granularity full", "--recompute-activations means --recompute-granularity selective"),
+    (
+        "--recompute-granularity full",
+        "--recompute-granularity full needs --recompute-method (uniform or block)",
+    ),
+    (
+        "--recompute-granularity half",
+        "--recompute-granularity must be one of full, selective (got 'half')",
+    ),
+    (
+        "--recompute-granularity full --recompute-method best",
+        "--recompute-method must be one of uniform, block (got 'best')",
+    ),
+    (
+        "--recompute-activations --recompute-granularity full",
+        "--recompute-activations means --recompute-granularity selective",
+    ),
     ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity"),
     ("--recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute-granularity"),
     ("--recompute-modules mlp", "--recompute-modules mlp needs --recompute-granularity"),
-    ("--distribute-saved-activations", "--distribute-saved-activations needs --recompute-granularity"),
-    ("--contiguous-saved-activations", "--contiguous-saved-activations is for the inputs of layers that are recomputed whole"),
-    ("--recompute-activations --recompute-method block", "--recompute-method block belongs to --recompute-granularity full"),
-    ("--recompute-activations --recompute-num-layers 2", "--recompute-num-layers 2 belongs to --recompute-granularity full"),
-    ("--recompute-activations --distribute-saved-activations", "belongs to --recompute-granularity full (got selective)"),
-    ("--recompute-activations --recompute-modules mlp norm",
-     "--recompute-modules must be among core_attn, layernorm, mlp, activation, dropout, pointwise (got norm)"),
-    ("--recompute-granularity full --recompute-method block --recompute-modules mlp",
-     "--recompute-modules mlp belongs to --recompute-granularity selective"),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
-     "--recompute-num-layers must be at least 1 (got 0)"),
-    ("--recompute-granularity full --recompute-method uniform --distribute-saved-activations",
-     "--distribute-saved-activations needs --tensor-model-parallel-size > 1 (got 1)"),
-    ("--recompute-granularity full --recompute-method uniform --distribute-saved-activations --sequence-parallel "
-     "--tensor-model-parallel-size 2", "each rank's input is already 1/t"),
+    (
+        "--distribute-saved-activations",
+        "--distribute-saved-activations needs --recompute-granularity",
+    ),
+    (
+        "--contiguous-saved-activations",
+        "--contiguous-saved-activations is for the inputs of layers that are recomputed whole",
+    ),
+    (
+        "--recompute-activations --recompute-method block",
+        "--recompute-method block belongs to --recompute-granularity full",
+    ),
+    (
+        "--recompute-activations --recompute-num-layers 2",
+        "--recompute-num-layers 2 belongs to --recompute-granularity full",
+    ),
+    (
+        "--recompute-activations --distribute-saved-activations",
+        "belongs to --recompute-granularity full (got selective)",
+    ),
+    (
+        "--recompute-activations --recompute-modules mlp norm",
+        (
+            "--recompute-modules must be among core_attn, layernorm, mlp, activation, dropout, "
+            "pointwise (got norm)"
+        ),
+    ),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-modules mlp",
+        "--recompute-modules mlp belongs to --recompute-granularity selective",
+    ),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+        "--recompute-num-layers must be at least 1 (got 0)",
+    ),
+    (
+        "--recompute-granularity full --recompute-method uniform --distribute-saved-activations",
+        "--distribute-saved-activations needs --tensor-model-parallel-size > 1 (got 1)",
+    ),
+    (
+        "--recompute-granularity full --recompute-method uniform "
+        "--distribute-saved-activations --sequence-parallel "
+        "--tensor-model-parallel-size 2",
+        "each rank's input is already 1/t",
+    ),
     ("--eod-mask-loss", "every token of a sequence is attended to and counts in the loss"),
     ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
-    ("--expert-model-parallel-size 2", "Megatron's --expert-model-parallel-size 2 is not supported here, only 1: mixture-of"),
-    ("--context-parallel-size 2", "--context-parallel-size 2 has no flash attention with --attention-dropout 0.1: give "
-     "--attention-dropout 0, or --attention-backend unfused, which builds the scores"),
-    ("--context-parallel-size 3 --attention-dropout 0",
-     "--seq-length 8 is not divisible by 2 x --context-parallel-size 3 = 6: each rank holds two chunks of the sequence\n"),
-    ("--context-parallel-size 2 --attention-dropout 0 --tensor-model-parallel-size 4 --sequence-parallel",
-     "--seq-length 8 is not divisible by 2 x --context-parallel-size 2 x --tensor-model-parallel-size 4 = 16: each rank holds "
-     "two chunks of the sequence, which --sequence-parallel splits again"),
-    ("--cp-comm-type allgather", "--cp-comm-type allgather needs --context-parallel-size > 1 (got 1)"),
-    ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a is not supported: it splits the heads"),
-    ("--context-parallel-size 2 --cp-comm-type a2a+p2p", "--cp-comm-type a2a+p2p is not supported: it splits the heads"),
-    ("--context-parallel-size 2 --cp-comm-type ring", "--cp-comm-type must be one of p2p, allgather (got 'ring')"),
-    ("--context-parallel-size 2 --cp-comm-type p2p allgather",
-     "--cp-comm-type p2p allgather: all layers exchange keys and values in one way here, give one"),
-    ("--context-parallel-size 2 --attention-dropout 0 --torch-compile",
-     "--torch-compile needs --context-parallel-size 1 (got 2): every collective would end a compiled graph"),
-    ("--hybrid-context-parallel", "all sequences have one length, and one group of ranks shares each"),
+    (
+        "--expert-model-parallel-size 2",
+        "Megatron's --expert-model-parallel-size 2 is not supported here, only 1: mixture-of",
+    ),
+    (
+        "--context-parallel-size 2",
+        "--context-parallel-size 2 has no flash attention with --attention-dropout 0.1: give "
+        "--attention-dropout 0, or --attention-backend unfused, which builds the scores",
+    ),
+    (
+        "--context-parallel-size 3 --attention-dropout 0",
+        (
+            "--seq-length 8 is not divisible by 2 x --context-parallel-size 3 = 6: each rank holds "
+            "two chunks of the sequence\n"
+        ),
+    ),
+    (
+        (
+            "--context-parallel-size 2 --attention-dropout 0 --tensor-model-parallel-size 4 "
+            "--sequence-parallel"
+        ),
+        "--seq-length 8 is not divisible by 2 x --context-parallel-size 2 x "
+        "--tensor-model-parallel-size 4 = 16: each rank holds "
+        "two chunks of the sequence, which --sequence-parallel splits again",
+    ),
+    (
+        "--cp-comm-type allgather",
+        "--cp-comm-type allgather needs --context-parallel-size > 1 (got 1)",
+    ),
+    (
+        "--context-parallel-size 2 --cp-comm-type a2a",
+        "--cp-comm-type a2a is not supported: it splits the heads",
+    ),
+    (
+        "--context-parallel-size 2 --cp-comm-type a2a+p2p",
+        "--cp-comm-type a2a+p2p is not supported: it splits the heads",
+    ),
+    (
+        "--context-parallel-size 2 --cp-comm-type ring",
+        "--cp-comm-type must be one of p2p, allgather (got 'ring')",
+    ),
+    (
+        "--context-parallel-size 2 --cp-comm-type p2p allgather",
+        (
+            "--cp-comm-type p2p allgather: all layers exchange keys and values in one way here, "
+            "give one"
+        ),
+    ),
+    (
+        "--context-parallel-size 2 --attention-dropout 0 --torch-compile",
+        (
+            "--torch-compile needs --context-parallel-size 1 (got 2): every collective would end a "
+            "compiled graph"
+        ),
+    ),
+    (
+        "--hybrid-context-parallel",
+        "all sequences have one length, and one group of ranks shares each",
+    ),
     # unknown flags: abbreviations are off, and the nearest known flag is named
     ("--num-layer 4", "unknown flag --num-layer: did you mean --num-layers?"),
     ("--num_layers 4", "unknown flag --num_layers: did you mean --num-layers?"),
-    ("--tensor-parallel-size 2", "unknown flag --tensor-parallel-size: did you mean --tensor-model-parallel-size?"),
+    (
+        "--tensor-parallel-size 2",
+        "unknown flag --tensor-parallel-size: did you mean --tensor-model-parallel-size?",
+    ),
     ("--xyz 1", "unknown flag --xyz: --help lists the flags"),
     ("--moe-router-top-k 2", "unknown flag --moe-router-top-k: did you mean --moe-router-topk?"),
     ("--lr-warmup 2", "unknown flag --lr-warmup: did you mean --lr-warmup-init?"),
-    ("--config-json /nowhere/run.json", "--config-json /nowhere/run.json: cannot be read (No such file or directory)"),
+    (
+        "--config-json /nowhere/run.json",
+        "--config-json /nowhere/run.json: cannot be read (No such file or directory)",
+    ),
 ]
 
 
@@ -151,22 +333,30 @@ def parse(words: str) -> ParsedArguments:
 
 
 @pytest.mark.parametrize(("words", "message"), FAULTS, ids=[words for words, _ in FAULTS])
-def test_a_fault_is_one_line_and_exit_status_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_is_one_line_and_exit_status_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in fault_of(f"{RUN} {words}".split(), capsys)
 
 
 def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert fault_of(["--num-layers", "2", "--seq-length", "8"], capsys) == (
-        "missing --hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size: give them as flags, or a "
-        "whole run with --config-json FILE\n")
+        "missing --hidden-size, --num-attention-heads, --max-position-embeddings, "
+        "--micro-batch-size: give them as flags, or a "
+        "whole run with --config-json FILE\n"
+    )
 
 
 def test_no_flags_at_all_is_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert fault_of([], capsys).startswith("missing --num-layers, ")
 
 
-@pytest.mark.parametrize(("reason", "names"), REFUSED_FAMILIES, ids=[names.split()[0] for _, names in REFUSED_FAMILIES])
-def test_a_refused_flag_says_why(reason: str, names: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("reason", "names"), REFUSED_FAMILIES, ids=[names.split()[0] for _, names in REFUSED_FAMILIES]
+)
+def test_a_refused_flag_says_why(
+    reason: str, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flag = f"--{names.split()[-1]}"
     assert fault_of([*RUN.split(), flag, "7"], capsys).startswith(f"Megatron's {flag} ")
     assert all(flags.refusal_reason(f"--{name}") == reason for name in names.split())
@@ -181,51 +371,95 @@ def test_a_flag_without_effect_gives_one_notice_and_the_same_run(entry: str) -> 
 
 
 @pytest.mark.parametrize(("flag", "only"), flags.ONLY_VALUE.items())
-def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(flag: str, only: str) -> None:
+def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(
+    flag: str, only: str
+) -> None:
     assert parse(f"{flag} {only}") == parse("")
 
 
-@pytest.mark.parametrize(("old", "today"), [
-    ("--batch-size 3", "--micro-batch-size 3"),
-    ("--batch-size=3", "--micro-batch-size 3"),
-    ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
-    ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
-    ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
-    ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
-    ("--no-position-embedding", "--position-embedding-type none"),
-    ("--no-position-embedding --position-embedding-type rope", "--position-embedding-type rope"),
-    ("--attention-backend fused", "--attention-backend auto"),
-    ("--attention-backend local", "--attention-backend unfused"),
-    ("--use-torch-fsdp2 --no-fsdp-reshard-after-forward", "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"),
-])
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        ("--batch-size 3", "--micro-batch-size 3"),
+        ("--batch-size=3", "--micro-batch-size 3"),
+        ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
+        ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--no-position-embedding", "--position-embedding-type none"),
+        (
+            "--no-position-embedding --position-embedding-type rope",
+            "--position-embedding-type rope",
+        ),
+        ("--attention-backend fused", "--attention-backend auto"),
+        ("--attention-backend local", "--attention-backend unfused"),
+        (
+            "--use-torch-fsdp2 --no-fsdp-reshard-after-forward",
+            "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
+        ),
+    ],
+)
 def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
     assert parse(old).config == parse(today).config
     assert parse(today).config != parse("").config or today.endswith(" auto")
 
 
-@pytest.mark.parametrize(("words", "notice"), [
-    ("--batch-size 3", "--batch-size is an old spelling, read as --micro-batch-size"),
-    ("--attention-backend fused", "--attention-backend fused is read as auto"),
-    ("--attention-backend local", "--attention-backend local is read as unfused"),
-    ("--no-position-embedding", "--no-position-embedding is an old flag, read as --position-embedding-type none"),
-    ("--sequence-parallel", "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"),
-    ("--no-overlap-p2p-communication", "--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1"),
-    ("--optimizer muon --muon-tp-mode blockwise", "--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1"),
-    ("--context-parallel-size 2 --attention-backend unfused",
-     "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"),
-    ("--context-parallel-size 2 --attention-dropout 0 --loss-chunk-size 8",
-     "--loss-chunk-size 8 takes all 8 tokens of a micro-batch at once: their logits are not kept, but exist"),
-])
+@pytest.mark.parametrize(
+    ("words", "notice"),
+    [
+        ("--batch-size 3", "--batch-size is an old spelling, read as --micro-batch-size"),
+        ("--attention-backend fused", "--attention-backend fused is read as auto"),
+        ("--attention-backend local", "--attention-backend local is read as unfused"),
+        (
+            "--no-position-embedding",
+            "--no-position-embedding is an old flag, read as --position-embedding-type none",
+        ),
+        (
+            "--sequence-parallel",
+            "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1",
+        ),
+        (
+            "--no-overlap-p2p-communication",
+            "--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1",
+        ),
+        (
+            "--optimizer muon --muon-tp-mode blockwise",
+            "--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1",
+        ),
+        (
+            "--context-parallel-size 2 --attention-backend unfused",
+            "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values",
+        ),
+        (
+            "--context-parallel-size 2 --attention-dropout 0 --loss-chunk-size 8",
+            (
+                "--loss-chunk-size 8 takes all 8 tokens of a micro-batch at once: their logits are "
+                "not kept, but exist"
+            ),
+        ),
+    ],
+)
 def test_what_is_read_otherwise_than_written_gives_a_notice(words: str, notice: str) -> None:
     assert parse(words).notices == (notice,)
 
 
-@pytest.mark.parametrize("words", ["", "--bf16 --squared-relu", "--sequence-parallel --tensor-model-parallel-size 2",
-                                   "--use-rotary-position-embeddings", "--attention-backend flash",
-                                   "--context-parallel-size 2 --attention-dropout 0",
-                                   "--context-parallel-size 2 --attention-backend unfused --cp-comm-type allgather",
-                                   "--overlap-grad-reduce --ddp-bucket-size 7 --use-distributed-optimizer --overlap-param-gather",
-                                   "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping --bf16 --grad-reduce-in-bf16"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--bf16 --squared-relu",
+        "--sequence-parallel --tensor-model-parallel-size 2",
+        "--use-rotary-position-embeddings",
+        "--attention-backend flash",
+        "--context-parallel-size 2 --attention-dropout 0",
+        "--context-parallel-size 2 --attention-backend unfused --cp-comm-type allgather",
+        (
+            "--overlap-grad-reduce --ddp-bucket-size 7 --use-distributed-optimizer "
+            "--overlap-param-gather"
+        ),
+        "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping --bf16 --grad-reduce-in-bf16",
+    ],
+)
 def test_flags_that_do_what_they_say_give_no_notice(words: str) -> None:
     assert parse(words).notices == ()
 
@@ -254,8 +488,11 @@ def test_help_lists_flags_with_their_defaults(capsys: pytest.CaptureFixture[str]
 
 # --dump-config and --config-json
 
-MANY = ("--position-embedding-type rope --swiglu --lr 3e-4 --lr-decay-style cosine --data-path a b --split 98,2,0 --save out "
-        "--save-interval 5 --bf16 --no-bias-gelu-fusion --disable-bias-linear --hidden-size 64")
+MANY = (
+    "--position-embedding-type rope --swiglu --lr 3e-4 --lr-decay-style cosine --data-path a b "
+    "--split 98,2,0 --save out "
+    "--save-interval 5 --bf16 --no-bias-gelu-fusion --disable-bias-linear --hidden-size 64"
+)
 
 
 def test_a_dumped_run_is_read_back_equal(tmp_path: Path) -> None:
@@ -287,18 +524,27 @@ def test_sizes_that_were_set_stay_when_another_flag_overrides(tmp_path: Path) ->
     assert (model.kv_channels, model.ffn_hidden_size) == (6, 40)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("{", "Expecting property name"),
-    ("[]", "run: expected an object, got list"),
-    ("{}", "run: missing field data, model, tokenizer, training"),
-])
-def test_a_file_that_is_no_run_is_named(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "run: expected an object, got list"),
+        ("{}", "run: missing field data, model, tokenizer, training"),
+    ],
+)
+def test_a_file_that_is_no_run_is_named(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
-    assert fault_of(["--config-json", str(path)], capsys).startswith(f"--config-json {path}: {message}")
+    assert fault_of(["--config-json", str(path)], capsys).startswith(
+        f"--config-json {path}: {message}"
+    )
 
 
-def test_an_ill_typed_field_of_the_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ill_typed_field_of_the_file_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     values = json.loads(parse("").config.to_json())
     values["model"]["num_layers"] = "2"
     path = tmp_path / "run.json"
@@ -306,14 +552,22 @@ def test_an_ill_typed_field_of_the_file_is_named(tmp_path: Path, capsys: pytest.
     assert "run.model.num_layers: expected" in fault_of(["--config-json", str(path)], capsys)
 
 
-@pytest.mark.parametrize("words", ["--local_rank=3", "--local_rank 3", "--local-rank=3", "--local-rank 3"])
+@pytest.mark.parametrize(
+    "words", ["--local_rank=3", "--local_rank 3", "--local-rank=3", "--local-rank 3"]
+)
 def test_a_launchers_local_rank_is_read_beside_the_run(words: str) -> None:
     parsed = parse(words)
-    assert (parsed.local_rank, parsed.config, parsed.notices) == (3, parse("").config, ()) and parse("").local_rank is None
+    assert (parsed.local_rank, parsed.config, parsed.notices) == (
+        3,
+        parse("").config,
+        (),
+    ) and parse("").local_rank is None
 
 
 def test_a_local_rank_that_is_no_number_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--local_rank: invalid int value: 'two'" in fault_of([*RUN.split(), "--local_rank=two"], capsys)
+    assert "--local_rank: invalid int value: 'two'" in fault_of(
+        [*RUN.split(), "--local_rank=two"], capsys
+    )
 
 
 def test_dump_config_is_told_apart_from_a_run() -> None:
@@ -327,54 +581,113 @@ def test_the_arguments_table_has_megatrons_form() -> None:
     assert "  adam_beta1 ...................................... 0.9" in lines
     assert lines[-1] == "-------------------- end of arguments ---------------------"
     names = [line.split()[0] for line in lines[1:-1]]
-    assert names == sorted(names) and {"num_layers", "lr", "data_path", "tensor_model_parallel_size"} <= set(names)
-    assert all(line.split()[1].strip(".") == "" and len(line.split(" ")[2] + line.split(" ")[3]) == 48 for line in lines[1:-1]
-               if len(line.split()[0]) < 46)
+    assert names == sorted(names) and {
+        "num_layers",
+        "lr",
+        "data_path",
+        "tensor_model_parallel_size",
+    } <= set(names)
+    assert all(
+        line.split()[1].strip(".") == "" and len(line.split(" ")[2] + line.split(" ")[3]) == 48
+        for line in lines[1:-1]
+        if len(line.split()[0]) < 46
+    )
 
 
 def test_parsing_imports_no_torch() -> None:
-    program = f"import sys, arguments; arguments.parse_args({RUN.split()!r}); sys.exit('torch' in sys.modules)"
+    program = (
+        f"import sys, arguments; arguments.parse_args({RUN.split()!r}); sys.exit('torch' "
+        "in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 def test_core_attention_is_priced_by_the_device_that_runs_it() -> None:
-    for words, on_cpu, on_cuda in (("--attention-backend flash", 0, 1), ("", 0, 1), ("--attention-backend unfused", 0, 0),
-                                   ("--attention-dropout 0", 0, 0)):  # the last is a notice of the command line already
+    for words, on_cpu, on_cuda in (
+        ("--attention-backend flash", 0, 1),
+        ("", 0, 1),
+        ("--attention-backend unfused", 0, 0),
+        # the last is a notice of the command line already
+        ("--attention-dropout 0", 0, 0),
+    ):
         config = parse(f"--recompute-activations {words}").config
-        found = [len(placement_notices(config, device=device, world_size=1)) for device in ("cpu", "cuda")]
+        found = [
+            len(placement_notices(config, device=device, world_size=1))
+            for device in ("cpu", "cuda")
+        ]
         assert found == [on_cpu, on_cuda], words
         assert bool(setting_notices(config)) == (words == "--attention-dropout 0")
 
 
-@pytest.mark.parametrize(("words", "warning"), [
-    ("--recompute-activations --attention-dropout 0", "--recompute-modules core_attn saves next to nothing"),
-    ("--recompute-activations --attention-backend flash --attention-dropout 0", "core_attn saves next to nothing"),
-    ("--recompute-activations --attention-backend flash", None),  # a CPU has no flash kernel with dropout
-    ("--recompute-activations --attention-backend unfused", None),
-    ("--recompute-activations --attention-backend auto --attention-dropout 0.1", None),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "is more than the 2 layers"),
-    ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
-     "--recompute-num-layers 3 is more than the 2 layers of a stage: each stage is one unit"),
-    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", None),
-    ("--recompute-policy 0-9:full", "--recompute-policy '0-9:full': 0-9 reaches only to layer 1"),
-    ("--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 2 "
-     "--num-microbatches-with-partial-activation-checkpoints 1", None),
-    ("--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 1 "
-     "--num-microbatches-with-partial-activation-checkpoints 1",
-     "checkpoints 1: a step has at most 1 micro-batch (--global-batch-size over --micro-batch-size), so all of them keep"),
-    ("--checkpoint-activations --checkpoint-num-layers 2", "is an old spelling, read as --recompute-num-layers"),
-])
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (
+            "--recompute-activations --attention-dropout 0",
+            "--recompute-modules core_attn saves next to nothing",
+        ),
+        (
+            "--recompute-activations --attention-backend flash --attention-dropout 0",
+            "core_attn saves next to nothing",
+        ),
+        # a CPU has no flash kernel with dropout
+        ("--recompute-activations --attention-backend flash", None),
+        ("--recompute-activations --attention-backend unfused", None),
+        ("--recompute-activations --attention-backend auto --attention-dropout 0.1", None),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            "is more than the 2 layers",
+        ),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+            "--recompute-num-layers 3 is more than the 2 layers of a stage: each stage is one unit",
+        ),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", None),
+        (
+            "--recompute-policy 0-9:full",
+            "--recompute-policy '0-9:full': 0-9 reaches only to layer 1",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 2 "
+            "--num-microbatches-with-partial-activation-checkpoints 1",
+            None,
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 1 "
+            "--num-microbatches-with-partial-activation-checkpoints 1",
+            (
+                "checkpoints 1: a step has at most 1 micro-batch (--global-batch-size over "
+                "--micro-batch-size), so all of them keep"
+            ),
+        ),
+        (
+            "--checkpoint-activations --checkpoint-num-layers 2",
+            "is an old spelling, read as --recompute-num-layers",
+        ),
+    ],
+)
 def test_recompute_settings_that_do_little_are_one_notice(words: str, warning: str | None) -> None:
-    base = ("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
-            "--micro-batch-size 1 --vocab-size 9 ")
+    base = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 "
+        "--max-position-embeddings 8 "
+        "--micro-batch-size 1 --vocab-size 9 "
+    )
     notices = parse_args((base + words).split()).notices
-    assert sum("recompute" in notice and (warning or "") in notice for notice in notices) == (warning is not None)
+    assert sum("recompute" in notice and (warning or "") in notice for notice in notices) == (
+        warning is not None
+    )
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("1" + "0" * 4000, "is beyond 64 bits"), ("1" + "0" * 5000, "is beyond 64 bits"), (str(2**63), "is beyond 64 bits"),
-    ("x" * 5000, "invalid int value: 'xxx")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1" + "0" * 4000, "is beyond 64 bits"),
+        ("1" + "0" * 5000, "is beyond 64 bits"),
+        (str(2**63), "is beyond 64 bits"),
+        ("x" * 5000, "invalid int value: 'xxx"),
+    ],
+)
 def test_a_number_of_any_length_is_one_short_line(capsys, text, message):
     with pytest.raises(SystemExit, match="2"):
         parse_args(["--num-layers", text])
@@ -383,7 +696,9 @@ def test_a_number_of_any_length_is_one_short_line(capsys, text, message):
     assert error.count("\n") == 1 and len(error) < 250
 
 
-@pytest.mark.parametrize("content", ["[" * 200_000, '{"a":' * 200_000, '{"model": {"num_layers": 1%s}}' % ("0" * 5000)])
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, '{"a":' * 200_000, '{"model": {"num_layers": 1%s}}' % ("0" * 5000)]
+)
 def test_a_config_file_beyond_all_bounds_is_one_short_line(capsys, tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(SystemExit, match="2"):
@@ -396,4 +711,7 @@ def test_a_config_file_beyond_all_bounds_is_one_short_line(capsys, tmp_path, con
 def test_a_config_file_without_an_end_is_not_read_to_its_end(capsys):
     with pytest.raises(SystemExit, match="2"):
         parse_args(["--config-json", "/dev/zero"])
-    assert "error: --config-json /dev/zero: longer than 1048576 characters, which no run is\n" in capsys.readouterr().err
+    assert (
+        "error: --config-json /dev/zero: longer than 1048576 characters, which no run is\n"
+        in capsys.readouterr().err
+    )

@@ -26,22 +26,53 @@ def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return message
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["--num-attention-heads", "2", "--tensor-model-parallel-size", "4", *MOCK],
-     "--num-attention-heads 2 is not divisible by --tensor-model-parallel-size 4"),
-    (["--num-attention-heads", "5", *MOCK], "--hidden-size 32 is not divisible by --num-attention-heads 5"),
-    (["--tensor-model-parallel-size", "2", *MOCK], "start a multiple of 2 processes"),
-    (["--hiden-size", "32", *MOCK], "--hidden-size"),
-    (["--vocab-size", "98"], "--data-path PREFIX or --mock-data"),
-    ([*MOCK, "--load", "no/such/place"], "--allow-fresh-start"),
-    ([*MOCK, "--global-batch-size", "3"], "--global-batch-size 3 is not divisible by --micro-batch-size 2"),
-    (["--mock-data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "no/tokenizer.json"],
-     "no/tokenizer.json"),
-    (["--mock-data", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "no/vocab.json", "--merge-file", "no/merges.txt"],
-     "no/vocab.json"),
-    (["--data-path", "no/prefix", "--vocab-size", "98"], "no/prefix"),
-])
-def test_it_is_refused(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["--num-attention-heads", "2", "--tensor-model-parallel-size", "4", *MOCK],
+            "--num-attention-heads 2 is not divisible by --tensor-model-parallel-size 4",
+        ),
+        (
+            ["--num-attention-heads", "5", *MOCK],
+            "--hidden-size 32 is not divisible by --num-attention-heads 5",
+        ),
+        (["--tensor-model-parallel-size", "2", *MOCK], "start a multiple of 2 processes"),
+        (["--hiden-size", "32", *MOCK], "--hidden-size"),
+        (["--vocab-size", "98"], "--data-path PREFIX or --mock-data"),
+        ([*MOCK, "--load", "no/such/place"], "--allow-fresh-start"),
+        (
+            [*MOCK, "--global-batch-size", "3"],
+            "--global-batch-size 3 is not divisible by --micro-batch-size 2",
+        ),
+        (
+            [
+                "--mock-data",
+                "--tokenizer-type",
+                "HuggingFaceTokenizer",
+                "--tokenizer-model",
+                "no/tokenizer.json",
+            ],
+            "no/tokenizer.json",
+        ),
+        (
+            [
+                "--mock-data",
+                "--tokenizer-type",
+                "GPT2BPETokenizer",
+                "--vocab-file",
+                "no/vocab.json",
+                "--merge-file",
+                "no/merges.txt",
+            ],
+            "no/vocab.json",
+        ),
+        (["--data-path", "no/prefix", "--vocab-size", "98"], "no/prefix"),
+    ],
+)
+def test_it_is_refused(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert expected in _refused(arguments, capsys)
 
 
@@ -53,9 +84,15 @@ def prefix(tmp_path: Path) -> str:
     return str(tmp_path / "data")
 
 
-def test_a_foreign_token_is_named_with_file_document_and_id(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_token_is_named_with_file_document_and_id(
+    prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     message = _refused(["--data-path", prefix, "--split", "100,0,0", "--vocab-size", "40"], capsys)
-    assert f"{prefix}.bin: document" in message and "holds token id" in message and "the vocabulary has 41 ids" in message
+    assert (
+        f"{prefix}.bin: document" in message
+        and "holds token id" in message
+        and "the vocabulary has 41 ids" in message
+    )
 
 
 def test_a_truncated_bin_is_named(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,31 +22,65 @@ from tests.support.runs import rows
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.sh"))
-SCRIPTS = [*EXAMPLES, *(ROOT / "examples").rglob("*.sbatch"), ROOT / "tests" / "run.sh", ROOT / ".ci" / "run"]
+SCRIPTS = [
+    *EXAMPLES,
+    *(ROOT / "examples").rglob("*.sbatch"),
+    ROOT / "tests" / "run.sh",
+    ROOT / ".ci" / "run",
+]
 SOURCED = ("environment.sh", "launch.sh", "workload.sh", "restarts.sh")
 LAUNCHERS = [path for path in EXAMPLES if path.name not in SOURCED]
-SMALL = [path for path in LAUNCHERS if path.parent.name != "large"]  # tests/test_large_examples.py has the others
+# tests/test_large_examples.py has the others
+SMALL = [path for path in LAUNCHERS if path.parent.name != "large"]
 NOTHING = RecomputeConfig()
 POLICIES = {
     "none": NOTHING,
-    "full_uniform": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "full_uniform_units": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-    "full_block": RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
-    "full_distributed": RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
-                                        distribute_saved_activations=True),
-    "selective_core_attn": RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
-    "selective_pointwise": RecomputeConfig(recompute_granularity="selective",
-                                           recompute_modules=("core_attn", "layernorm", "activation")),
+    "full_uniform": RecomputeConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
+    "full_uniform_units": RecomputeConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
+    "full_block": RecomputeConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
+    ),
+    "full_distributed": RecomputeConfig(
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        distribute_saved_activations=True,
+    ),
+    "selective_core_attn": RecomputeConfig(
+        recompute_granularity="selective", recompute_modules=("core_attn",)
+    ),
+    "selective_pointwise": RecomputeConfig(
+        recompute_granularity="selective",
+        recompute_modules=("core_attn", "layernorm", "activation"),
+    ),
     "selective_mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
 }
-ARRAYS = ("GPT_MODEL_ARGS", "TRAINING_ARGS", "MODEL_PARALLEL_ARGS", "DATA_ARGS", "EVAL_AND_LOGGING_ARGS")
+ARRAYS = (
+    "GPT_MODEL_ARGS",
+    "TRAINING_ARGS",
+    "MODEL_PARALLEL_ARGS",
+    "DATA_ARGS",
+    "EVAL_AND_LOGGING_ARGS",
+)
 
 
-def run_script(path: Path, *arguments: str, timeout_s: float = HANG_S, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    path: Path, *arguments: str, timeout_s: float = HANG_S, **environment: str
+) -> subprocess.CompletedProcess[str]:
     # From another directory, and with nothing that the caller may have set for the scripts.
     known = {"PATH", "HOME", "TMPDIR"}
-    return subprocess.run(["bash", str(path), *arguments], cwd="/", capture_output=True, text=True, timeout=timeout_s,
-                          env={**{name: value for name, value in os.environ.items() if name in known}, **environment})
+    return subprocess.run(
+        ["bash", str(path), *arguments],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**{name: value for name, value in os.environ.items() if name in known}, **environment},
+    )
 
 
 def command_of(path: Path, *arguments: str, **environment: str) -> list[str]:
@@ -62,7 +96,7 @@ def policy_script(name: str) -> Path:
 def training_flags(command: list[str]) -> list[str]:
     script = next(index for index, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     assert Path(command[script]) == ROOT / "pretrain_gpt.py"
-    return command[script + 1:]
+    return command[script + 1 :]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
@@ -70,8 +104,17 @@ def test_a_script_is_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     if shutil.which("shellcheck"):
         # SC2054 takes the commas of --split for separators.
-        subprocess.run(["shellcheck", "--shell=bash", "--severity=warning", "--external-sources", "--exclude=SC1091,SC2054",
-                        str(path)], check=True)
+        subprocess.run(
+            [
+                "shellcheck",
+                "--shell=bash",
+                "--severity=warning",
+                "--external-sources",
+                "--exclude=SC1091,SC2054",
+                str(path),
+            ],
+            check=True,
+        )
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
@@ -87,18 +130,25 @@ def test_an_example_starts_as_many_processes_as_its_tensor_parallel_size_needs(p
     processes = int(command[command.index("--nproc_per_node") + 1])
     config = parse_args(training_flags(command)).config
     data_parallel_size = config.parallel.data_parallel_size(processes)
-    assert config.parallel.tensor_model_parallel_size == 4 and config.training.num_microbatches(data_parallel_size) >= 1
+    assert (
+        config.parallel.tensor_model_parallel_size == 4
+        and config.training.num_microbatches(data_parallel_size) >= 1
+    )
 
 
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
 def test_an_example_passes_every_array_in_megatrons_names(path: Path) -> None:
     source, workload = path.read_text(), path.with_name("workload.sh")
     defined = source + (workload.read_text() if workload.exists() else "")
-    for name in (*ARRAYS, "RECOMPUTE_ARGS") if POLICIES.get(path.stem, NOTHING) != NOTHING else ARRAYS:
+    for name in (
+        (*ARRAYS, "RECOMPUTE_ARGS") if POLICIES.get(path.stem, NOTHING) != NOTHING else ARRAYS
+    ):
         assert f"{name}=(\n" in defined and f'"${{{name}[@]}}"' in defined, name
 
 
-@pytest.mark.parametrize("path", [path for path in LAUNCHERS if path.name != "quickstart.sh"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in LAUNCHERS if path.name != "quickstart.sh"], ids=lambda path: path.name
+)
 def test_flags_after_an_example_win(path: Path) -> None:
     config = parse_args(training_flags(command_of(path, "--train-iters", "7"))).config
     assert config.training.train_iters == 7
@@ -109,38 +159,71 @@ def test_every_recompute_example_is_a_policy_listed_here() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_else(name: str) -> None:
-    policy, none = (parse_args(training_flags(command_of(policy_script(stem)))).config for stem in (name, "none"))
+def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_else(
+    name: str,
+) -> None:
+    policy, none = (
+        parse_args(training_flags(command_of(policy_script(stem)))).config
+        for stem in (name, "none")
+    )
     assert policy.recompute == POLICIES[name]
     # Under sequence parallelism a layer's input is split already.
-    parallel = replace(none.parallel, sequence_parallel=not policy.recompute.distribute_saved_activations)
+    parallel = replace(
+        none.parallel, sequence_parallel=not policy.recompute.distribute_saved_activations
+    )
     assert policy == replace(none, recompute=policy.recompute, parallel=parallel)
 
 
 @pytest.mark.parametrize("name", ["full_uniform_units", "full_block"])
 def test_variables_set_the_sizes_of_a_recompute_example(name: str) -> None:
-    sizes = dict(NUM_LAYERS="12", HIDDEN_SIZE="96", NUM_ATTENTION_HEADS="6", SEQ_LENGTH="80", RECOMPUTE_NUM_LAYERS="5")
+    sizes = dict(
+        NUM_LAYERS="12",
+        HIDDEN_SIZE="96",
+        NUM_ATTENTION_HEADS="6",
+        SEQ_LENGTH="80",
+        RECOMPUTE_NUM_LAYERS="5",
+    )
     config = parse_args(training_flags(command_of(policy_script(name), **sizes))).config
-    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (12, 96, 6)
-    assert (config.data.seq_length, config.model.max_position_embeddings, config.recompute.recompute_num_layers) == (80, 80, 5)
+    assert (
+        config.model.num_layers,
+        config.model.hidden_size,
+        config.model.num_attention_heads,
+    ) == (12, 96, 6)
+    assert (
+        config.data.seq_length,
+        config.model.max_position_embeddings,
+        config.recompute.recompute_num_layers,
+    ) == (80, 80, 5)
 
 
 @pytest.mark.long
 def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    completed = run_script(policy_script("selective_pointwise"), "--train-iters", "2", "--metrics-jsonl", str(metrics),
-                           "--distributed-backend", "gloo", VENV=sys.prefix)
+    completed = run_script(
+        policy_script("selective_pointwise"),
+        "--train-iters",
+        "2",
+        "--metrics-jsonl",
+        str(metrics),
+        "--distributed-backend",
+        "gloo",
+        VENV=sys.prefix,
+    )
     assert completed.returncode == 0, completed.stderr
     assert [row["iteration"] for row in rows(metrics)] == [1, 2]
 
 
 def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path: Path) -> None:
     script = ROOT / "examples" / "quickstart.sh"
-    by_flag = command_of(script, "--corpus", "stdlib", "--steps", "30", "--tp", "1", "--output", str(tmp_path))
+    by_flag = command_of(
+        script, "--corpus", "stdlib", "--steps", "30", "--tp", "1", "--output", str(tmp_path)
+    )
     by_environment = command_of(script, CORPUS="stdlib", STEPS="30", TP="1", OUTPUT=str(tmp_path))
     assert by_flag == by_environment != command_of(script)
     config = parse_args(training_flags(by_flag)).config
-    assert config.training.train_iters == 30 and config.data.data_path == (f"{tmp_path}/data-stdlib/corpus_text_document",)
+    assert config.training.train_iters == 30 and config.data.data_path == (
+        f"{tmp_path}/data-stdlib/corpus_text_document",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -151,25 +234,35 @@ def test_quickstart_help_names_every_option_and_its_variable() -> None:
         assert f"--{option} " in completed.stdout and f" {option.upper()} " in completed.stdout
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--corpus", "bible"], "auto, shakespeare or stdlib (got bible)"),
-    (["--steps", "0"], "positive number (got 0)"),
-    (["--tp", "3"], "divides the model's 8 heads (got 3)"),
-    (["--tp"], "--tp needs a value"),
-    (["--tpu", "2"], "unknown option --tpu"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--corpus", "bible"], "auto, shakespeare or stdlib (got bible)"),
+        (["--steps", "0"], "positive number (got 0)"),
+        (["--tp", "3"], "divides the model's 8 heads (got 3)"),
+        (["--tp"], "--tp needs a value"),
+        (["--tpu", "2"], "unknown option --tpu"),
+    ],
+)
 def test_quickstart_refuses_a_bad_option_with_status_2(arguments: list[str], message: str) -> None:
     completed = run_script(ROOT / "examples" / "quickstart.sh", *arguments)
     assert completed.returncode == 2 and message in completed.stderr
 
 
 def test_a_missing_python_is_one_clear_line(tmp_path: Path) -> None:
-    completed = run_script(ROOT / "examples" / "quickstart.sh", "--venv", str(tmp_path / "venv"), PYTHON="python2.0")
-    assert completed.returncode == 1 and "no Python of at least 3.10 found (tried: python2.0)" in completed.stderr
+    completed = run_script(
+        ROOT / "examples" / "quickstart.sh", "--venv", str(tmp_path / "venv"), PYTHON="python2.0"
+    )
+    assert (
+        completed.returncode == 1
+        and "no Python of at least 3.10 found (tried: python2.0)" in completed.stderr
+    )
 
 
 def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("important")
     completed = run_script(ROOT / "tests" / "run.sh", VENV=str(tmp_path))
-    assert completed.returncode == 1 and "neither a virtual environment nor empty" in completed.stderr
+    assert (
+        completed.returncode == 1 and "neither a virtual environment nor empty" in completed.stderr
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -1,4 +1,5 @@
-"""`--explain-recompute` as a user runs it: at once, without torch, without what only training needs, and true of the training."""
+"""`--explain-recompute` as a user runs it: at once, without torch, without what only training
+needs, and true of the training."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ from tests.support.commands import ROOT, SMALL_MODEL, environment, run_command
 from tests.support.limits import HANG_S
 from tests.support.runs import run_to_end, tiny_run
 
-EXPLAIN = [*SMALL_MODEL, "--micro-batch-size", "2", "--vocab-size", "98", "--explain-recompute"]  # no data, no length, no --lr
+# no data, no length, no --lr
+EXPLAIN = [*SMALL_MODEL, "--micro-batch-size", "2", "--vocab-size", "98", "--explain-recompute"]
 
 
 def explained(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py"), *EXPLAIN, *words],
-                          env=environment(**variables), cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py"), *EXPLAIN, *words],
+        env=environment(**variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
 
 
 def test_it_prints_the_report_and_stops_and_imports_no_torch() -> None:
@@ -34,36 +43,68 @@ def test_it_prints_the_report_and_stops_and_imports_no_torch() -> None:
 
 
 def test_notices_come_first_and_none_is_told_twice() -> None:
-    lines = explained("--sequence-parallel", "--recompute-activations", "--attention-dropout", "0").stdout.splitlines()
-    assert lines[0] == "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"
+    lines = explained(
+        "--sequence-parallel", "--recompute-activations", "--attention-dropout", "0"
+    ).stdout.splitlines()
+    assert (
+        lines[0] == "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"
+    )
     assert lines[1] == "Activation recomputation, of one micro-batch on one rank"
     assert sum("saves next to nothing" in line for line in lines) == 1
 
 
 def test_under_a_launcher_only_rank_0_prints() -> None:
-    of_ranks = [explained("--tensor-model-parallel-size", "2", RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT="1") for rank in (0, 1)]
+    of_ranks = [
+        explained(
+            "--tensor-model-parallel-size",
+            "2",
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+        )
+        for rank in (0, 1)
+    ]
     assert [done.returncode for done in of_ranks] == [0, 0]
     assert of_ranks[0].stdout.startswith("Activation recomputation") and of_ranks[1].stdout == ""
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity"),
-    ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere", "--tokenizer-model nowhere: no such file"),
-    ("--dump-config", "--dump-config and --explain-recompute each print something else and stop: leave one of them out"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
+            "--tokenizer-model nowhere: no such file",
+        ),
+        (
+            "--dump-config",
+            (
+                "--dump-config and --explain-recompute each print something else and stop: leave "
+                "one of them out"
+            ),
+        ),
+    ],
+)
 def test_a_fault_is_one_line_and_status_2(words: str, message: str) -> None:
     done = run_command(*EXPLAIN, *words.split())
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"pretrain_gpt.py: error: {message}") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith(f"pretrain_gpt.py: error: {message}")
+        and done.stderr.count("\n") == 1
+    )
 
 
 def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{number}": number for number in range(200)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     run = [word for word in EXPLAIN if word not in ("--vocab-size", "98")]
-    done = run_command(*run, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path))
+    done = run_command(
+        *run, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)
+    )
     assert "V 256, fp32" in done.stdout  # 200 ids, rounded up to a multiple of 128
 
 
@@ -75,13 +116,27 @@ def test_it_is_told_apart_from_a_run() -> None:
     assert parse_args(EXPLAIN).explain_recompute and not parse_args(EXPLAIN[:-1]).explain_recompute
 
 
-@pytest.mark.parametrize("recompute", [
-    RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="block"),
-    RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")),
-    RecomputeConfig(recompute_policy="0:full@host; *:none@host", contiguous_saved_activations=True)])
-def test_the_bytes_that_it_announces_are_those_that_training_measures(recompute: RecomputeConfig) -> None:
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        RecomputeConfig(),
+        RecomputeConfig(recompute_granularity="full", recompute_method="block"),
+        RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
+        ),
+        RecomputeConfig(
+            recompute_policy="0:full@host; *:none@host", contiguous_saved_activations=True
+        ),
+    ],
+)
+def test_the_bytes_that_it_announces_are_those_that_training_measures(
+    recompute: RecomputeConfig,
+) -> None:
     config = replace(tiny_run(training=dict(train_iters=1, eval_iters=0)), recompute=recompute)
     measured = run_to_end(config).activation_bytes
     assert measured is not None
     announced = explain(config, "cpu").own
-    assert (announced.kept_bytes, announced.host_bytes) == (measured.measured, measured.host_measured or 0)
+    assert (announced.kept_bytes, announced.host_bytes) == (
+        measured.measured,
+        measured.host_measured or 0,
+    )

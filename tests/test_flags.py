@@ -13,7 +13,8 @@ from megatron_lite.config import flags
 
 ON, OFF = "store_true", "store_false"
 
-# Megatron-LM's own table for the flags that set a field: spelling, type, default; then a value that is not the default.
+# Megatron-LM's own table for the flags that set a field: spelling, type, default; then a value that
+# is not the default.
 MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--num-layers", int, None, "3"),
     ("--hidden-size", int, None, "24"),
@@ -26,7 +27,8 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--position-embedding-type", str, "learned_absolute", "rope"),
     ("--rotary-base", int, 10000, "500000"),
     ("--rotary-percent", float, 1.0, "0.5"),
-    ("--no-rope-freq", str, None, "2"),  # Megatron's types of these three turn a text into numbers; here the parser stores text
+    # Megatron's types of these three turn a text into numbers; here the parser stores text
+    ("--no-rope-freq", str, None, "2"),
     ("--window-size", str, None, "3,0"),
     ("--window-attn-skip-freq", str, None, "2"),
     ("--normalization", str, "LayerNorm", "RMSNorm"),
@@ -173,22 +175,40 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--skip-update-on-spike", float, None, "2.5"),
     ("--straggler-ratio", float, 1.2, "1.5"),
 )
-OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}  # both set position_embedding_type
-WITHOUT_FIELD = {"--help", "-h", "--dump-config", "--explain-recompute", "--config-json", "--local-rank", "--local_rank"}
+# both set position_embedding_type
+OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}
+WITHOUT_FIELD = {
+    "--help",
+    "-h",
+    "--dump-config",
+    "--explain-recompute",
+    "--config-json",
+    "--local-rank",
+    "--local_rank",
+}
 
 # Where our default is not Megatron's, and why.
 OTHER_DEFAULTS = {
-    "--split": "969, 30, 1",            # Megatron's, filled in after parsing there
-    "--distributed-backend": "auto",    # nccl on CUDA, gloo elsewhere
+    "--split": "969, 30, 1",  # Megatron's, filled in after parsing there
+    "--distributed-backend": "auto",  # nccl on CUDA, gloo elsewhere
     "--data-path": (),
-    "--cp-comm-type": "p2p",            # there one for each layer
-    "--recompute-modules": (),          # None there, and core_attn all the same
-    "--rampup-batch-size": (),          # None there, and a constant batch all the same
-    "--no-load-optim": False,           # None there, and false all the same
+    "--cp-comm-type": "p2p",  # there one for each layer
+    "--recompute-modules": (),  # None there, and core_attn all the same
+    "--rampup-batch-size": (),  # None there, and a constant batch all the same
+    "--no-load-optim": False,  # None there, and false all the same
     "--no-load-rng": False,
 }
-BASE = {"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--max-position-embeddings": "8",
-        "--seq-length": "8", "--micro-batch-size": "2", "--vocab-size": "99", "--ffn-hidden-size": "64", "--kv-channels": "4"}
+BASE = {
+    "--num-layers": "2",
+    "--hidden-size": "16",
+    "--num-attention-heads": "4",
+    "--max-position-embeddings": "8",
+    "--seq-length": "8",
+    "--micro-batch-size": "2",
+    "--vocab-size": "99",
+    "--ffn-hidden-size": "64",
+    "--kv-channels": "4",
+}
 SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
@@ -200,14 +220,24 @@ CONTEXT = {
     "--num-virtual-stages-per-pipeline-rank": "--pipeline-model-parallel-size 2 --num-layers 4",
     "--decoder-first-pipeline-num-layers": "--pipeline-model-parallel-size 2",
     "--decoder-last-pipeline-num-layers": "--pipeline-model-parallel-size 2",
-    "--num-microbatches-with-partial-activation-checkpoints": "--pipeline-model-parallel-size 2 --recompute-policy *:full",
+    "--num-microbatches-with-partial-activation-checkpoints": (
+        "--pipeline-model-parallel-size 2 --recompute-policy *:full"
+    ),
     "--context-parallel-size": "--attention-dropout 0",
     "--cp-comm-type": "--context-parallel-size 2 --attention-dropout 0",
     "--exit-signal": "--exit-signal-handler",
     "--train-samples": "--global-batch-size 8",
     "--rampup-batch-size": "--global-batch-size 8",
-    **dict.fromkeys(("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"),
-                    "--fp16"),
+    **dict.fromkeys(
+        (
+            "--loss-scale",
+            "--initial-loss-scale",
+            "--min-loss-scale",
+            "--loss-scale-window",
+            "--hysteresis",
+        ),
+        "--fp16",
+    ),
     "--min-lr": "--lr 1e-3",
     "--lr-warmup-init": "--lr 1e-3",
     "--lr-decay-samples": SAMPLES,
@@ -223,32 +253,65 @@ CONTEXT = {
 }
 # Flags that are illegal without each other come together, and so do the changes.
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
-    **dict.fromkeys(("--muon-momentum", "--muon-nesterov", "--muon-num-ns-steps", "--muon-scale-mode",
-                     "--muon-extra-scale-factor", "--muon-coefficient-type", "--muon-no-split-qkv", "--muon-tp-mode",
-                     "--muon-fp32-matmul-prec"),
-                    ("--optimizer muon", {"optimizer": "muon"})),
+    **dict.fromkeys(
+        (
+            "--muon-momentum",
+            "--muon-nesterov",
+            "--muon-num-ns-steps",
+            "--muon-scale-mode",
+            "--muon-extra-scale-factor",
+            "--muon-coefficient-type",
+            "--muon-no-split-qkv",
+            "--muon-tp-mode",
+            "--muon-fp32-matmul-prec",
+        ),
+        ("--optimizer muon", {"optimizer": "muon"}),
+    ),
     "--lr-wsd-decay-iters": ("--lr-decay-style WSD", {"lr_decay_style": "WSD"}),
-    "--lr-wsd-decay-samples": (f"--lr-decay-style WSD {SAMPLES}",
-                               {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8}),
+    "--lr-wsd-decay-samples": (
+        f"--lr-decay-style WSD {SAMPLES}",
+        {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8},
+    ),
     "--grad-reduce-in-bf16": ("--bf16", {"bf16": True}),
-    "--overlap-param-gather": ("--use-distributed-optimizer --overlap-grad-reduce",
-                               {"use_distributed_optimizer": True, "overlap_grad_reduce": True}),
+    "--overlap-param-gather": (
+        "--use-distributed-optimizer --overlap-grad-reduce",
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
+    ),
     "--torch-fsdp2-no-reshard-after-forward": ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     "--fsdp-memory-efficient-wrapping": ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
-    "--recompute-activations": ("", {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}),
+    "--recompute-activations": (
+        "",
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    ),
     "--recompute-granularity": ("", {"recompute_modules": ("core_attn",)}),
-    "--recompute-method": ("--recompute-granularity full", {"recompute_granularity": "full", "recompute_num_layers": 1}),
-    "--recompute-num-layers": ("--recompute-granularity full --recompute-method block",
-                               {"recompute_granularity": "full", "recompute_method": "block"}),
+    "--recompute-method": (
+        "--recompute-granularity full",
+        {"recompute_granularity": "full", "recompute_num_layers": 1},
+    ),
+    "--recompute-num-layers": (
+        "--recompute-granularity full --recompute-method block",
+        {"recompute_granularity": "full", "recompute_method": "block"},
+    ),
     "--distribute-saved-activations": (
         "--recompute-granularity full --recompute-method uniform --tensor-model-parallel-size 2",
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
-         "tensor_model_parallel_size": 2}),
-    "--recompute-modules": ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "tensor_model_parallel_size": 2,
+        },
+    ),
+    "--recompute-modules": (
+        "--recompute-granularity selective",
+        {"recompute_granularity": "selective"},
+    ),
     "--contiguous-saved-activations": ("--recompute-policy *:full", {"recompute_policy": "*:full"}),
     "--activation-memory-budget": ("--torch-compile", {"torch_compile": True}),
     "--tokenizer-type": ("--vocab-file v --merge-file m", {"vocab_file": "v", "merge_file": "m"}),
-    "--tokenizer-model": ("--tokenizer-type HuggingFaceTokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
+    "--tokenizer-model": (
+        "--tokenizer-type HuggingFaceTokenizer",
+        {"tokenizer_type": "HuggingFaceTokenizer"},
+    ),
     "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
     "--merge-file": ("--vocab-file v", {"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}),
 }
@@ -259,25 +322,46 @@ def actions() -> dict[str, Action]:
     """Every supported flag with its argparse action."""
     parser = build_parser()
     supported = set(supported_flags(parser))
-    return {name: action for action in parser._actions for name in action.option_strings if name in supported}
+    return {
+        name: action
+        for action in parser._actions
+        for name in action.option_strings
+        if name in supported
+    }
 
 
 def fields() -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for config_class in topics().values() for field in dataclasses.fields(config_class)}
+    return {
+        field.name: field
+        for config_class in topics().values()
+        for field in dataclasses.fields(config_class)
+    }
 
 
 def parsed_fields(*words: str) -> dict[str, Any]:
     parsed = parse_args([word for pair in BASE.items() for word in pair] + " ".join(words).split())
-    return {field: value for topic in dataclasses.asdict(parsed.config).values() for field, value in topic.items()}
+    return {
+        field: value
+        for topic in dataclasses.asdict(parsed.config).values()
+        for field, value in topic.items()
+    }
 
 
 def test_no_two_topics_have_a_field_of_the_same_name() -> None:
-    names = [field.name for config_class in topics().values() for field in dataclasses.fields(config_class)]
+    names = [
+        field.name
+        for config_class in topics().values()
+        for field in dataclasses.fields(config_class)
+    ]
     assert len(names) == len(set(names))
 
 
 def test_each_field_has_one_flag_and_each_flag_one_field() -> None:
-    flag_actions = {id(action): action for name, action in actions().items() if name not in OTHER_WAYS_TO_SAY_IT | WITHOUT_FIELD}
+    flag_actions = {
+        id(action): action
+        for name, action in actions().items()
+        if name not in OTHER_WAYS_TO_SAY_IT | WITHOUT_FIELD
+    }
     assert sorted(action.dest for action in flag_actions.values()) == sorted(fields())
 
 
@@ -295,7 +379,12 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert type(action).__name__ == {ON: "_StoreTrueAction", OFF: "_StoreFalseAction"}[kind]
     else:
         assert action.type is kind
-    nargs = {"--data-path": "*", "--recompute-modules": "+", "--rampup-batch-size": 3, "--cp-comm-type": "+"}
+    nargs = {
+        "--data-path": "*",
+        "--recompute-modules": "+",
+        "--rampup-batch-size": 3,
+        "--cp-comm-type": "+",
+    }
     assert action.nargs == nargs.get(flag, 0 if kind in (ON, OFF) else None)
     if field.default is dataclasses.MISSING:
         assert flag in BASE and default is None, "Megatron's None is an error there as well"
@@ -308,39 +397,88 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
 def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None:
     flag, kind = row[:2]
     field = actions()[flag].dest
-    several = {"--data-path": ("a", "b"), "--recompute-modules": ("mlp",), "--rampup-batch-size": (2, 2, 16),
-               "--window-size": (3, 0), "--window-attn-skip-freq": 2, "--no-rope-freq": 2}
-    value: Any = several[flag] if flag in several else {ON: True, OFF: False}[kind] if kind in (ON, OFF) else kind(row[3])
+    several = {
+        "--data-path": ("a", "b"),
+        "--recompute-modules": ("mlp",),
+        "--rampup-batch-size": (2, 2, 16),
+        "--window-size": (3, 0),
+        "--window-attn-skip-freq": 2,
+        "--no-rope-freq": 2,
+    }
+    value: Any = (
+        several[flag]
+        if flag in several
+        else {ON: True, OFF: False}[kind]
+        if kind in (ON, OFF)
+        else kind(row[3])
+    )
     together, changes = TOGETHER.get(flag, ("", {}))
     before = parsed_fields(CONTEXT.get(flag, ""))
     after = parsed_fields(CONTEXT.get(flag, ""), together, flag, *row[3:])
-    assert {name: after[name] for name in after if after[name] != before[name]} == {**changes, field: value}
+    assert {name: after[name] for name in after if after[name] != before[name]} == {
+        **changes,
+        field: value,
+    }
 
 
 def test_a_flag_belongs_to_one_class_only() -> None:
     accepted = [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
     known = [*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()]
     assert sorted(known) == sorted(set(known))
-    assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), "the reason for the other values is in the table"
-    new = {word for spelling in flags.RENAMED.values() for word in spelling.split() if word.startswith("--")}
+    assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), (
+        "the reason for the other values is in the table"
+    )
+    new = {
+        word
+        for spelling in flags.RENAMED.values()
+        for word in spelling.split()
+        if word.startswith("--")
+    }
     assert new <= set(supported_flags(build_parser()))
 
 
 def test_every_flag_of_megatron_is_known() -> None:
     not_of_megatron = {
-        "-h", "--help", "--dump-config", "--config-json", "--local_rank", "--allow-fresh-start", "--metrics-jsonl",
+        "-h",
+        "--help",
+        "--dump-config",
+        "--config-json",
+        "--local_rank",
+        "--allow-fresh-start",
+        "--metrics-jsonl",
         "--save-keep-last",
-        "--no-load-fallback", "--allow-changed-data", "--loss-chunk-size", "--norm-impl", "--optimizer-impl",
-        "--peak-tflops-per-gpu", "--memory-timeline", "--no-recompute-tail-skip",
-        "--recompute-verify", "--explain-recompute", "--recompute-policy",
+        "--no-load-fallback",
+        "--allow-changed-data",
+        "--loss-chunk-size",
+        "--norm-impl",
+        "--optimizer-impl",
+        "--peak-tflops-per-gpu",
+        "--memory-timeline",
+        "--no-recompute-tail-skip",
+        "--recompute-verify",
+        "--explain-recompute",
+        "--recompute-policy",
         "--num-microbatches-with-partial-activation-checkpoints",
-        "--torch-compile", "--activation-memory-budget", "--contiguous-saved-activations",
-        "--fsdp-memory-efficient-wrapping", "--fsdp-reshard-after-forward", "--no-fsdp-reshard-after-forward",
-        "--max-skipped-updates", "--skip-update-on-spike", "--straggler-ratio",
+        "--torch-compile",
+        "--activation-memory-budget",
+        "--contiguous-saved-activations",
+        "--fsdp-memory-efficient-wrapping",
+        "--fsdp-reshard-after-forward",
+        "--no-fsdp-reshard-after-forward",
+        "--max-skipped-updates",
+        "--skip-update-on-spike",
+        "--straggler-ratio",
         # retired there
-        "--layernorm-epsilon", "--DDP-impl", "--data-impl", "--no-contiguous-buffers-in-local-ddp",
-        "--no-async-tensor-model-parallel-allreduce", "--no-query-key-layer-scaling", "--activations-checkpoint-method",
-        "--activations-checkpoint-num-layers", "--checkpoint-num-layers", "--distribute-checkpointed-activations",
+        "--layernorm-epsilon",
+        "--DDP-impl",
+        "--data-impl",
+        "--no-contiguous-buffers-in-local-ddp",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--no-query-key-layer-scaling",
+        "--activations-checkpoint-method",
+        "--activations-checkpoint-num-layers",
+        "--checkpoint-num-layers",
+        "--distribute-checkpointed-activations",
     }
     accepted = {entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT}
     known = {*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()}

@@ -1,6 +1,8 @@
-"""The layout is a rule: a module imports only from strictly lower floors or from its own folder, and some constructs are banned.
+"""The layout is a rule: a module imports only from strictly lower floors or from its own folder,
+and some constructs are banned.
 
-Reads the sources; imports nothing of the project. Imports inside functions and under `if TYPE_CHECKING` count too.
+Reads the sources; imports nothing of the project. Imports inside functions and under `if
+TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -16,12 +18,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_lite"
 FLOORS = {
     "config": 0,
-    "description": 1, "parallel": 1, "data": 1,
-    "tensor_parallel": 2, "context_parallel": 2, "recompute": 2, "pipeline": 2, "optim": 2,
-    "model": 3, "memory": 3,
-    "checkpointing": 4, "supervision": 4,
+    "description": 1,
+    "parallel": 1,
+    "data": 1,
+    "tensor_parallel": 2,
+    "context_parallel": 2,
+    "recompute": 2,
+    "pipeline": 2,
+    "optim": 2,
+    "model": 3,
+    "memory": 3,
+    "checkpointing": 4,
+    "supervision": 4,
     "training": 5,
-    "tools": 6, "cli": 6,
+    "tools": 6,
+    "cli": 6,
 }
 ROOF = ("arguments", "pretrain_gpt")
 STANDARD_LIBRARY_ONLY = ("config", "description")
@@ -44,14 +55,15 @@ def imports_of(source: str, module: str) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[:-node.level] if node.level else []
+            base = module.split(".")[: -node.level] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             found |= {f"{origin}.{alias.name}" for alias in node.names}
     return found
 
 
 def faults_of(source: str, module: str) -> list[str]:
-    """What in `source` breaks a rule of the layout, where it is the text of `module` ("megatron_lite.model.layer")."""
+    """What in `source` breaks a rule of the layout, where it is the text of `module`
+    ("megatron_lite.model.layer")."""
     folder = module.split(".")[1]
     faults = []
     for name in sorted(imports_of(source, module)):
@@ -62,12 +74,16 @@ def faults_of(source: str, module: str) -> list[str]:
         elif first != PACKAGE:
             if folder in STANDARD_LIBRARY_ONLY and first not in sys.stdlib_module_names:
                 faults.append(f"{name}: {folder}/ is standard library only")
-            if first == "torch" and any(f"{module}.".startswith(f"{PACKAGE}.{part}.") for part in WITHOUT_TORCH):
+            if first == "torch" and any(
+                f"{module}.".startswith(f"{PACKAGE}.{part}.") for part in WITHOUT_TORCH
+            ):
                 faults.append(f"{name}: {module} does not import torch")
         elif module.startswith(f"{PACKAGE}.memory.predict") and name.startswith(NOT_BY_PREDICTIONS):
             faults.append(f"{name}: predictions know neither of measuring nor of explaining")
         elif target != folder and FLOORS.get(target, 99) >= FLOORS[folder]:
-            faults.append(f"{name}: floor {FLOORS.get(target, 'unknown')} from floor {FLOORS[folder]}")
+            faults.append(
+                f"{name}: floor {FLOORS.get(target, 'unknown')} from floor {FLOORS[folder]}"
+            )
     return faults
 
 
@@ -76,17 +92,23 @@ def module_name(path: Path) -> str:
 
 
 def test_every_folder_has_a_floor() -> None:
-    folders = {path.relative_to(ROOT / PACKAGE).parts[0] for path in LIBRARY if path.parent.name != PACKAGE}
+    folders = {
+        path.relative_to(ROOT / PACKAGE).parts[0] for path in LIBRARY if path.parent.name != PACKAGE
+    }
     assert folders and folders <= set(FLOORS)
     assert [path.name for path in LIBRARY if path.parent.name == PACKAGE] == ["__init__.py"]
 
 
-@pytest.mark.parametrize("path", [path for path in LIBRARY if path.name != "__init__.py"], ids=module_name)
+@pytest.mark.parametrize(
+    "path", [path for path in LIBRARY if path.name != "__init__.py"], ids=module_name
+)
 def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path: Path) -> None:
     assert faults_of(path.read_text(), module_name(path)) == []
 
 
-@pytest.mark.parametrize("path", [path for path in LIBRARY if path.name == "__init__.py"], ids=module_name)
+@pytest.mark.parametrize(
+    "path", [path for path in LIBRARY if path.name == "__init__.py"], ids=module_name
+)
 def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert len(tree.body) == 1 and ast.get_docstring(tree)
@@ -99,32 +121,49 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
     assert not [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
 
 
-@pytest.mark.parametrize(("module", "source"), [
-    ("megatron_lite.model.layer", "from megatron_lite.memory.predict.flops import step_flops"),  # a sibling
-    ("megatron_lite.model.layer", "import megatron_lite.training.loop"),
-    ("megatron_lite.model.layer", "from megatron_lite import training"),
-    ("megatron_lite.model.layer", "from ..tools import generate"),
-    ("megatron_lite.model.layer", "from megatron_lite.unheard_of import thing"),
-    ("megatron_lite.optim.optimizer", "if TYPE_CHECKING:\n    from megatron_lite.model.gpt import GPT"),
-    ("megatron_lite.optim.optimizer", "def late():\n    from megatron_lite.model.gpt import GPT"),
-    ("megatron_lite.training.loop", "from arguments import parse_args"),
-    ("megatron_lite.tools.generate", "import pretrain_gpt"),
-    ("megatron_lite.cli.preparation", "from arguments import parse_args"),
-    ("megatron_lite.supervision.watch", "from megatron_lite.checkpointing.saver import Saver"),  # a sibling
-    ("megatron_lite.supervision.exits", "from megatron_lite.training.loop import Trainer"),
-    ("megatron_lite.config.model", "import torch"),
-    ("megatron_lite.config.model", "from numpy import ndarray"),
-    ("megatron_lite.description.operations", "import torch"),
-    ("megatron_lite.memory.predict.peak", "import torch"),
-    ("megatron_lite.memory.explain.report", "from torch import Tensor"),
-    ("megatron_lite.memory.predict.peak", "from megatron_lite.memory.explain import units"),
-    ("megatron_lite.description.operations", "from megatron_lite.recompute.plan import Segment"),
-    ("megatron_lite.data.indexed", "from torch.utils.data import Dataset"),
-])
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        # a sibling
+        ("megatron_lite.model.layer", "from megatron_lite.memory.predict.flops import step_flops"),
+        ("megatron_lite.model.layer", "import megatron_lite.training.loop"),
+        ("megatron_lite.model.layer", "from megatron_lite import training"),
+        ("megatron_lite.model.layer", "from ..tools import generate"),
+        ("megatron_lite.model.layer", "from megatron_lite.unheard_of import thing"),
+        (
+            "megatron_lite.optim.optimizer",
+            "if TYPE_CHECKING:\n    from megatron_lite.model.gpt import GPT",
+        ),
+        (
+            "megatron_lite.optim.optimizer",
+            "def late():\n    from megatron_lite.model.gpt import GPT",
+        ),
+        ("megatron_lite.training.loop", "from arguments import parse_args"),
+        ("megatron_lite.tools.generate", "import pretrain_gpt"),
+        ("megatron_lite.cli.preparation", "from arguments import parse_args"),
+        # a sibling
+        ("megatron_lite.supervision.watch", "from megatron_lite.checkpointing.saver import Saver"),
+        ("megatron_lite.supervision.exits", "from megatron_lite.training.loop import Trainer"),
+        ("megatron_lite.config.model", "import torch"),
+        ("megatron_lite.config.model", "from numpy import ndarray"),
+        ("megatron_lite.description.operations", "import torch"),
+        ("megatron_lite.memory.predict.peak", "import torch"),
+        ("megatron_lite.memory.explain.report", "from torch import Tensor"),
+        ("megatron_lite.memory.predict.peak", "from megatron_lite.memory.explain import units"),
+        (
+            "megatron_lite.description.operations",
+            "from megatron_lite.recompute.plan import Segment",
+        ),
+        ("megatron_lite.data.indexed", "from torch.utils.data import Dataset"),
+    ],
+)
 def test_each_kind_of_forbidden_import_is_seen(module: str, source: str) -> None:
     assert len(faults_of(source, module)) == 1
 
 
 def test_allowed_imports_pass() -> None:
-    source = "import torch\nfrom megatron_lite.config.model import ModelConfig\nfrom .mlp import MLP\nfrom . import norm"
+    source = (
+        "import torch\nfrom megatron_lite.config.model import ModelConfig\nfrom .mlp "
+        "import MLP\nfrom . import norm"
+    )
     assert faults_of(source, "megatron_lite.model.layer") == []

@@ -1,5 +1,5 @@
-"""examples/large/: the layouts are the published ones, the figures in the scripts and in their table are what the code predicts,
-and each script trains with the sizes of SIZE=tiny.
+"""examples/large/: the layouts are the published ones, the figures in the scripts and in their
+table are what the code predicts, and each script trains with the sizes of SIZE=tiny.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ HEADING = "#   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
 def config_of(name: str, settings: str = "", **environment: str) -> RunConfig:
     """settings: variables, then flags, as they are written around a script's name."""
     variables = dict(word.split("=") for word in settings.split() if re.match("[A-Z_]+=", word))
-    flags = settings.split()[len(variables):]
-    parsed = parse_args(training_flags(command_of(LARGE / f"{name}.sh", *flags, **variables, **environment)))
+    flags = settings.split()[len(variables) :]
+    parsed = parse_args(
+        training_flags(command_of(LARGE / f"{name}.sh", *flags, **variables, **environment))
+    )
     assert not parsed.notices, "an example uses a flag without effect"
     return parsed.config
 
@@ -55,17 +57,30 @@ class Facts:
         self.config = config_of(name, settings)
         report = explain(self.config, "cuda")
         self.plan = report.own.plan
-        self.kept_bytes, self.in_flight, self.peak_bytes = report.own.kept_bytes, 1, report.own.peak.held_bytes
+        self.kept_bytes, self.in_flight, self.peak_bytes = (
+            report.own.kept_bytes,
+            1,
+            report.own.peak.held_bytes,
+        )
         if report.ranks:
             first = report.ranks[0]
-            self.kept_bytes, self.in_flight, self.peak_bytes = first.kept_bytes, first.in_flight, first.peak_bytes
-        self.in_all_gib = (STATE_BYTES * rank_parameter_count(self.config, 0) + self.peak_bytes) / GIB
+            self.kept_bytes, self.in_flight, self.peak_bytes = (
+                first.kept_bytes,
+                first.in_flight,
+                first.peak_bytes,
+            )
+        self.in_all_gib = (
+            STATE_BYTES * rank_parameter_count(self.config, 0) + self.peak_bytes
+        ) / GIB
         self.ranks = processes(command_of(LARGE / f"{name}.sh"))
         parallel = self.config.parallel
         self.chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
         self.replicas = parallel.data_parallel_size(self.ranks)
-        self.bubble = bubble(size=parallel.pipeline_model_parallel_size, chunks=self.chunks,
-                             num_microbatches=self.config.training.num_microbatches(self.replicas))
+        self.bubble = bubble(
+            size=parallel.pipeline_model_parallel_size,
+            chunks=self.chunks,
+            num_microbatches=self.config.training.num_microbatches(self.replicas),
+        )
 
 
 @functools.cache
@@ -73,8 +88,9 @@ def facts_of(name: str, settings: str = "") -> Facts:
     return Facts(name, settings)
 
 
-# layers, hidden size, heads, query groups, ffn size; sequence; tensor-, pipeline- and virtual-parallel size, GPUs; global and
-# micro-batch. 2205.05198, table 3 and section 6; Meta's params.json of Llama 3, whose layouts are ours.
+# layers, hidden size, heads, query groups, ffn size; sequence; tensor-, pipeline- and
+# virtual-parallel size, GPUs; global and micro-batch. 2205.05198, table 3 and section 6; Meta's
+# params.json of Llama 3, whose layouts are ours.
 PUBLISHED = {
     "gpt_22b": ((48, 6144, 64, 64, 24576), 2048, (8, 1, 1, 8), (4, 4)),
     "gpt_175b": ((96, 12288, 96, 96, 49152), 2048, (8, 8, 3, 64), (64, 1)),
@@ -83,13 +99,25 @@ PUBLISHED = {
     "llama3_8b": ((32, 4096, 32, 8, 14336), 8192, (4, 1, 1, 8), (512, 1)),
     "llama3_70b": ((80, 8192, 64, 8, 28672), 8192, (8, 4, 5, 64), (512, 1)),
 }
-PARAMETERS = {"gpt_22b": 22e9, "gpt_175b": 175e9, "gpt_530b": 530e9, "gpt_1t": 1008e9,
-              "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496}
-PREDICTED = {name: ["", POINTWISE, FULL] + ([UNFUSED, PAPER] if name.startswith("gpt") else []) for name in PUBLISHED}
+PARAMETERS = {
+    "gpt_22b": 22e9,
+    "gpt_175b": 175e9,
+    "gpt_530b": 530e9,
+    "gpt_1t": 1008e9,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+}
+PREDICTED = {
+    name: ["", POINTWISE, FULL] + ([UNFUSED, PAPER] if name.startswith("gpt") else [])
+    for name in PUBLISHED
+}
 PREDICTED["gpt_1t"] += [TWICE, f"{POINTWISE} {TWICE}"]
 
 
-SMALLER = [pytest.param(name, marks=[pytest.mark.long] * (name in ("gpt_530b", "gpt_1t"))) for name in PUBLISHED]
+SMALLER = [
+    pytest.param(name, marks=[pytest.mark.long] * (name in ("gpt_530b", "gpt_1t")))
+    for name in PUBLISHED
+]
 
 
 def test_every_script_is_listed_here() -> None:
@@ -100,8 +128,19 @@ def test_every_script_is_listed_here() -> None:
 def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     facts = facts_of(name)
     model, parallel, training = facts.config.model, facts.config.parallel, facts.config.training
-    shape = (model.num_layers, model.hidden_size, model.num_attention_heads, model.query_groups, model.ffn_size)
-    layout = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, facts.chunks, facts.ranks)
+    shape = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.query_groups,
+        model.ffn_size,
+    )
+    layout = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        facts.chunks,
+        facts.ranks,
+    )
     batch = (training.batch_size(facts.replicas), training.micro_batch_size)
     assert (shape, facts.config.data.seq_length, layout, batch) == PUBLISHED[name]
     assert parallel.sequence_parallel and training.bf16
@@ -109,14 +148,23 @@ def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     assert facts.config.tokenizer.padded_vocab_size(layout[0]) == (128256 if llama else 51200)
     assert facts.replicas == 1 or llama  # the paper's layouts have no data parallelism
     if llama:
-        assert (model.rotary_base, model.normalization, model.swiglu, model.add_bias_linear) == (500000, "RMSNorm", True, False)
+        assert (model.rotary_base, model.normalization, model.swiglu, model.add_bias_linear) == (
+            500000,
+            "RMSNorm",
+            True,
+            False,
+        )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
     config = config_of(name)
     counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
-    assert counted == PARAMETERS[name] if name.startswith("llama") else counted == pytest.approx(PARAMETERS[name], rel=4e-3)
+    assert (
+        counted == PARAMETERS[name]
+        if name.startswith("llama")
+        else counted == pytest.approx(PARAMETERS[name], rel=4e-3)
+    )
 
 
 @pytest.mark.parametrize("name", SMALLER)
@@ -124,23 +172,33 @@ def test_the_header_has_the_predicted_bytes(name: str) -> None:
     expected = [HEADING]
     for settings in PREDICTED[name]:
         facts = facts_of(name, settings)
-        expected.append(f"#  {facts.kept_bytes:12,}{facts.in_flight:12}{facts.peak_bytes:21,}{facts.in_all_gib:14.1f}   "
-                        f"{settings or AS_IT_IS}")
+        expected.append(
+            "#  "
+            f"{facts.kept_bytes:12,}{facts.in_flight:12}{facts.peak_bytes:21,}"
+            f"{facts.in_all_gib:14.1f} "
+            "  "
+            f"{settings or AS_IT_IS}"
+        )
     source = (LARGE / f"{name}.sh").read_text()
-    table = source[source.index(HEADING):].split("\n#\n")[0]
+    table = source[source.index(HEADING) :].split("\n#\n")[0]
     assert table == "\n".join(expected)
 
 
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_script_recomputes_the_least_that_fits(name: str) -> None:
-    fits = {settings: facts_of(name, settings).in_all_gib <= USABLE_GIB for settings in PREDICTED[name]}
+    fits = {
+        settings: facts_of(name, settings).in_all_gib <= USABLE_GIB for settings in PREDICTED[name]
+    }
     own = facts_of(name)
     assert fits[""] and own.plan == keep_everything(own.plan.num_layers)
     if name.startswith("gpt"):  # as the paper found: without recompute the scores are too many
         assert not fits[UNFUSED] and fits[PAPER]
     if name == "gpt_1t":
         assert not fits[TWICE] and fits[f"{POINTWISE} {TWICE}"]
-        assert f"{own.bubble:.1%} to {facts_of(name, TWICE).bubble:.1%}" in (LARGE / f"{name}.sh").read_text()
+        assert (
+            f"{own.bubble:.1%} to {facts_of(name, TWICE).bubble:.1%}"
+            in (LARGE / f"{name}.sh").read_text()
+        )
 
 
 @pytest.mark.long
@@ -149,14 +207,31 @@ def test_the_readme_has_a_row_for_every_script() -> None:
     for name in PUBLISHED:
         facts = facts_of(name)
         parallel, training = facts.config.parallel, facts.config.training
-        layout = " x ".join(f"{axis} {size}" for axis, size in (
-            ("TP", parallel.tensor_model_parallel_size), ("PP", parallel.pipeline_model_parallel_size), ("DP", facts.replicas))
-            if size > 1) + (f", {facts.chunks} virtual stages" if facts.chunks > 1 else "")
-        peaks = [f"{facts_of(name, settings).peak_bytes / GIB:.1f}" for settings in ("", POINTWISE, FULL)]
-        parameters = count(parameter_count(facts.config.model, facts.config.tokenizer.true_vocab_size))
-        expected.append(f"| `{name}.sh` | {parameters} | {facts.ranks} | {layout} | {training.micro_batch_size}, "
-                        f"{training.global_batch_size} | {facts.bubble:.1%} | {' | '.join(peaks)} |")
-    written = [line for line in (LARGE / "README.md").read_text().splitlines() if re.match(r"\| `\w+\.sh`", line)]
+        layout = " x ".join(
+            f"{axis} {size}"
+            for axis, size in (
+                ("TP", parallel.tensor_model_parallel_size),
+                ("PP", parallel.pipeline_model_parallel_size),
+                ("DP", facts.replicas),
+            )
+            if size > 1
+        ) + (f", {facts.chunks} virtual stages" if facts.chunks > 1 else "")
+        peaks = [
+            f"{facts_of(name, settings).peak_bytes / GIB:.1f}" for settings in ("", POINTWISE, FULL)
+        ]
+        parameters = count(
+            parameter_count(facts.config.model, facts.config.tokenizer.true_vocab_size)
+        )
+        expected.append(
+            f"| `{name}.sh` | {parameters} | {facts.ranks} | {layout} | "
+            f"{training.micro_batch_size}, "
+            f"{training.global_batch_size} | {facts.bubble:.1%} | {' | '.join(peaks)} |"
+        )
+    written = [
+        line
+        for line in (LARGE / "README.md").read_text().splitlines()
+        if re.match(r"\| `\w+\.sh`", line)
+    ]
     assert written == expected
 
 
@@ -165,14 +240,32 @@ def test_the_tiny_version_keeps_the_kind_of_layout(name: str) -> None:
     full, tiny = config_of(name), config_of(name, SIZE="tiny")
     in_pipeline = name in ("gpt_175b", "gpt_530b", "gpt_1t", "llama3_70b")
     virtual = 2 if in_pipeline and name != "gpt_1t" else None
-    assert tiny.parallel == replace(full.parallel, tensor_model_parallel_size=2, pipeline_model_parallel_size=1 + in_pipeline,
-                                    num_virtual_stages_per_pipeline_rank=virtual, distributed_backend="gloo")
+    assert tiny.parallel == replace(
+        full.parallel,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=1 + in_pipeline,
+        num_virtual_stages_per_pipeline_rank=virtual,
+        distributed_backend="gloo",
+    )
     assert tiny.recompute == full.recompute
-    sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
-             "max_position_embeddings")
+    sizes = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "ffn_hidden_size",
+        "kv_channels",
+        "max_position_embeddings",
+    )
     assert tiny.model == replace(full.model, **{size: getattr(tiny.model, size) for size in sizes})
-    assert tiny.model.query_groups < tiny.model.num_attention_heads or not full.model.group_query_attention
-    assert tiny.parallel.data_parallel_size(processes(command_of(LARGE / f"{name}.sh", SIZE="tiny"))) == 1
+    assert (
+        tiny.model.query_groups < tiny.model.num_attention_heads
+        or not full.model.group_query_attention
+    )
+    assert (
+        tiny.parallel.data_parallel_size(processes(command_of(LARGE / f"{name}.sh", SIZE="tiny")))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("size", ["full", "tiny"])
@@ -182,22 +275,47 @@ def test_flags_at_the_end_win(size: str) -> None:
 
 
 def test_data_and_a_checkpoint_path_are_variables() -> None:
-    config = config_of("llama3_70b", DATA_PATH="/data/text_document", TOKENIZER_MODEL="/tokens", CHECKPOINT_PATH="/runs/llama")
+    config = config_of(
+        "llama3_70b",
+        DATA_PATH="/data/text_document",
+        TOKENIZER_MODEL="/tokens",
+        CHECKPOINT_PATH="/runs/llama",
+    )
     assert config.data.data_path == ("/data/text_document",) and not config.data.mock_data
     assert config.tokenizer.tokenizer_model == "/tokens" and config.tokenizer.vocab_size is None
-    assert config.checkpoint.save == config.checkpoint.load == "/runs/llama" and config.checkpoint.allow_fresh_start
+    assert (
+        config.checkpoint.save == config.checkpoint.load == "/runs/llama"
+        and config.checkpoint.allow_fresh_start
+    )
 
 
 def test_several_machines_meet_where_they_are_told() -> None:
-    command = command_of(LARGE / "gpt_175b.sh", NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001")
-    assert command[:11] == ["torchrun", "--nnodes", "8", "--node_rank", "3", "--master_addr", "node0", "--master_port", "6001",
-                            "--nproc_per_node", "8"]
+    command = command_of(
+        LARGE / "gpt_175b.sh", NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001"
+    )
+    assert command[:11] == [
+        "torchrun",
+        "--nnodes",
+        "8",
+        "--node_rank",
+        "3",
+        "--master_addr",
+        "node0",
+        "--master_port",
+        "6001",
+        "--nproc_per_node",
+        "8",
+    ]
     assert "--standalone" in command_of(LARGE / "gpt_22b.sh") and "--standalone" not in command
 
 
 def test_a_machine_that_does_not_know_its_place_is_told_what_is_missing() -> None:
     done = run_script(LARGE / "gpt_175b.sh", MASTER_ADDR="node0")
-    assert done.returncode == 2 and "on 8 machines set MASTER_ADDR" in done.stderr and "NODE_RANK, 0 to 7" in done.stderr
+    assert (
+        done.returncode == 2
+        and "on 8 machines set MASTER_ADDR" in done.stderr
+        and "NODE_RANK, 0 to 7" in done.stderr
+    )
 
 
 def test_a_task_of_srun_is_one_rank() -> None:
@@ -210,20 +328,41 @@ def test_explain_prints_the_report_of_gpus_without_any() -> None:
     done = run_script(LARGE / "gpt_1t.sh", EXPLAIN="1", VENV=sys.prefix)
     assert done.returncode == 0, done.stderr
     peak = facts_of("gpt_1t").peak_bytes
-    assert re.search(rf"held at the peak +[\d.]+ +{peak:,} +with 64 forwards in flight", done.stdout)
+    assert re.search(
+        rf"held at the peak +[\d.]+ +{peak:,} +with 64 forwards in flight", done.stdout
+    )
     assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "recompute"), [
-    pytest.param("gpt_175b", "none", marks=pytest.mark.long), pytest.param("llama3_70b", "pointwise", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        pytest.param("gpt_175b", "none", marks=pytest.mark.long),
+        pytest.param("llama3_70b", "pointwise", marks=pytest.mark.long),
+    ],
+)
 def test_the_tiny_version_trains(name: str, recompute: str, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    done = run_script(LARGE / f"{name}.sh", "--train-iters", "2", "--metrics-jsonl", str(metrics), SIZE="tiny",
-                      RECOMPUTE=recompute, VENV=sys.prefix)
+    done = run_script(
+        LARGE / f"{name}.sh",
+        "--train-iters",
+        "2",
+        "--metrics-jsonl",
+        str(metrics),
+        SIZE="tiny",
+        RECOMPUTE=recompute,
+        VENV=sys.prefix,
+    )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"4 rank\(s\): tensor-parallel 2, .*pipeline-parallel 2, .*data-parallel 1, .*on cpu", done.stdout)
+    assert re.search(
+        r"4 rank\(s\): tensor-parallel 2, .*pipeline-parallel 2, .*data-parallel 1, .*on cpu",
+        done.stdout,
+    )
     logged = rows(metrics)
     assert [row["iteration"] for row in logged] == [1, 2]
-    assert all(row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in logged)
-    assert all(row["lm_loss"] == pytest.approx(math.log(256), abs=0.1) for row in logged)  # of an untrained model
+    assert all(
+        row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in logged
+    )
+    # of an untrained model
+    assert all(row["lm_loss"] == pytest.approx(math.log(256), abs=0.1) for row in logged)

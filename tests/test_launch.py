@@ -25,8 +25,17 @@ NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
     """float32 sums in another order: 1e-4 after 12 steps."""
     for ranks, run in ((1, run_program), (2, run_command)):
-        done = run(*SMALL_RUN, *MOCK, *NO_DROPOUT, "--tensor-model-parallel-size", str(ranks), "--sequence-parallel",
-                   "--metrics-jsonl", str(tmp_path / str(ranks)), ranks=ranks)
+        done = run(
+            *SMALL_RUN,
+            *MOCK,
+            *NO_DROPOUT,
+            "--tensor-model-parallel-size",
+            str(ranks),
+            "--sequence-parallel",
+            "--metrics-jsonl",
+            str(tmp_path / str(ranks)),
+            ranks=ranks,
+        )
         assert done.returncode == 0, done.stderr
         assert "arguments" in done.stdout and "validation loss at iteration 12" in done.stdout
     losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("1", "2")]
@@ -36,18 +45,49 @@ def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """SIGKILL to both ranks and their launcher, somewhere after the first checkpoint. Dropout is on."""
-    common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "60", "--save-interval", "5"]
-    whole = run_command(*common, "--save", str(tmp_path / "a"), "--metrics-jsonl", str(tmp_path / "a.jsonl"), ranks=2)
+    """SIGKILL to both ranks and their launcher, somewhere after the first checkpoint. Dropout is
+    on."""
+    common = [
+        *SMALL_RUN,
+        *MOCK,
+        "--tensor-model-parallel-size",
+        "2",
+        "--train-iters",
+        "60",
+        "--save-interval",
+        "5",
+    ]
+    whole = run_command(
+        *common,
+        "--save",
+        str(tmp_path / "a"),
+        "--metrics-jsonl",
+        str(tmp_path / "a.jsonl"),
+        ranks=2,
+    )
     assert whole.returncode == 0, whole.stderr
 
-    arguments = [*common, "--save", str(tmp_path / "b"), "--metrics-jsonl", str(tmp_path / "b.jsonl")]
-    process = subprocess.Popen(command(*arguments, ranks=2), env=environment(), cwd=ROOT, start_new_session=True,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    arguments = [
+        *common,
+        "--save",
+        str(tmp_path / "b"),
+        "--metrics-jsonl",
+        str(tmp_path / "b.jsonl"),
+    ]
+    process = subprocess.Popen(
+        command(*arguments, ranks=2),
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     pointer = tmp_path / "b" / "latest_checkpointed_iteration.txt"
     deadline = time.monotonic() + HANG_S
     while not pointer.exists():
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run ended before it could be killed"
+        )
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -63,17 +103,33 @@ def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) ->
 
 
 def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:
-    """Statuses and outputs of the program under srun's variables, with these arguments on each rank."""
+    """Statuses and outputs of the program under srun's variables, with these arguments on each
+    rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     tasks, size = [], str(len(of_each_rank))
     for rank, arguments in enumerate(of_each_rank):
-        variables = dict(SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS=size,
-                         SLURM_STEP_NODELIST="localhost", SLURM_STEP_TASKS_PER_NODE=size, SLURM_JOB_ID="11",
-                         MASTER_PORT=str(port))
-        tasks.append(subprocess.Popen(command(*SMALL_RUN, *MOCK, *arguments), env=environment(**variables), cwd=ROOT,
-                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        variables = dict(
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_STEP_ID="0",
+            SLURM_STEP_NUM_TASKS=size,
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_STEP_TASKS_PER_NODE=size,
+            SLURM_JOB_ID="11",
+            MASTER_PORT=str(port),
+        )
+        tasks.append(
+            subprocess.Popen(
+                command(*SMALL_RUN, *MOCK, *arguments),
+                env=environment(**variables),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     outputs = [task.communicate(timeout=HANG_S)[0] for task in tasks]
     return [task.returncode for task in tasks], outputs
 
@@ -93,9 +149,15 @@ def test_ranks_with_other_flags_end_with_status_2_and_name_them() -> None:
     with program(lambda rank: [*SMALL_RUN, *MOCK, *flags[rank]], ranks=2) as run:
         assert run.wait() == [2, 2]
         outputs = [run.output(rank) + run.errors(rank) for rank in range(2)]
-    for line in ("--context-parallel-size: 2 on rank 0; 1 on rank 1", "--seed: 1234 on rank 0; 5 on rank 1"):
+    for line in (
+        "--context-parallel-size: 2 on rank 0; 1 on rank 1",
+        "--seed: 1234 on rank 0; 5 on rank 1",
+    ):
         assert line in outputs[0]
-    assert "rank 0 has found a fault, and says which" in outputs[1] and "Traceback" not in outputs[0] + outputs[1]
+    assert (
+        "rank 0 has found a fault, and says which" in outputs[1]
+        and "Traceback" not in outputs[0] + outputs[1]
+    )
 
 
 def test_a_fault_ends_with_status_2_one_line_and_no_traceback() -> None:
@@ -106,15 +168,26 @@ def test_a_fault_ends_with_status_2_one_line_and_no_traceback() -> None:
 
 
 def test_dump_config_needs_no_torch() -> None:
-    program = ("import sys, pretrain_gpt; status = pretrain_gpt.main(sys.argv[1:]); "
-               "sys.exit(status or (3 if 'torch' in sys.modules else 0))")
-    done = subprocess.run([sys.executable, "-c", program, *SMALL_RUN, *MOCK, "--dump-config"], cwd=ROOT, env=environment(),
-                          capture_output=True, text=True, timeout=HANG_S, check=False)
+    program = (
+        "import sys, pretrain_gpt; status = pretrain_gpt.main(sys.argv[1:]); "
+        "sys.exit(status or (3 if 'torch' in sys.modules else 0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *SMALL_RUN, *MOCK, "--dump-config"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert '"num_layers": 2' in done.stdout
 
 
-def test_a_fault_of_one_rank_is_said_by_it_and_ends_the_others_without_a_traceback(tmp_path: Path) -> None:
+def test_a_fault_of_one_rank_is_said_by_it_and_ends_the_others_without_a_traceback(
+    tmp_path: Path,
+) -> None:
     common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "1"]
     assert run_program(*common, "--save", str(tmp_path), ranks=2).returncode == 0
     (tmp_path / "iter_0000001" / "rng_00001.safetensors").write_bytes(b"no tensors")

@@ -1,4 +1,5 @@
-"""`--local_rank=N`, as DeepSpeed's launcher and old launchers of torch pass it, on its way from the command line to the run."""
+"""`--local_rank=N`, as DeepSpeed's launcher and old launchers of torch pass it, on its way from the
+command line to the run."""
 
 from __future__ import annotations
 
@@ -33,25 +34,40 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return found
 
 
-@pytest.mark.parametrize(("variables", "words", "local_rank"), [
-    (LAUNCHED, ["--local_rank=3"], 3), (LAUNCHED, ["--local-rank", "0"], 0), (LAUNCHED, [], 1),
-    ({**LAUNCHED, "LOCAL_RANK": "2"}, ["--local_rank", "2"], 2), ({**LAUNCHED, "LOCAL_RANK": "2"}, [], 2),
-    ({}, ["--local-rank=1"], 1)])
-def test_the_run_takes_the_local_rank_of_the_launcher(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, words: list[str],
-                                                      variables: dict[str, str], local_rank: int) -> None:
+@pytest.mark.parametrize(
+    ("variables", "words", "local_rank"),
+    [
+        (LAUNCHED, ["--local_rank=3"], 3),
+        (LAUNCHED, ["--local-rank", "0"], 0),
+        (LAUNCHED, [], 1),
+        ({**LAUNCHED, "LOCAL_RANK": "2"}, ["--local_rank", "2"], 2),
+        ({**LAUNCHED, "LOCAL_RANK": "2"}, [], 2),
+        ({}, ["--local-rank=1"], 1),
+    ],
+)
+def test_the_run_takes_the_local_rank_of_the_launcher(
+    launches: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    variables: dict[str, str],
+    local_rank: int,
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert pretrain_gpt.main([*SMALL_RUN, *MOCK, *words]) == 0
     assert [launch.local_rank for launch in launches] == [local_rank]
 
 
-def test_a_local_rank_that_contradicts_the_environment_ends_with_status_2(launches: list[Launch], monkeypatch: pytest.MonkeyPatch,
-                                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_rank_that_contradicts_the_environment_ends_with_status_2(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, value in {**LAUNCHED, "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert pretrain_gpt.main([*SMALL_RUN, *MOCK, "--local_rank=1"]) == 2 and launches == []
-    assert capsys.readouterr().err == ("pretrain_gpt.py: [rank 1] error: --local-rank 1 contradicts LOCAL_RANK 0 of the "
-                                       "environment: leave the flag out, or unset the variable\n")
+    assert capsys.readouterr().err == (
+        "pretrain_gpt.py: [rank 1] error: --local-rank 1 contradicts LOCAL_RANK 0 of the "
+        "environment: leave the flag out, or unset the variable\n"
+    )
 
 
 @pytest.mark.long
@@ -61,9 +77,19 @@ def test_two_ranks_train_as_an_old_launcher_starts_them() -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     words = [*SMALL_RUN, *MOCK, "--train-iters", "2", "--eval-iters", "0"]
-    ranks = [subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), f"--local_rank={rank}", *words], cwd=ROOT,
-                              env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), f"--local_rank={rank}", *words],
+            cwd=ROOT,
+            env=environment(
+                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     ends = [(process.communicate(timeout=HANG_S), process.returncode) for process in ranks]
     assert [status for _, status in ends] == [0, 0], ends
     assert "2 rank(s)" in ends[0][0][0] and "local" not in ends[0][0][1]

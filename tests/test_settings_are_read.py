@@ -1,4 +1,5 @@
-"""No setting is ignored silently: every config field is read somewhere outside the place that defines and checks it."""
+"""No setting is ignored silently: every config field is read somewhere outside the place that
+defines and checks it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.run import RunConfig
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_lite"
-FIELDS = [(topic, field.name) for topic, cls in typing.get_type_hints(RunConfig).items() for field in dataclasses.fields(cls)]
+FIELDS = [
+    (topic, field.name)
+    for topic, cls in typing.get_type_hints(RunConfig).items()
+    for field in dataclasses.fields(cls)
+]
 
 
 def _attributes_read(path: Path) -> set[str]:
@@ -39,5 +44,6 @@ def read() -> set[str]:
 
 @pytest.mark.parametrize(("topic", "field"), FIELDS)
 def test_the_field_is_read(topic: str, field: str, read: set[str]) -> None:
-    # Activations are read through the table of their names; the other is a second way to say a granularity.
+    # Activations are read through the table of their names; the other is a second way to say a
+    # granularity.
     assert field in read or field in (*SWITCHED_ACTIVATIONS, "recompute_activations")

@@ -1,5 +1,5 @@
-"""A name that is added to the choices of a flag, and nowhere else, is an error where it is built, priced and counted: it never
-passes for one of the older choices."""
+"""A name that is added to the choices of a flag, and nowhere else, is an error where it is built,
+priced and counted: it never passes for one of the older choices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from megatron_lite.recompute.plan import keep_everything
 from tests.support.models import build_tiny_model, tiny_config, tp_state
 
 NEW = "Newest"
-SIZES = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72, tp_size=1, device="cpu", element_bytes=4)
+SIZES = Sizes(
+    micro_batch_size=2, seq_length=6, padded_vocab_size=72, tp_size=1, device="cpu", element_bytes=4
+)
 
 
 def build(config: ModelConfig) -> None:
@@ -49,35 +51,56 @@ def build(config: ModelConfig) -> None:
 READERS: dict[str, Callable[[ModelConfig], Any]] = {
     "the model": build,
     "its parameters": lambda config: parameter_count(config, 72),
-    "its memory": lambda config: activation_terms(config, keep_everything(config.num_layers), SIZES),
+    "its memory": lambda config: activation_terms(
+        config, keep_everything(config.num_layers), SIZES
+    ),
     "its FLOPs": lambda config: step_flops(config, batch=2, seq_length=6, padded_vocab_size=72),
 }
 CHOICES = {  # field: its choices, and the readers for whom they make a difference
     "normalization": ("NORMALIZATIONS", ("the model", "its parameters", "its memory")),
-    "position_embedding_type": ("POSITION_EMBEDDING_TYPES", ("the model", "its parameters", "its memory")),
+    "position_embedding_type": (
+        "POSITION_EMBEDDING_TYPES",
+        ("the model", "its parameters", "its memory"),
+    ),
     "attention_backend": ("ATTENTION_BACKENDS", ("the model", "its memory")),
 }
 
 
-@pytest.mark.parametrize(("field", "reader"), [(field, reader) for field, (_, readers) in CHOICES.items() for reader in readers])
-def test_a_new_choice_of_the_model_is_an_error_for_every_reader(field: str, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("field", "reader"),
+    [(field, reader) for field, (_, readers) in CHOICES.items() for reader in readers],
+)
+def test_a_new_choice_of_the_model_is_an_error_for_every_reader(
+    field: str, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = CHOICES[field][0]
     monkeypatch.setattr(model_config, known, (*getattr(model_config, known), NEW))
     flag = "--" + field.replace("_", "-")
-    with pytest.raises(ValueError, match=f"^{flag} {NEW} is not implemented here, only .*: choose one of them, or add an entry"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"^{flag} {NEW} is not implemented here, only .*: choose one of them, or add an entry"
+        ),
+    ):
         READERS[reader](tiny_config(**{field: NEW}))
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_new_activation_is_an_error_for_every_reader(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_activation_is_an_error_for_every_reader(
+    reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ModelConfig, "activation", NEW)
-    with pytest.raises(ValueError, match=f"^the activation {NEW} is not implemented here, only gelu, swiglu, squared_relu"):
+    with pytest.raises(
+        ValueError,
+        match=f"^the activation {NEW} is not implemented here, only gelu, swiglu, squared_relu",
+    ):
         READERS[reader](tiny_config())
 
 
 def schedule(**options: Any) -> Callable[[], Any]:
-    return lambda: LrSchedule.build(LrScheduleConfig(lr=0.1, **options), train_samples=8,
-                                    batches=BatchSchedule.constant(1))
+    return lambda: LrSchedule.build(
+        LrScheduleConfig(lr=0.1, **options), train_samples=8, batches=BatchSchedule.constant(1)
+    )
 
 
 def optimizer(name: str) -> None:
@@ -95,19 +118,34 @@ LAUNCH = Launch.__new__(Launch)
 OTHERS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "--lr-decay-style": (training_config, "LR_DECAY_STYLES", schedule(lr_decay_style=NEW)),
     "--lr-wsd-decay-style": (training_config, "WSD_DECAY_STYLES", schedule(lr_wsd_decay_style=NEW)),
-    "--tokenizer-type": (training_config, "TOKENIZER_TYPES",
-                         lambda: build_tokenizer(TokenizerConfig(tokenizer_type=NEW, vocab_size=61))),
+    "--tokenizer-type": (
+        training_config,
+        "TOKENIZER_TYPES",
+        lambda: build_tokenizer(TokenizerConfig(tokenizer_type=NEW, vocab_size=61)),
+    ),
     "--recompute-method": (recompute_config, "METHODS", lambda: recompute(NEW)),
-    "--distributed-backend": (parallel_config, "DISTRIBUTED_BACKENDS",
-                              lambda: choose_device(ParallelConfig(distributed_backend=NEW), LAUNCH)),
+    "--distributed-backend": (
+        parallel_config,
+        "DISTRIBUTED_BACKENDS",
+        lambda: choose_device(ParallelConfig(distributed_backend=NEW), LAUNCH),
+    ),
     "--optimizer": (None, "", lambda: optimizer(NEW)),
-    "--cp-comm-type": (None, "", lambda: plan_collectives(
-        tiny_config(attention_backend="flash"), keep_everything(3), replace(SIZES, cp_size=2, cp_comm_type=NEW))),
+    "--cp-comm-type": (
+        None,
+        "",
+        lambda: plan_collectives(
+            tiny_config(attention_backend="flash"),
+            keep_everything(3),
+            replace(SIZES, cp_size=2, cp_comm_type=NEW),
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize("flag", OTHERS)
-def test_a_new_choice_elsewhere_is_an_error_at_construction(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_choice_elsewhere_is_an_error_at_construction(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner, known, reader = OTHERS[flag]
     if owner is not None:
         monkeypatch.setattr(owner, known, (*getattr(owner, known), NEW))
@@ -127,5 +165,14 @@ def test_every_choice_has_an_entry_in_every_table() -> None:
     assert set(model_config.ATTENTION_BACKENDS) == model_config.ALWAYS_UNFUSED.keys()
     assert set(training_config.TOKENIZER_TYPES) == TOKENIZERS.keys()
     assert set(training_config.WSD_DECAY_STYLES) <= DECAYS.keys()
-    assert set(training_config.LR_DECAY_STYLES) <= {*DECAYS, "constant", "inverse-square-root", "WSD"}
-    assert {"p2p", "allgather"} == EXCHANGES.keys() and {"fp32", "bf16", "fp16"} == ELEMENT_BYTES.keys()
+    assert set(training_config.LR_DECAY_STYLES) <= {
+        *DECAYS,
+        "constant",
+        "inverse-square-root",
+        "WSD",
+    }
+    assert {"p2p", "allgather"} == EXCHANGES.keys() and {
+        "fp32",
+        "bf16",
+        "fp16",
+    } == ELEMENT_BYTES.keys()

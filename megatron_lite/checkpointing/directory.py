@@ -85,8 +85,11 @@ class SaveDirectory:
         except InputError:
             return
         if start > self.lock.start:
-            raise LockLost(f"{step} was saved by a later start (number {start}, this one has {self.lock.start}): this one writes "
-                           "no more checkpoints")
+            raise LockLost(
+                f"{step} was saved by a later start (number {start}, this one has "
+                f"{self.lock.start}): this one writes "
+                "no more checkpoints"
+            )
 
     def rename(self, source: Path, target: Path) -> None:
         """Renames a file or folder of this start. The caller syncs the folder."""

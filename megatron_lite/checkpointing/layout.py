@@ -34,8 +34,12 @@ class SavedLayout:
     @classmethod
     def of(cls, spec: ParameterSpec) -> SavedLayout:
         """Returns the layout of a parameter in this run."""
-        return cls(global_shape=spec.global_shape, tp_dim=spec.tp_dim, tp_blocks=spec.tp_blocks,
-                   padded_length=spec.padded_length)
+        return cls(
+            global_shape=spec.global_shape,
+            tp_dim=spec.tp_dim,
+            tp_blocks=spec.tp_blocks,
+            padded_length=spec.padded_length,
+        )
 
     @classmethod
     def from_plain(cls, values: object, name: str, *, pp_rank: int, tp_size: int) -> SavedLayout:
@@ -50,13 +54,22 @@ class SavedLayout:
             plain.check_names(found, _FIELDS, "the layout")
             sizes = plain.as_list(plain.field(found, "global_shape"), "global_shape")
             if len(sizes) > MOST_DIMS:
-                raise ValueError(f"global_shape must have at most {MOST_DIMS} dims (got {len(sizes)})")
+                raise ValueError(
+                    f"global_shape must have at most {MOST_DIMS} dims (got {len(sizes)})"
+                )
             shape = tuple(plain.as_whole(size, "global_shape", 0, MOST_ELEMENTS) for size in sizes)
             if math.prod(shape) > MOST_ELEMENTS:
-                raise ValueError(f"global_shape must have at most {MOST_ELEMENTS} elements (got {math.prod(shape)})")
-            layout = cls(global_shape=shape, pp_rank=pp_rank, tp_blocks=plain.whole(found, "tp_blocks", 1, MOST_BLOCKS),
-                         tp_dim=_optional(found, "tp_dim", 0, len(shape) - 1),
-                         padded_length=_optional(found, "padded_length", 0, MOST_ELEMENTS))
+                raise ValueError(
+                    f"global_shape must have at most {MOST_ELEMENTS} elements (got "
+                    f"{math.prod(shape)})"
+                )
+            layout = cls(
+                global_shape=shape,
+                pp_rank=pp_rank,
+                tp_blocks=plain.whole(found, "tp_blocks", 1, MOST_BLOCKS),
+                tp_dim=_optional(found, "tp_dim", 0, len(shape) - 1),
+                padded_length=_optional(found, "padded_length", 0, MOST_ELEMENTS),
+            )
             layout._check_split(tp_size)
         except ValueError as error:
             raise ValueError(f"parameter {plain.shown(name)}: {error}") from error
@@ -68,8 +81,12 @@ class SavedLayout:
 
     def spec(self) -> ParameterSpec:
         """Returns the split as a ParameterSpec."""
-        return ParameterSpec(global_shape=self.global_shape, tp_dim=self.tp_dim, tp_blocks=self.tp_blocks,
-                             padded_length=self.padded_length)
+        return ParameterSpec(
+            global_shape=self.global_shape,
+            tp_dim=self.tp_dim,
+            tp_blocks=self.tp_blocks,
+            padded_length=self.padded_length,
+        )
 
     def file_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
         """Returns the shape of the tensor in the file of one TP rank: its rows without padding."""
@@ -82,17 +99,24 @@ class SavedLayout:
     def _check_split(self, tp_size: int) -> None:
         if self.tp_dim is None:
             if self.tp_blocks != 1 or self.padded_length is not None:
-                raise ValueError(f"tp_blocks must be 1 and padded_length null if tp_dim is null (got {self.tp_blocks} and "
-                                 f"{self.padded_length})")
+                raise ValueError(
+                    "tp_blocks must be 1 and padded_length null if tp_dim is null (got "
+                    f"{self.tp_blocks} and "
+                    f"{self.padded_length})"
+                )
             return
         length = self.global_shape[self.tp_dim]
         padded = length if self.padded_length is None else self.padded_length
         if self.padded_length is not None and self.tp_blocks != 1:
-            raise ValueError(f"tp_blocks must be 1 if padded_length is given (got {self.tp_blocks})")
+            raise ValueError(
+                f"tp_blocks must be 1 if padded_length is given (got {self.tp_blocks})"
+            )
         if padded < length or padded % (tp_size * self.tp_blocks):
             what = "padded_length" if self.padded_length is not None else "global_shape[tp_dim]"
-            raise ValueError(f"{what} must be at least {length} and a multiple of tp_size x tp_blocks = "
-                             f"{tp_size * self.tp_blocks} (got {padded})")
+            raise ValueError(
+                f"{what} must be at least {length} and a multiple of tp_size x tp_blocks = "
+                f"{tp_size * self.tp_blocks} (got {padded})"
+            )
 
 
 _FIELDS = tuple(field.name for field in fields(SavedLayout) if field.name != "pp_rank")

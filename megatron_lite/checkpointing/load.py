@@ -42,8 +42,15 @@ class Loaded:
     notices: tuple[str, ...] = ()
 
 
-def load_checkpoint(start: Start, config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None, *,
-                    data: Mapping[str, Any] | None = None) -> Loaded:
+def load_checkpoint(
+    start: Start,
+    config: RunConfig,
+    parallel: ParallelState,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    data: Mapping[str, Any] | None = None,
+) -> Loaded:
     """Fills the model, the optimizer and the random-number streams from the step that was found.
 
     Issues no collective. With `--finetune` it reads the weights only, and the run starts at
@@ -64,20 +71,31 @@ def load_checkpoint(start: Start, config: RunConfig, parallel: ParallelState, mo
     if reads_states:
         check_same_update_rule(config, saved, where=str(step))
     load_weights(step, metadata, parallel, model, optimizer)
-    notices = [*start.notices, f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
-               *changed_settings(config, saved)]
+    notices = [
+        *start.notices,
+        f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
+        *changed_settings(config, saved),
+    ]
     if optimizer is not None and reads_states:
         _load_optimizer(step, metadata, parallel, model, optimizer)
     if options.finetune:
-        return Loaded(progress=start.progress, notices=(*notices, "--finetune: weights only, starting at iteration 0"))
+        return Loaded(
+            progress=start.progress,
+            notices=(*notices, "--finetune: weights only, starting at iteration 0"),
+        )
     if not options.no_load_rng:
         notices += _load_rng(step, metadata, parallel)
     return Loaded(progress=start.progress, notices=tuple(notices))
 
 
 @torch.no_grad()
-def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer | None = None,
-                 ) -> None:
+def load_weights(
+    step: Path,
+    metadata: Metadata,
+    parallel: ParallelState,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+) -> None:
     """Fills the model's parameters, and the optimizer's master weights without rounding.
 
     Raises InputError if the parameters' names or global shapes differ from the checkpoint's.
@@ -92,23 +110,41 @@ def load_weights(step: Path, metadata: Metadata, parallel: ParallelState, model:
         for name, parameter in model.named_parameters():
             saved, wanted = metadata.parameters.get(name), spec_of(parameter)
             if saved is None or saved.global_shape != wanted.global_shape:
-                raise InputError(f"{step}: parameter {name} is {'missing' if saved is None else saved.global_shape}, this model "
-                                 f"has {wanted.global_shape}")
-            values = reader.read(name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+                raise InputError(
+                    f"{step}: parameter {name} is "
+                    f"{'missing' if saved is None else saved.global_shape}, this model "
+                    f"has {wanted.global_shape}"
+                )
+            values = reader.read(
+                name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
+            )
             if optimizer is None:
                 parameter.copy_(values)
             else:
                 optimizer.set_weight(name, values)
 
 
-def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer) -> None:
+def _load_optimizer(
+    step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
+) -> None:
     states: dict[str, dict[str, Tensor]] = {}
     with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
         for name, parameter in model.named_parameters():
             saved, wanted = metadata.parameters[name], spec_of(parameter)
-            keys = [*optimizer.state_names(name), *(["master"] if reader.has(f"{name}/master", saved) else [])]
-            states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-                            for key in keys}
+            keys = [
+                *optimizer.state_names(name),
+                *(["master"] if reader.has(f"{name}/master", saved) else []),
+            ]
+            states[name] = {
+                key: reader.read(
+                    f"{name}/{key}",
+                    saved,
+                    wanted,
+                    tp_rank=parallel.tp_rank,
+                    tp_size=parallel.tp_size,
+                )
+                for key in keys
+            }
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.restore(metadata.loss_scale)
@@ -117,14 +153,23 @@ def _load_optimizer(step: Path, metadata: Metadata, parallel: ParallelState, mod
 
 
 def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[str]:
-    then, now = ((one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel))
+    then, now = (
+        (one.tp_size, one.cp_size, one.pp_size, one.dp_size) for one in (metadata, parallel)
+    )
     if then != now:
         before, here = ("TP {} x CP {} x PP {} x DP {}".format(*sizes) for sizes in (then, now))
-        return [f"the checkpoint was saved on {before}, this run has {here}: random-number streams (dropout) start from --seed"]
+        return [
+            (
+                f"the checkpoint was saved on {before}, this run has {here}: random-number streams "
+                "(dropout) start from --seed"
+            )
+        ]
     path = step / rng_file(parallel.rank)
     try:
         open_regular(path).close()
         parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
     except Exception as error:
-        raise InputError(f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed") from error
+        raise InputError(
+            f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed"
+        ) from error
     return []

@@ -71,18 +71,32 @@ class Holder:
         token = secrets.token_hex(6)
         run = env.get("TORCHELASTIC_RUN_ID", "")
         run = "" if run == WITHOUT_NAME else run
-        counts = [env.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+        counts = [
+            env.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+        ]
         requeues, restarts = (int(count) if count.isdecimal() else 0 for count in counts)
-        return cls(job=env.get("SLURM_JOB_ID") or run or token, run=run, requeues=requeues, restarts=restarts,
-                   host=socket.gethostname(), pid=os.getpid(), token=token)
+        return cls(
+            job=env.get("SLURM_JOB_ID") or run or token,
+            run=run,
+            requeues=requeues,
+            restarts=restarts,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=token,
+        )
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
             values = plain.parse_object(read_bounded(path, 2**16))
-            texts = {name: str(plain.field(values, name)) for name in ("job", "run", "host", "token")}
-            counts = {name: plain.whole(values, name, 0, MOST_STARTS) for name in ("requeues", "restarts", "pid")}
+            texts = {
+                name: str(plain.field(values, name)) for name in ("job", "run", "host", "token")
+            }
+            counts = {
+                name: plain.whole(values, name, 0, MOST_STARTS)
+                for name in ("requeues", "restarts", "pid")
+            }
             return cls(**texts, **counts)  # type: ignore[arg-type]
         except ValueError:
             return None
@@ -96,7 +110,11 @@ class Holder:
 
         Slurm or torchrun has then given the other up for lost.
         """
-        restarted = self.job == other.job and self.requeues == other.requeues and "" != self.run == other.run
+        restarted = (
+            self.job == other.job
+            and self.requeues == other.requeues
+            and "" != self.run == other.run
+        )
         return self.was_requeued_after(other) or (restarted and self.restarts > other.restarts)
 
     def __str__(self) -> str:
@@ -120,7 +138,9 @@ class DirectoryLock:
         # point removes the file, the rename then fails, and the next round reads the new holder.
         while True:
             self._file = self._new_file()
-            before = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+            before = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666
+            )
             try:
                 free = self._try_lock(before)
                 # A lock on a file that is no longer lock.json is worth nothing: another process has
@@ -158,8 +178,11 @@ class DirectoryLock:
             self._come_back()
         holder = Holder.read(self._path)
         if holder is None or holder.token != self.token:
-            raise LockLost(f"{self._path} is now held by {holder or 'another process'}: this one (process {self.holder.pid} on "
-                           f"{self.holder.host}) was given up for lost, and writes no more checkpoints")
+            raise LockLost(
+                f"{self._path} is now held by {holder or 'another process'}: this one (process "
+                f"{self.holder.pid} on "
+                f"{self.holder.host}) was given up for lost, and writes no more checkpoints"
+            )
 
     def release(self) -> None:
         """Releases the lock for the next run. The file stays, because it names the last start."""
@@ -168,12 +191,18 @@ class DirectoryLock:
 
     def _check_may_take(self, other: Holder | None, *, free: bool) -> None:
         if other is not None and other.was_requeued_after(self.holder):
-            raise InputError(f"--save {self._path.parent}: a later start of this job (requeued {other.requeues} times, this one "
-                             f"{self.holder.requeues}) has had the directory: {other}")
+            raise InputError(
+                f"--save {self._path.parent}: a later start of this job (requeued "
+                f"{other.requeues} times, this one "
+                f"{self.holder.requeues}) has had the directory: {other}"
+            )
         if free or (other is not None and self.holder.replaces(other)):
             return
-        raise InputError(f"--save {self._path.parent} is in use by {other or 'another process'}: wait for its end, or choose "
-                         f"another directory (if that process cannot be reached any more, remove {self._path})")
+        raise InputError(
+            f"--save {self._path.parent} is in use by {other or 'another process'}: wait for "
+            "its end, or choose "
+            f"another directory (if that process cannot be reached any more, remove {self._path})"
+        )
 
     def _try_lock(self, descriptor: int) -> bool:
         try:
@@ -188,7 +217,9 @@ class DirectoryLock:
 
     def _new_file(self) -> int:
         """Returns a new file of this process under a temporary name, empty and locked."""
-        descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+        )
         self._try_lock(descriptor)
         return descriptor
 
@@ -208,7 +239,8 @@ class DirectoryLock:
             _name_if_free(self._temporary, self._path)
         except OSError as error:
             os.close(descriptor)
-            if not isinstance(error, (FileExistsError, FileNotFoundError)):  # another start has the name, or has removed ours
+            # another start has the name, or has removed ours
+            if not isinstance(error, (FileExistsError, FileNotFoundError)):
                 raise
         else:
             os.close(self._file)

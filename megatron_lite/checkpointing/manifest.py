@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.origin import Origin
-from megatron_lite.checkpointing.step_files import METADATA, MOST_ITERATIONS, open_regular, read_bounded, regular_size
+from megatron_lite.checkpointing.step_files import (
+    METADATA,
+    MOST_ITERATIONS,
+    open_regular,
+    read_bounded,
+    regular_size,
+)
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 
@@ -51,8 +57,15 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
-        return json.dumps({"format": FORMAT, "iteration": self.iteration, **self.origin.to_plain(),
-                           "files": rows_to_plain(self.files)}, indent=1)
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "iteration": self.iteration,
+                **self.origin.to_plain(),
+                "files": rows_to_plain(self.files),
+            },
+            indent=1,
+        )
 
     @classmethod
     def read(cls, step: Path) -> Manifest:
@@ -67,8 +80,11 @@ class Manifest:
             parse_formatted(step / METADATA)
         values = parse_formatted(path)
         try:
-            return cls(iteration=plain.whole(values, "iteration", 0, MOST_ITERATIONS), origin=Origin.from_plain(values),
-                       files=rows_from_plain(plain.field(values, "files")))
+            return cls(
+                iteration=plain.whole(values, "iteration", 0, MOST_ITERATIONS),
+                origin=Origin.from_plain(values),
+                files=rows_from_plain(plain.field(values, "files")),
+            )
         except ValueError as error:
             raise damaged(path, error) from error
 
@@ -78,15 +94,24 @@ class Manifest:
             try:
                 found = regular_size(step / name)
             except OSError as error:
-                raise InputError(f"{step / name}: cannot be read ({error.strerror}): the checkpoint is incomplete") from error
+                raise InputError(
+                    f"{step / name}: cannot be read ({error.strerror}): the checkpoint is "
+                    "incomplete"
+                ) from error
             if found != row.bytes:
-                raise InputError(f"{step / name}: {found} bytes, but {MANIFEST} says {row.bytes}: the checkpoint is damaged")
+                raise InputError(
+                    f"{step / name}: {found} bytes, but {MANIFEST} says {row.bytes}: the "
+                    "checkpoint is damaged"
+                )
 
     def check_contents(self, step: Path, names: Iterable[str]) -> None:
         """Reads the named files. Raises InputError if one does not hold what was written."""
         for name in names:
             if row_of(step / name, limit=self.files[name].bytes) != self.files[name]:
-                raise InputError(f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint is damaged")
+                raise InputError(
+                    f"{step / name}: its checksum is not the one in {MANIFEST}: the checkpoint "
+                    "is damaged"
+                )
 
     def share(self, rank: int, size: int) -> list[str]:
         """Returns the files that one of `size` ranks checks; all ranks have about as many bytes."""
@@ -112,11 +137,14 @@ def row_of(path: Path, *, limit: int | None = None) -> FileRow:
     size = 0
     try:
         with open_regular(path) as file:
-            while (limit is None or size <= limit) and (count := file.readinto(buffer)):  # type: ignore[attr-defined]
+            read_into = file.readinto  # type: ignore[attr-defined]
+            while (limit is None or size <= limit) and (count := read_into(buffer)):
                 digest.update(buffer[:count])
                 size += count
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({os.strerror(error.errno or 0)}): the checkpoint is damaged") from error
+        raise InputError(
+            f"{path}: cannot be read ({os.strerror(error.errno or 0)}): the checkpoint is damaged"
+        ) from error
     return FileRow(size, digest.hexdigest())
 
 
@@ -135,9 +163,14 @@ def rows_from_plain(values: object) -> dict[str, FileRow]:
         row = plain.as_object(row, f"files[{plain.shown(name)}]")
         size, sha256 = plain.whole(row, "bytes", 0, MOST_FILE_BYTES), plain.field(row, "sha256")
         if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII):
-            raise ValueError(f"a file's name must consist of letters, digits, '_', '-' and '.' (got {plain.shown(name)})")
+            raise ValueError(
+                "a file's name must consist of letters, digits, '_', '-' and '.' (got "
+                f"{plain.shown(name)})"
+            )
         if not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
-            raise ValueError(f"sha256 of {name} must be 64 hexadecimal digits (got {plain.shown(sha256)})")
+            raise ValueError(
+                f"sha256 of {name} must be 64 hexadecimal digits (got {plain.shown(sha256)})"
+            )
         rows[name] = FileRow(size, sha256)
     return rows
 
@@ -161,7 +194,9 @@ def parse_formatted(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise damaged(path, error) from error
     if type(found) is not int or found != FORMAT:
-        raise InputError(f"{path}: format {plain.shown(found)}, but this version reads format {FORMAT}")
+        raise InputError(
+            f"{path}: format {plain.shown(found)}, but this version reads format {FORMAT}"
+        )
     return values
 
 

@@ -10,9 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.layout import MOST_ELEMENTS, SavedLayout
-from megatron_lite.checkpointing.manifest import FORMAT, MOST_BYTES, damaged, parse_formatted, parse_json
+from megatron_lite.checkpointing.manifest import (
+    FORMAT,
+    MOST_BYTES,
+    damaged,
+    parse_formatted,
+    parse_json,
+)
 from megatron_lite.checkpointing.progress import Progress
-from megatron_lite.checkpointing.step_files import CONFIG, METADATA, parameters_file, read_bounded, rng_file, shard_file
+from megatron_lite.checkpointing.step_files import (
+    CONFIG,
+    METADATA,
+    parameters_file,
+    read_bounded,
+    rng_file,
+    shard_file,
+)
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
@@ -50,15 +63,27 @@ class Metadata:
 
     def to_json(self) -> str:
         """Returns the text of metadata.json."""
-        return json.dumps({"format": FORMAT, "progress": asdict(self.progress), "tp_size": self.tp_size, "dp_size": self.dp_size,
-                           "pp_size": self.pp_size, "cp_size": self.cp_size, "num_updates": self.num_updates,
-                           "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
-                           "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss), "data": self.data},
-                          indent=1)
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "progress": asdict(self.progress),
+                "tp_size": self.tp_size,
+                "dp_size": self.dp_size,
+                "pp_size": self.pp_size,
+                "cp_size": self.cp_size,
+                "num_updates": self.num_updates,
+                "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
+                "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
+                "data": self.data,
+            },
+            indent=1,
+        )
 
     def parameters_to_json(self) -> str:
         """Returns the text of this pipeline rank's parameters_pp*.json."""
-        return json.dumps({name: layout.to_plain() for name, layout in self.parameters.items()}, indent=1)
+        return json.dumps(
+            {name: layout.to_plain() for name, layout in self.parameters.items()}, indent=1
+        )
 
     @property
     def world_size(self) -> int:
@@ -67,9 +92,19 @@ class Metadata:
 
     def expected_files(self) -> set[str]:
         """Returns the names of all files of the step except the manifest."""
-        shards = {shard_file(kind, pp_rank, tp_rank, self.tp_size) for kind in ("model", "optimizer")
-                  for pp_rank in range(self.pp_size) for tp_rank in range(self.tp_size)}
-        return {CONFIG, METADATA, *shards, *map(parameters_file, range(self.pp_size)), *map(rng_file, range(self.world_size))}
+        shards = {
+            shard_file(kind, pp_rank, tp_rank, self.tp_size)
+            for kind in ("model", "optimizer")
+            for pp_rank in range(self.pp_size)
+            for tp_rank in range(self.tp_size)
+        }
+        return {
+            CONFIG,
+            METADATA,
+            *shards,
+            *map(parameters_file, range(self.pp_size)),
+            *map(rng_file, range(self.world_size)),
+        }
 
     @classmethod
     def read(cls, step: Path) -> Metadata:
@@ -82,16 +117,24 @@ class Metadata:
             ranks = math.prod(sizes.values())
             if ranks > MOST_RANKS:
                 raise ValueError(f"{' x '.join(AXES)} must be at most {MOST_RANKS} (got {ranks})")
-            found = cls(progress=Progress.from_plain(plain.field(values, "progress")), parameters={}, **sizes,
-                        num_updates=plain.whole(values, "num_updates", 0, MOST_UPDATES),
-                        data=plain.as_object(plain.field(values, "data"), "data"),
-                        loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
-                        mean_loss=MeanLossState.from_plain(values.get("mean_loss")))
+            found = cls(
+                progress=Progress.from_plain(plain.field(values, "progress")),
+                parameters={},
+                **sizes,
+                num_updates=plain.whole(values, "num_updates", 0, MOST_UPDATES),
+                data=plain.as_object(plain.field(values, "data"), "data"),
+                loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
+                mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
+            )
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(found.pp_size):
                 path = step / parameters_file(pp_rank)
-                parameters |= {name: SavedLayout.from_plain(layout, name, pp_rank=pp_rank, tp_size=found.tp_size)
-                               for name, layout in parse_json(path).items()}
+                parameters |= {
+                    name: SavedLayout.from_plain(
+                        layout, name, pp_rank=pp_rank, tp_size=found.tp_size
+                    )
+                    for name, layout in parse_json(path).items()
+                }
             return replace(found, parameters=parameters)
         except ValueError as error:
             raise damaged(path, error) from error
@@ -121,7 +164,9 @@ def read_config(step: Path) -> RunConfig:
     except InputError:
         raise
     except (ValueError, OverflowError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read ({error}): the checkpoint is damaged or of another version") from error
+        raise InputError(
+            f"{path}: cannot be read ({error}): the checkpoint is damaged or of another version"
+        ) from error
 
 
 def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None:
@@ -129,8 +174,11 @@ def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None
     counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
     held = sum(math.prod(layout.global_shape) for layout in metadata.parameters.values())
     if counted != held:
-        raise InputError(f"{step / CONFIG}: describes a model of {counted} weights, but the step holds {held}: the checkpoint is "
-                         "damaged")
+        raise InputError(
+            f"{step / CONFIG}: describes a model of {counted} weights, but the step holds "
+            f"{held}: the checkpoint is "
+            "damaged"
+        )
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:
@@ -139,7 +187,9 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
     The rules of RunConfig loop over layers and stages, so a damaged size could keep them busy for
     very long.
     """
-    model, parallel = (plain.as_object(plain.field(values, topic), topic) for topic in ("model", "parallel"))
+    model, parallel = (
+        plain.as_object(plain.field(values, topic), topic) for topic in ("model", "parallel")
+    )
     plain.whole(model, "num_layers", 1, MOST_LAYERS)
     for name, value in (*model.items(), *parallel.items()):
         if type(value) is int:

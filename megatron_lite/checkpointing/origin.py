@@ -48,7 +48,9 @@ class Origin:
         """
         if other.start in (0, self.start) or self.start == 0:
             return True
-        return any(part.start in (0, other.start) and iteration <= part.last for part in self.course)
+        return any(
+            part.start in (0, other.start) and iteration <= part.last for part in self.course
+        )
 
     def course_from(self, iteration: int) -> tuple[OwnSteps, ...]:
         """Returns the course of a start that goes on from this step, whose iteration is given."""
@@ -67,6 +69,10 @@ class Origin:
         for part in plain.as_list(plain.field(values, "course"), "course"):
             if not isinstance(part, list) or len(part) != 2:
                 raise ValueError(f"course must be a list of pairs (got {plain.shown(part)})")
-            parts.append(OwnSteps(plain.as_whole(part[0], "course", 0, MOST_STARTS),
-                              plain.as_whole(part[1], "course", 0, MOST_ITERATIONS)))
+            parts.append(
+                OwnSteps(
+                    plain.as_whole(part[0], "course", 0, MOST_STARTS),
+                    plain.as_whole(part[1], "course", 0, MOST_ITERATIONS),
+                )
+            )
         return cls(plain.whole(values, "start", 0, MOST_STARTS), tuple(parts))

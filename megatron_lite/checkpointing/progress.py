@@ -13,6 +13,7 @@ from megatron_lite.config import plain
 
 MOST_SAMPLES = 2**62
 
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a run has come.
@@ -42,8 +43,16 @@ class Progress:
         found = plain.as_object(values, "progress")
         plain.check_names(found, [field.name for field in fields(cls)], "progress")
         iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
-        skipped, nan, in_a_row = (plain.whole(found, name, 0, iteration) if name in found else 0
-                                  for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row"))
-        return cls(iteration=iteration, consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
-                   skipped_iterations=skipped, nan_iterations=nan, skipped_in_a_row=in_a_row,
-                   evaluation_is_due="evaluation_is_due" in found and plain.boolean(found, "evaluation_is_due"))
+        skipped, nan, in_a_row = (
+            plain.whole(found, name, 0, iteration) if name in found else 0
+            for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
+        )
+        return cls(
+            iteration=iteration,
+            consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
+            skipped_iterations=skipped,
+            nan_iterations=nan,
+            skipped_in_a_row=in_a_row,
+            evaluation_is_due="evaluation_is_due" in found
+            and plain.boolean(found, "evaluation_is_due"),
+        )

@@ -23,12 +23,21 @@ from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.manifest import Manifest, is_complete
 from megatron_lite.checkpointing.origin import Origin
 from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.step_files import CONDEMNED, STEP_NAME, SUPERSEDED, UNFINISHED, saved_steps, step_directory
+from megatron_lite.checkpointing.step_files import (
+    CONDEMNED,
+    STEP_NAME,
+    SUPERSEDED,
+    UNFINISHED,
+    saved_steps,
+    step_directory,
+)
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import CheckpointConfig
 
 
-def steps_to_delete(complete: Sequence[int], *, newest: int, keep_last: int | None, retain_interval: int | None) -> list[int]:
+def steps_to_delete(
+    complete: Sequence[int], *, newest: int, keep_last: int | None, retain_interval: int | None
+) -> list[int]:
     """Returns the iterations of the complete steps to delete, oldest first.
 
     newest: the iteration that was just saved. No later step is deleted.
@@ -37,11 +46,17 @@ def steps_to_delete(complete: Sequence[int], *, newest: int, keep_last: int | No
     if keep_last is None and retain_interval is None:
         return []
     course = sorted(step for step in complete if step <= newest)
-    last = course[-(keep_last or 1):]
-    return [step for step in course if step not in last and (retain_interval is None or step % retain_interval)]
+    last = course[-(keep_last or 1) :]
+    return [
+        step
+        for step in course
+        if step not in last and (retain_interval is None or step % retain_interval)
+    ]
 
 
-def delete_old_steps(directory: SaveDirectory, root: Path, options: CheckpointConfig, *, newest: int) -> None:
+def delete_old_steps(
+    directory: SaveDirectory, root: Path, options: CheckpointConfig, *, newest: int
+) -> None:
     """Deletes the steps that the flags do not keep.
 
     Call it when the pointer names `newest` and is durable.
@@ -51,8 +66,12 @@ def delete_old_steps(directory: SaveDirectory, root: Path, options: CheckpointCo
     complete = [step for step in saved_steps(root) if is_complete(step_directory(root, step))]
     if newest not in complete:
         return
-    for step in steps_to_delete(complete, newest=newest, keep_last=options.save_keep_last,
-                                retain_interval=options.save_retain_interval):
+    for step in steps_to_delete(
+        complete,
+        newest=newest,
+        keep_last=options.save_keep_last,
+        retain_interval=options.save_retain_interval,
+    ):
         directory.delete(step_directory(root, step), condemned=Point.CONDEMNED)
         points.reached(Point.DELETED)
     for path in sorted(root.iterdir()):
@@ -61,8 +80,9 @@ def delete_old_steps(directory: SaveDirectory, root: Path, options: CheckpointCo
             directory.delete(path)
 
 
-def supersede_other_courses(directory: SaveDirectory, root: Path, *, started_at: int, own: Iterable[int], origin: Origin,
-                            ) -> list[str]:
+def supersede_other_courses(
+    directory: SaveDirectory, root: Path, *, started_at: int, own: Iterable[int], origin: Origin
+) -> list[str]:
     """Renames the steps that do not lead to this run's steps. Returns their new names.
 
     If the pointer were lost, a reader could otherwise mistake them for steps of this run. Such a
@@ -73,8 +93,11 @@ def supersede_other_courses(directory: SaveDirectory, root: Path, *, started_at:
     origin: the origin of these steps.
     """
     others = (step for step in saved_steps(root) if step not in set(own))
-    return [directory.supersede(step_directory(root, step)) for step in others
-            if step > started_at or _was_left(step_directory(root, step), step, origin)]
+    return [
+        directory.supersede(step_directory(root, step))
+        for step in others
+        if step > started_at or _was_left(step_directory(root, step), step, origin)
+    ]
 
 
 def remove_leftovers(root: Path, token: str) -> None:
@@ -93,7 +116,11 @@ def remove_leftovers(root: Path, token: str) -> None:
                 # Its start was killed between the rename and the deletion, or has lost the lock
                 # since. A complete step gets its name back.
                 final = path.with_suffix("")
-                if is_complete(path) and not final.exists() and not final.with_suffix(".old").exists():
+                if (
+                    is_complete(path)
+                    and not final.exists()
+                    and not final.with_suffix(".old").exists()
+                ):
                     os.rename(path, final)
                 else:
                     _remove(path, token)
@@ -110,8 +137,13 @@ def remove_leftovers(root: Path, token: str) -> None:
 
 def _replaced(root: Path) -> Iterator[Path]:
     """Yields each iter_N.old beside which an iter_N exists."""
-    return (path for path in sorted(root.iterdir())
-            if path.suffix == ".old" and STEP_NAME.fullmatch(path.name) and path.with_suffix("").exists())
+    return (
+        path
+        for path in sorted(root.iterdir())
+        if path.suffix == ".old"
+        and STEP_NAME.fullmatch(path.name)
+        and path.with_suffix("").exists()
+    )
 
 
 def _remove(path: Path, token: str) -> None:

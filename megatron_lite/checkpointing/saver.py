@@ -65,15 +65,25 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         if parallel.rank != 0:
             return None
         root.mkdir(parents=True, exist_ok=True)
-        starts = [origin.start for step in saved_steps(root) if (origin := origin_of(step_directory(root, step))) is not None]
+        starts = [
+            origin.start
+            for step in saved_steps(root)
+            if (origin := origin_of(step_directory(root, step))) is not None
+        ]
         lock = DirectoryLock(root, Holder.this_process(), after_start=max(starts, default=0))
         try:
             # A run that does not continue from this directory must find no checkpoint in it. The
             # check needs the lock: without it, another run could still save a step.
             if not options.continues and (saved_steps(root) or (root / LATEST).exists()):
-                there = ", ".join(step_directory(root, step).name for step in saved_steps(root)[-1:]) or LATEST
-                raise InputError(f"--save {root} holds a checkpoint already ({there}): continue from it with --load {root}, or "
-                                 "choose an empty directory")
+                there = (
+                    ", ".join(step_directory(root, step).name for step in saved_steps(root)[-1:])
+                    or LATEST
+                )
+                raise InputError(
+                    f"--save {root} holds a checkpoint already ({there}): continue from it "
+                    f"with --load {root}, or "
+                    "choose an empty directory"
+                )
             remove_leftovers(root, lock.token)
         except BaseException:
             lock.release()
@@ -81,7 +91,9 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         return lock
 
     lock = parallel.together(f"--save {root} cannot be written", take)
-    token = all_gather_bytes(b"" if lock is None else lock.token.encode(), parallel.world_group)[0].decode()
+    token = all_gather_bytes(b"" if lock is None else lock.token.encode(), parallel.world_group)[
+        0
+    ].decode()
     return Claim(token, lock)
 
 
@@ -96,12 +108,31 @@ class Saver:
     At the end of the block it waits for a save under way and releases the directory.
     """
 
-    def __init__(self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int,
-                 course: tuple[OwnSteps, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        parallel: ParallelState,
+        claim: Claim,
+        *,
+        started_at: int,
+        course: tuple[OwnSteps, ...] = (),
+    ) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
-        self._writer = None if options.save is None else StepWriter(options, parallel, token=claim.token, lock=claim.lock,
-                                                                    started_at=started_at, course=course)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
+        self._writer = (
+            None
+            if options.save is None
+            else StepWriter(
+                options,
+                parallel,
+                token=claim.token,
+                lock=claim.lock,
+                started_at=started_at,
+                course=course,
+            )
+        )
+        self._threads = (
+            ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
+        )
         self._under_way: _UnderWay | None = None
 
     @property
@@ -109,7 +140,12 @@ class Saver:
         """Lines for the log: a warning if the file system keeps no locks."""
         if self._claim.lock is None or self._claim.lock.is_kept_by_system:
             return []
-        return [f"warning: --save {self._options.save}: this file system keeps no locks, so a second job in it is not refused"]
+        return [
+            (
+                f"warning: --save {self._options.save}: this file system keeps no locks, so a "
+                "second job in it is not refused"
+            )
+        ]
 
     @property
     def copies(self) -> bool:
@@ -128,7 +164,9 @@ class Saver:
         if self._threads is None:
             self._finished(snapshot.iteration, self._writer.write(snapshot), say)
         else:
-            self._under_way = _UnderWay(snapshot.iteration, self._threads.submit(self._writer.write, snapshot))
+            self._under_way = _UnderWay(
+                snapshot.iteration, self._threads.submit(self._writer.write, snapshot)
+            )
 
     def poll(self, say: Say) -> None:
         """Logs the save under way if every rank is done; raises InputError if it has failed.
@@ -141,7 +179,10 @@ class Saver:
         future = self._under_way.future
         # The minimum over ranks is FAILED if any has failed, else WRITING if any still writes.
         state = WRITING if not future.done() else DONE if future.exception() is None else FAILED
-        if all_reduce_(torch.tensor(state), self._parallel.world_group, dist.ReduceOp.MIN).item() != WRITING:
+        if (
+            all_reduce_(torch.tensor(state), self._parallel.world_group, dist.ReduceOp.MIN).item()
+            != WRITING
+        ):
             self.wait(say)
 
     def wait(self, say: Say) -> None:
@@ -153,7 +194,12 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self.wait(lambda line: None)
         except Exception as failure:
@@ -167,7 +213,8 @@ class Saver:
             self._claim.release()
 
     def _finished(self, iteration: int, notices: list[str], say: Say) -> None:
-        say(f"  successfully saved checkpoint from iteration {iteration:7d} to {self._options.save}")
+        say(
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {self._options.save}"
+        )
         for notice in notices:
             say(notice)
-

@@ -23,8 +23,11 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 def layouts_of(model: nn.Module) -> dict[str, SavedLayout]:
     """Returns the layout of every parameter that this pipeline rank saves, by name."""
-    return {name: SavedLayout.of(spec_of(parameter)) for name, parameter in model.named_parameters()
-            if not spec_of(parameter).is_copy}
+    return {
+        name: SavedLayout.of(spec_of(parameter))
+        for name, parameter in model.named_parameters()
+        if not spec_of(parameter).is_copy
+    }
 
 
 def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor | None:
@@ -37,7 +40,10 @@ def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: in
         return None
     if spec.tp_dim is None:
         return tensor.detach() if tp_rank == 0 else None
-    rows = [tensor.detach().narrow(spec.tp_dim, span.local_start, span.length) for span in spec.spans(tp_rank, tp_size)]
+    rows = [
+        tensor.detach().narrow(spec.tp_dim, span.local_start, span.length)
+        for span in spec.spans(tp_rank, tp_size)
+    ]
     return torch.cat(rows, spec.tp_dim) if rows else tensor.detach().narrow(spec.tp_dim, 0, 0)
 
 
@@ -65,15 +71,23 @@ class ShardReader:
         """Returns whether the file of TP rank 0 holds the key."""
         return key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118  (safe_open is no mapping)
 
-    def read(self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor:
+    def read(
+        self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int
+    ) -> Tensor:
         """Returns this rank's shard of the global tensor `key`, on the CPU, with zero padding.
 
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
         """
-        theirs, ours = (saved.global_shape, saved.tp_dim, saved.tp_blocks), (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks)
+        theirs, ours = (
+            (saved.global_shape, saved.tp_dim, saved.tp_blocks),
+            (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks),
+        )
         if theirs != ours:
-            raise InputError(f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this model has {ours}")
+            raise InputError(
+                f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
+                f"model has {ours}"
+            )
         dtype = self._check_files(key, saved)
         if wanted.tp_dim is None:
             return self._slice(self._path(saved, 0), key, None)
@@ -90,8 +104,12 @@ class ShardReader:
                     if start >= stop:
                         continue
                     offset = position + start - span.global_start
-                    rows = self._slice(self._path(saved, source), key, (dim, offset, offset + stop - start))
-                    local.narrow(dim, own.local_start + start - own.global_start, stop - start).copy_(rows)
+                    rows = self._slice(
+                        self._path(saved, source), key, (dim, offset, offset + stop - start)
+                    )
+                    local.narrow(
+                        dim, own.local_start + start - own.global_start, stop - start
+                    ).copy_(rows)
                 position += span.length
         return local
 
@@ -103,18 +121,29 @@ class ShardReader:
         """
         dtypes = set()
         for tp_rank in range(1 if saved.tp_dim is None else self._saved_tp_size):
-            path, expected = self._path(saved, tp_rank), saved.file_shape(tp_rank, self._saved_tp_size)
+            path, expected = (
+                self._path(saved, tp_rank),
+                saved.file_shape(tp_rank, self._saved_tp_size),
+            )
             part = self._entry(path, key)
             if tuple(part.get_shape()) != expected:
-                raise InputError(f"{path}: {key} must have the shape {expected} that metadata describes (got "
-                                 f"{tuple(part.get_shape())}): the checkpoint is damaged")
+                raise InputError(
+                    f"{path}: {key} must have the shape {expected} that metadata describes (got "
+                    f"{tuple(part.get_shape())}): the checkpoint is damaged"
+                )
             if part.get_dtype() not in FLOATS:
-                raise InputError(f"{path}: {key} must hold one of {', '.join(FLOATS)} (got {part.get_dtype()}): the checkpoint "
-                                 "is damaged")
+                raise InputError(
+                    f"{path}: {key} must hold one of {', '.join(FLOATS)} (got "
+                    f"{part.get_dtype()}): the checkpoint "
+                    "is damaged"
+                )
             dtypes.add(part.get_dtype())
         if len(dtypes) > 1:
-            raise InputError(f"{self._step}: {key} must have one dtype in all files (got {', '.join(sorted(dtypes))}): the "
-                             "checkpoint is damaged")
+            raise InputError(
+                f"{self._step}: {key} must have one dtype in all files (got "
+                f"{', '.join(sorted(dtypes))}): the "
+                "checkpoint is damaged"
+            )
         return FLOATS[dtypes.pop()]
 
     def _path(self, saved: SavedLayout, tp_rank: int) -> Path:
@@ -124,7 +153,9 @@ class ShardReader:
         try:
             return self._file(path).get_slice(key)
         except SafetensorError as error:
-            raise InputError(f"{path}: cannot read {key} ({error}): the checkpoint is damaged") from error
+            raise InputError(
+                f"{path}: cannot read {key} ({error}): the checkpoint is damaged"
+            ) from error
 
     def _slice(self, path: Path, key: str, rows: tuple[int, int, int] | None) -> Tensor:
         try:
@@ -134,7 +165,9 @@ class ShardReader:
             index = (slice(None),) * dim + (slice(start, stop),)
             return self._file(path).get_slice(key)[index]
         except SafetensorError as error:
-            raise InputError(f"{path}: cannot read {key} ({error}): the checkpoint is damaged") from error
+            raise InputError(
+                f"{path}: cannot read {key} ({error}): the checkpoint is damaged"
+            ) from error
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
@@ -142,5 +175,7 @@ class ShardReader:
                 open_regular(path).close()
                 self._files[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise InputError(f"{path}: cannot be read ({error}): the checkpoint is incomplete or damaged") from error
+                raise InputError(
+                    f"{path}: cannot be read ({error}): the checkpoint is incomplete or damaged"
+                ) from error
         return self._files[path]

@@ -16,7 +16,13 @@ from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.shards import layouts_of, owned_rows
-from megatron_lite.checkpointing.step_files import CONFIG, METADATA, parameters_file, rng_file, shard_file
+from megatron_lite.checkpointing.step_files import (
+    CONFIG,
+    METADATA,
+    parameters_file,
+    rng_file,
+    shard_file,
+)
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
@@ -40,8 +46,16 @@ class Snapshot:
     texts: Mapping[str, str]
 
 
-def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, optimizer: Optimizer, progress: Progress, *,
-                  data: Mapping[str, Any], copy: bool) -> Snapshot:
+def take_snapshot(
+    config: RunConfig,
+    parallel: ParallelState,
+    model: nn.Module,
+    optimizer: Optimizer,
+    progress: Progress,
+    *,
+    data: Mapping[str, Any],
+    copy: bool,
+) -> Snapshot:
     """Returns the files that this rank writes for a step.
 
     Every rank must call this. Tensors that are sharded over data-parallel ranks are gathered, one
@@ -51,16 +65,31 @@ def take_snapshot(config: RunConfig, parallel: ParallelState, model: nn.Module, 
     Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
     the next step.
     """
-    metadata = Metadata(progress=progress, tp_size=parallel.tp_size, dp_size=parallel.dp_size, pp_size=parallel.pp_size,
-                        cp_size=parallel.cp_size, num_updates=optimizer.num_updates, parameters=layouts_of(model), data=data,
-                        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
-                        mean_loss=None if optimizer.spikes is None else optimizer.spikes.state())
+    metadata = Metadata(
+        progress=progress,
+        tp_size=parallel.tp_size,
+        dp_size=parallel.dp_size,
+        pp_size=parallel.pp_size,
+        cp_size=parallel.cp_size,
+        num_updates=optimizer.num_updates,
+        parameters=layouts_of(model),
+        data=data,
+        loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
+        mean_loss=None if optimizer.spikes is None else optimizer.spikes.state(),
+    )
     files = [TensorFile("rng", rng_file(parallel.rank), parallel.rng.snapshot().states)]
     texts = {}
     weights, states = _owned_tensors(model, optimizer, parallel, copy=copy)
     if parallel.dp_cp_rank == 0:
-        names = {kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size) for kind in ("model", "optimizer")}
-        files = [TensorFile("model", names["model"], weights), TensorFile("optimizer", names["optimizer"], states), *files]
+        names = {
+            kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)
+            for kind in ("model", "optimizer")
+        }
+        files = [
+            TensorFile("model", names["model"], weights),
+            TensorFile("optimizer", names["optimizer"], states),
+            *files,
+        ]
         if parallel.tp_rank == 0:
             texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json()
     if parallel.rank == 0:
@@ -76,7 +105,9 @@ class _Owned(NamedTuple):
     states: dict[str, Tensor]
 
 
-def _owned_tensors(model: nn.Module, optimizer: Optimizer, parallel: ParallelState, *, copy: bool) -> _Owned:
+def _owned_tensors(
+    model: nn.Module, optimizer: Optimizer, parallel: ParallelState, *, copy: bool
+) -> _Owned:
     """Returns the tensors that this rank saves; none unless it is data-parallel rank 0.
 
     Gathering a parameter is a collective, so every data-parallel rank must run the loop.
@@ -86,15 +117,27 @@ def _owned_tensors(model: nn.Module, optimizer: Optimizer, parallel: ParallelSta
         weight, states = optimizer.weight(name), optimizer.whole_states(name)
         if parallel.dp_cp_rank == 0:
             found.weights.update(_owned({name: weight}, parameter, parallel, copy=copy))
-            found.states.update(_owned({f"{name}/{key}": value for key, value in states.items()}, parameter, parallel, copy=copy))
+            found.states.update(
+                _owned(
+                    {f"{name}/{key}": value for key, value in states.items()},
+                    parameter,
+                    parallel,
+                    copy=copy,
+                )
+            )
     return found
 
 
-def _owned(tensors: Mapping[str, Tensor], parameter: Tensor, parallel: ParallelState, *, copy: bool) -> dict[str, Tensor]:
+def _owned(
+    tensors: Mapping[str, Tensor], parameter: Tensor, parallel: ParallelState, *, copy: bool
+) -> dict[str, Tensor]:
     """Returns this rank's part of tensors that are split like the parameter, on the CPU.
 
     Tensors that another TP rank saves are left out.
     """
     spec = spec_of(parameter)
-    owned = {key: owned_rows(tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size) for key, tensor in tensors.items()}
+    owned = {
+        key: owned_rows(tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+        for key, tensor in tensors.items()
+    }
     return {key: tensor.to("cpu", copy=copy) for key, tensor in owned.items() if tensor is not None}

@@ -19,7 +19,13 @@ from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
 from megatron_lite.checkpointing.metadata import Metadata, check_config_fits, read_config
 from megatron_lite.checkpointing.origin import Origin, OwnSteps
 from megatron_lite.checkpointing.progress import Progress
-from megatron_lite.checkpointing.step_files import LATEST, METADATA, read_pointer, saved_steps, step_directory
+from megatron_lite.checkpointing.step_files import (
+    LATEST,
+    METADATA,
+    read_pointer,
+    saved_steps,
+    step_directory,
+)
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.parallel.collectives import all_gather_bytes
@@ -81,24 +87,38 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     if options.load is None:
         return Start()
     root = Path(options.load)
-    listed = parallel.together("--load", lambda: json.dumps(candidates(root)).encode() if parallel.rank == 0 else b"")
+    listed = parallel.together(
+        "--load", lambda: json.dumps(candidates(root)).encode() if parallel.rank == 0 else b""
+    )
     there = Candidates(*json.loads(all_gather_bytes(listed, parallel.world_group)[0]))
     if not there.steps:
         return Start(notices=(_nothing_there(options, there),))
 
     def fault_of(step: Path) -> str | None:
         found = step_fault(step, rank=parallel.rank, size=parallel.world_size)
-        faults = [fault.decode() for fault in all_gather_bytes((found or "").encode(), parallel.world_group)]
+        faults = [
+            fault.decode()
+            for fault in all_gather_bytes((found or "").encode(), parallel.world_group)
+        ]
         return next(filter(None, faults), None)
 
     found = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     metadata = parallel.together("--load", lambda: Metadata.read(found.step))
     if options.finetune or not options.continues:
-        return Start(step=found.step, metadata=metadata, progress=Progress() if options.finetune else metadata.progress,
-                     notices=found.notices)
+        return Start(
+            step=found.step,
+            metadata=metadata,
+            progress=Progress() if options.finetune else metadata.progress,
+            notices=found.notices,
+        )
     origin = parallel.together("--load", lambda: Manifest.read(found.step).origin)
-    return Start(step=found.step, metadata=metadata, progress=metadata.progress, notices=found.notices,
-                 course=origin.course_from(metadata.progress.iteration))
+    return Start(
+        step=found.step,
+        metadata=metadata,
+        progress=metadata.progress,
+        notices=found.notices,
+        course=origin.course_from(metadata.progress.iteration),
+    )
 
 
 def candidates(root: Path) -> Candidates:
@@ -106,23 +126,40 @@ def candidates(root: Path) -> Candidates:
     steps = saved_steps(root)
     if not steps and not (root / LATEST).exists():
         return Candidates(None, [], [], [], None)
-    origins = {step: origin for step in steps if (origin := origin_of(step_directory(root, step))) is not None}
+    origins = {
+        step: origin
+        for step in steps
+        if (origin := origin_of(step_directory(root, step))) is not None
+    }
     try:
         newest = read_pointer(root)
     except InputError as error:
         # Without a pointer the highest start is the best guess. The steps outside its course are a
         # last resort, so they come after it.
         course = _course_of(_last_of_highest_start(origins, steps), steps, origins)
-        return Candidates(str(error), [*course, *(step for step in reversed(steps) if step not in course)], [], [], None)
+        return Candidates(
+            str(error),
+            [*course, *(step for step in reversed(steps) if step not in course)],
+            [],
+            [],
+            None,
+        )
     later_start = _step_after_pointer(root, newest, origins)
     stale = None
     if later_start is not None:
-        stale = (f"{root / LATEST} names iteration {newest}, but a later start has saved "
-                 f"{step_directory(root, later_start).name} since: the pointer is not followed")
+        stale = (
+            f"{root / LATEST} names iteration {newest}, but a later start has saved "
+            f"{step_directory(root, later_start).name} since: the pointer is not followed"
+        )
         newest = later_start
     course = [step for step in _course_of(newest, steps, origins) if step <= newest]
-    return Candidates(None, course, [step for step in steps if step > newest],
-                      [step for step in steps if step <= newest and step not in course], stale)
+    return Candidates(
+        None,
+        course,
+        [step for step in steps if step > newest],
+        [step for step in steps if step <= newest and step not in course],
+        stale,
+    )
 
 
 def origin_of(step: Path) -> Origin | None:
@@ -144,7 +181,11 @@ def _course_of(newest: int, steps: Sequence[int], origins: Mapping[int, Origin])
     list also contains steps of the same start that are later than `newest`.
     """
     origin = origins.get(newest, Origin())
-    return [step for step in reversed(steps) if step not in origins or origin.includes(origins[step], step)]
+    return [
+        step
+        for step in reversed(steps)
+        if step not in origins or origin.includes(origins[step], step)
+    ]
 
 
 def _step_after_pointer(root: Path, newest: int, origins: Mapping[int, Origin]) -> int | None:
@@ -154,12 +195,17 @@ def _step_after_pointer(root: Path, newest: int, origins: Mapping[int, Origin]) 
     its step after the pointer was written. The time matters because a user may have set the
     pointer by hand since: such a pointer is followed.
     """
-    complete = {step: origin for step, origin in origins.items() if is_complete(step_directory(root, step))}
+    complete = {
+        step: origin for step, origin in origins.items() if is_complete(step_directory(root, step))
+    }
     last = _last_of_highest_start(complete, [])
     if newest not in origins or last not in origins or origins[last].start <= origins[newest].start:
         return None
     try:
-        pointed_at, saved_at = (path.stat().st_mtime_ns for path in (root / LATEST, step_directory(root, last) / MANIFEST))
+        pointed_at, saved_at = (
+            path.stat().st_mtime_ns
+            for path in (root / LATEST, step_directory(root, last) / MANIFEST)
+        )
     except OSError:
         return None
     return last if saved_at > pointed_at else None
@@ -174,9 +220,14 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
     """
     notices = [] if there.stale is None else [f"warning: {there.stale}"]
     if there.later:
-        notices.append(f"{root}: later than the checkpoint that {LATEST} names, and not used: {_names(root, there.later)}")
+        notices.append(
+            f"{root}: later than the checkpoint that {LATEST} names, and not used: "
+            f"{_names(root, there.later)}"
+        )
     if there.left:
-        notices.append(f"{root}: of a course that was left, and not used: {_names(root, there.left)}")
+        notices.append(
+            f"{root}: of a course that was left, and not used: {_names(root, there.left)}"
+        )
     faults = [] if there.fault is None else [there.fault]
     for number in there.steps:
         if faults and not fallback:
@@ -186,11 +237,15 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
         if fault is None:
             notices += [f"warning: {one}" for one in faults]
             if faults:
-                notices.append(f"warning: going on from the newest good checkpoint instead, {step.name}")
+                notices.append(
+                    f"warning: going on from the newest good checkpoint instead, {step.name}"
+                )
             return Found(step, tuple(notices))
         faults.append(fault)
     shown = "\n  ".join(faults[:MOST_REPORTED])
-    advice = "restore what is damaged" + ("" if fallback else ", or leave out --no-load-fallback to use an earlier checkpoint")
+    advice = "restore what is damaged" + (
+        "" if fallback else ", or leave out --no-load-fallback to use an earlier checkpoint"
+    )
     raise InputError(f"--load {root}: no good checkpoint: {advice}\n  {shown}")
 
 
@@ -207,13 +262,18 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         manifest.check_contents(step, manifest.share(rank, size))
         metadata = Metadata.read(step)
         if metadata.progress.iteration != manifest.iteration:
-            raise InputError(f"{step / METADATA}: progress.iteration must be that of the step, {manifest.iteration} (got "
-                             f"{metadata.progress.iteration}): the checkpoint is damaged")
+            raise InputError(
+                f"{step / METADATA}: progress.iteration must be that of the step, "
+                f"{manifest.iteration} (got "
+                f"{metadata.progress.iteration}): the checkpoint is damaged"
+            )
         # Each rank has a random-number file of its own, so a step has at least as many files as
         # ranks. The check comes before expected_files, which lists a name for every rank.
         if metadata.world_size > len(manifest.files):
-            raise InputError(f"{step / METADATA}: describes {metadata.world_size} ranks, but the manifest lists "
-                             f"{len(manifest.files)} files: the checkpoint is damaged")
+            raise InputError(
+                f"{step / METADATA}: describes {metadata.world_size} ranks, but the manifest lists "
+                f"{len(manifest.files)} files: the checkpoint is damaged"
+            )
         missing = sorted(metadata.expected_files() - set(manifest.files))
         if missing:
             raise InputError(f"{step}: {missing[0]} is not in the manifest")
@@ -225,12 +285,18 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
 
 def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
     if there.fault is not None:
-        raise InputError(f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. Remove the file to "
-                         "start from scratch")
+        raise InputError(
+            f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
+            "Remove the file to "
+            "start from scratch"
+        )
     if options.allow_fresh_start:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
-    raise InputError(f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add --allow-fresh-start to "
-                     "begin without one")
+    raise InputError(
+        f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add "
+        "--allow-fresh-start to "
+        "begin without one"
+    )
 
 
 def _names(root: Path, steps: Sequence[int]) -> str:

@@ -127,7 +127,10 @@ def regular_size(path: Path) -> int:
 
 
 def _not_regular(path: Path) -> InputError:
-    return InputError(f"{path}: is no regular file, and links, pipes and devices are not read: the checkpoint is damaged")
+    return InputError(
+        f"{path}: is no regular file, and links, pipes and devices are not read: the "
+        "checkpoint is damaged"
+    )
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
@@ -139,7 +142,9 @@ def read_bounded(path: Path, limit: int) -> bytes:
         with open_regular(path) as file:
             data = read_up_to(file, limit)
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): the checkpoint is incomplete or damaged") from error
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}): the checkpoint is incomplete or damaged"
+        ) from error
     if data is None:
         raise InputError(f"{path}: longer than {limit} bytes: the checkpoint is damaged")
     return data

@@ -21,7 +21,14 @@ from safetensors.torch import save_file
 from megatron_lite.checkpointing import points
 from megatron_lite.checkpointing.directory import SaveDirectory, publish_step
 from megatron_lite.checkpointing.lock import DirectoryLock
-from megatron_lite.checkpointing.manifest import MANIFEST, FileRow, Manifest, row_of, rows_from_plain, rows_to_plain
+from megatron_lite.checkpointing.manifest import (
+    MANIFEST,
+    FileRow,
+    Manifest,
+    row_of,
+    rows_from_plain,
+    rows_to_plain,
+)
 from megatron_lite.checkpointing.origin import Origin, OwnSteps
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.retention import delete_old_steps, supersede_other_courses
@@ -48,8 +55,16 @@ class StepWriter:
     course: the steps that led to that iteration.
     """
 
-    def __init__(self, options: CheckpointConfig, parallel: ParallelState, *, token: str, lock: DirectoryLock | None,
-                 started_at: int, course: tuple[OwnSteps, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        parallel: ParallelState,
+        *,
+        token: str,
+        lock: DirectoryLock | None,
+        started_at: int,
+        course: tuple[OwnSteps, ...] = (),
+    ) -> None:
         assert options.save is not None
         self._options, self._parallel, self._root = options, parallel, Path(options.save)
         self._token, self._lock, self._started_at, self._course = token, lock, started_at, course
@@ -70,7 +85,11 @@ class StepWriter:
             rows: Rows = {}
             for answer in answers:
                 rows |= rows_from_plain(json.loads(answer))
-            notices = json.loads(self._on_rank_0(snapshot, lambda: self._publish(temporary, snapshot.iteration, rows)))
+            notices = json.loads(
+                self._on_rank_0(
+                    snapshot, lambda: self._publish(temporary, snapshot.iteration, rows)
+                )
+            )
             points.reached(Point.DONE)
             return notices
         except BaseException:
@@ -97,7 +116,10 @@ class StepWriter:
 
     def _publish(self, temporary: Path, iteration: int, rows: Rows) -> bytes:
         assert self._lock is not None
-        directory, origin = SaveDirectory(self._root, self._lock), Origin(self._lock.start, self._course)
+        directory, origin = (
+            SaveDirectory(self._root, self._lock),
+            Origin(self._lock.start, self._course),
+        )
         write_synced(temporary / MANIFEST, Manifest(iteration, rows, origin).to_json().encode())
         points.reached(Point.MANIFEST)
         sync_folder(str(temporary))
@@ -113,14 +135,23 @@ class StepWriter:
         durable.
         """
         try:
-            renamed = supersede_other_courses(directory, self._root, started_at=self._started_at, own=self._own, origin=origin)
+            renamed = supersede_other_courses(
+                directory, self._root, started_at=self._started_at, own=self._own, origin=origin
+            )
             delete_old_steps(directory, self._root, self._options, newest=iteration)
-            return [f"{self._root}: a step that does not lead to this run's is now {name}" for name in renamed]
+            return [
+                f"{self._root}: a step that does not lead to this run's is now {name}"
+                for name in renamed
+            ]
         except OSError as error:
-            return [f"warning: --save {self._root}: old checkpoints could not be tidied away ({error})"]
+            return [
+                f"warning: --save {self._root}: old checkpoints could not be tidied away ({error})"
+            ]
 
     def _on_rank_0(self, snapshot: Snapshot, action: Callable[[], bytes]) -> bytes:
-        return self._everywhere(snapshot, lambda: self._locked(action) if self._parallel.rank == 0 else b"")[0]
+        return self._everywhere(
+            snapshot, lambda: self._locked(action) if self._parallel.rank == 0 else b""
+        )[0]
 
     def _locked(self, action: Callable[[], bytes]) -> bytes:
         """Returns what the action returns.
@@ -146,11 +177,13 @@ class StepWriter:
             answer = DONE + action()
         except Exception as error:
             failure = error
-            answer = (REFUSED if isinstance(error, InputError) else FAILED) + str(error).encode()[:LONGEST_REASON]
+            answer = (REFUSED if isinstance(error, InputError) else FAILED) + str(error).encode()[
+                :LONGEST_REASON
+            ]
         answers = all_gather_bytes(answer, self._parallel.saver_group)
         failed = [rank for rank, one in enumerate(answers) if not one.startswith(DONE)]
         if not failed:
-            return [one[len(DONE):] for one in answers]
+            return [one[len(DONE) :] for one in answers]
         if failure is not None and not isinstance(failure, (OSError, InputError, SafetensorError)):
             raise failure
         # An InputError such as LockLost names the cause, so it comes first. If a later start has
@@ -158,8 +191,11 @@ class StepWriter:
         first = min(failed, key=lambda rank: (not answers[rank].startswith(REFUSED), rank))
         reason = answers[first][1:].decode(errors="replace")
         if answers[first].startswith(FAILED):
-            reason = (f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not be written by rank "
-                      f"{first}: {reason}. Earlier checkpoints are as they were")
+            reason = (
+                f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could "
+                "not be written by rank "
+                f"{first}: {reason}. Earlier checkpoints are as they were"
+            )
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure
 
@@ -183,7 +219,9 @@ def _write_tensors(path: Path, file: TensorFile) -> None:
     path.touch()
     # save_file makes the file readable by its owner only. This is the mode that the umask allows.
     mode = path.stat().st_mode
-    save_file({key: tensor.detach().cpu().contiguous() for key, tensor in file.tensors.items()}, str(path))
+    save_file(
+        {key: tensor.detach().cpu().contiguous() for key, tensor in file.tensors.items()}, str(path)
+    )
     path.chmod(mode)
     with path.open("rb") as written:
         sync_file(written)
@@ -191,5 +229,3 @@ def _write_tensors(path: Path, file: TensorFile) -> None:
 
 def _rows_to_bytes(rows: Rows) -> bytes:
     return json.dumps(rows_to_plain(rows)).encode()
-
-

@@ -17,7 +17,9 @@ from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
 
 
-def print_dry_run(config: RunConfig, notices: Sequence[str], launch: Launch, *, explain_recompute: bool) -> None:
+def print_dry_run(
+    config: RunConfig, notices: Sequence[str], launch: Launch, *, explain_recompute: bool
+) -> None:
     """Prints the explanation, on rank 0 only, or else the configuration as JSON on every rank."""
     if not explain_recompute:
         print(config.to_json())
@@ -40,7 +42,9 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     told_in_report = recompute_notices(config)
     try:
         dp_size = config.parallel.data_parallel_size(world_size) if world_size > 1 else 1
-        report = explain(config, likely_device(config.parallel.distributed_backend), dp_size=dp_size)
+        report = explain(
+            config, likely_device(config.parallel.distributed_backend), dp_size=dp_size
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     return [*(notice for notice in notices if notice not in told_in_report), report_text(report)]

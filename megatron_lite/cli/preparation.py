@@ -30,13 +30,26 @@ def ready_to_train(config: RunConfig, launch: Launch) -> RunConfig:
 def start_lines(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
     """Yields the table of arguments, and a line with the sizes of the parallel groups."""
     yield arguments_table(config)
-    yield (f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel {parallel.cp_size}, "
-           f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on {parallel.device.type}")
+    yield (
+        f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel "
+        f"{parallel.cp_size}, "
+        f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on "
+        f"{parallel.device.type}"
+    )
 
 
 def arguments_table(config: RunConfig) -> str:
     """Returns the dotted table of all arguments as Megatron prints it, sorted by name."""
-    rows = {field: value for topic in dataclasses.asdict(config).values() for field, value in topic.items()}
+    rows = {
+        field: value
+        for topic in dataclasses.asdict(config).values()
+        for field, value in topic.items()
+    }
     lines = [f"  {field} {'.' * (48 - len(field))} {rows[field]}" for field in sorted(rows)]
-    return "\n".join(["------------------------ arguments ------------------------", *lines,
-                      "-------------------- end of arguments ---------------------"])
+    return "\n".join(
+        [
+            "------------------------ arguments ------------------------",
+            *lines,
+            "-------------------- end of arguments ---------------------",
+        ]
+    )

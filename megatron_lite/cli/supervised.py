@@ -58,8 +58,12 @@ class Supervision:
         # would raise outside of every handler.
         self.exits.listen()
         if self.parallel.rank == 0:
-            found = run_notices(self.config, device=self.parallel.device.type, world_size=self.parallel.world_size,
-                                of_settings=notices)
+            found = run_notices(
+                self.config,
+                device=self.parallel.device.type,
+                world_size=self.parallel.world_size,
+                of_settings=notices,
+            )
             print(*found.at_start, *start_lines(self.config, self.parallel), sep="\n", flush=True)
 
 
@@ -70,8 +74,12 @@ def supervised(config: RunConfig, parallel: ParallelState, launch: Launch) -> It
     An error that ends the block becomes an exit status, by the table of this module.
     """
     exits = Exits(config.training, parallel)
-    with Watch(parallel, timeout=config.parallel.timeout_seconds, graceful=config.training.exit_signal_handler,
-               owns_store=not launch.agent_owns_store) as watch:
+    with Watch(
+        parallel,
+        timeout=config.parallel.timeout_seconds,
+        graceful=config.training.exit_signal_handler,
+        owns_store=not launch.agent_owns_store,
+    ) as watch:
         supervision = Supervision(config, parallel, exits, watch.pulse)
         # The outer try also catches a signal that arrives while the inner one reports an error.
         try:

@@ -20,13 +20,21 @@ FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activation
 SELECTIVE = ("recompute_activations", "recompute_modules")
 LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-OVER_PIPELINE = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-                 "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-                 "num_microbatches_with_partial_activation_checkpoints")
+OVER_PIPELINE = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_microbatches_with_partial_activation_checkpoints",
+)
 
 # A run may use at most one of the alternatives of a group. Each alternative is a tuple of fields.
 ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (("recompute_policy",), ("recompute_granularity", *FULL, *SELECTIVE), ("torch_compile", "activation_memory_budget")),
+    (
+        ("recompute_policy",),
+        ("recompute_granularity", *FULL, *SELECTIVE),
+        ("torch_compile", "activation_memory_budget"),
+    ),
     (("train_iters",), ("train_samples",)),
     (("lr_decay_iters",), ("lr_decay_samples",)),
     (("lr_warmup_iters",), ("lr_warmup_samples",), ("lr_warmup_fraction",)),
@@ -50,13 +58,17 @@ BELONGS_TO = {
 # The fields that belong to one value of a setting. If the command line gives the setting another
 # value, they are replaced.
 BELONGS_TO_VALUE: dict[str, Mapping[object, tuple[str, ...]]] = {
-    "recompute_granularity": {"full": (*FULL, "contiguous_saved_activations"), "selective": SELECTIVE},
+    "recompute_granularity": {
+        "full": (*FULL, "contiguous_saved_activations"),
+        "selective": SELECTIVE,
+    },
     "optimizer": OWN_SETTINGS,
     "lr_decay_style": {"WSD": ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")},
 }
 # The fields that need a size above 1. If the command line gives the size 1, they are replaced.
 NEEDS_MORE_THAN_ONE = {
-    "pipeline_model_parallel_size": OVER_PIPELINE, "context_parallel_size": ("cp_comm_type",),
+    "pipeline_model_parallel_size": OVER_PIPELINE,
+    "context_parallel_size": ("cp_comm_type",),
     "tensor_model_parallel_size": ("distribute_saved_activations",),
 }
 
@@ -85,10 +97,21 @@ def replaced_fields(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict
             replace([field for way in group if way is not chosen[0] for field in way], by)
     # --recompute-activations chooses selective, though it is another field than the granularity.
     if given.get("recompute_activations") and stored.get("recompute_granularity") != "selective":
-        replace(("recompute_granularity", *BELONGS_TO_VALUE["recompute_granularity"]["full"]), "recompute_activations")
+        replace(
+            ("recompute_granularity", *BELONGS_TO_VALUE["recompute_granularity"]["full"]),
+            "recompute_activations",
+        )
     for field, values in BELONGS_TO_VALUE.items():
         if field in given and given[field] != stored.get(field):
-            replace([name for value, names in values.items() if value != given[field] for name in names], field)
+            replace(
+                [
+                    name
+                    for value, names in values.items()
+                    if value != given[field]
+                    for name in names
+                ],
+                field,
+            )
     for field, names in NEEDS_MORE_THAN_ONE.items():
         if given.get(field) == 1:
             replace(names, field)
@@ -125,4 +148,7 @@ def notices(replaced: Mapping[str, str], *, file: str) -> list[str]:
     by: dict[str, list[str]] = {}
     for field, cause in replaced.items():
         by.setdefault(cause, []).append(field)
-    return [f"{flag(cause)} replaces what --config-json {file} gives as {', '.join(fields)}" for cause, fields in by.items()]
+    return [
+        f"{flag(cause)} replaces what --config-json {file} gives as {', '.join(fields)}"
+        for cause, fields in by.items()
+    ]

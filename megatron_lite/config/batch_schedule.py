@@ -47,7 +47,9 @@ class BatchSchedule:
             return self.full
         increments = (self.full - self.start) // self.increment
         # This float division rounds exactly as Megatron's.
-        return self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
+        return (
+            self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
+        )
 
     def sizes_from(self, consumed: int, *, num_iterations: int) -> tuple[int, ...]:
         """Returns the sizes of the iterations that begin after `consumed` samples.

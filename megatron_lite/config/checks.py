@@ -71,8 +71,11 @@ def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     what: the flag or property that was set, for the error message.
     """
     if name not in table:
-        raise ValueError(f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of them, or add an entry "
-                         f"for {name}")
+        raise ValueError(
+            f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of "
+            "them, or add an entry "
+            f"for {name}"
+        )
     return table[name]
 
 

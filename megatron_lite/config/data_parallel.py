@@ -44,14 +44,29 @@ class DataParallelConfig:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "ddp_bucket_size")
         if self.use_torch_fsdp2 and self.use_distributed_optimizer:
-            raise ValueError("--use-torch-fsdp2 shares out the optimizer states too: leave --use-distributed-optimizer out")
+            raise ValueError(
+                "--use-torch-fsdp2 shares out the optimizer states too: leave "
+                "--use-distributed-optimizer out"
+            )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
-            raise ValueError("--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights are gathered after "
-                             "a step" + (" (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
-                                         if self.use_torch_fsdp2 else ""))
+            raise ValueError(
+                "--overlap-param-gather needs --use-distributed-optimizer: otherwise no "
+                "weights are gathered after "
+                "a step"
+                + (
+                    " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
+                    if self.use_torch_fsdp2
+                    else ""
+                )
+            )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError("--overlap-param-gather needs --overlap-grad-reduce: both work on the same buckets")
-        for field, default in (("torch_fsdp2_reshard_after_forward", True), ("fsdp_memory_efficient_wrapping", False)):
+            raise ValueError(
+                "--overlap-param-gather needs --overlap-grad-reduce: both work on the same buckets"
+            )
+        for field, default in (
+            ("torch_fsdp2_reshard_after_forward", True),
+            ("fsdp_memory_efficient_wrapping", False),
+        ):
             if getattr(self, field) != default and not self.use_torch_fsdp2:
                 spelling = "--torch-fsdp2-no-reshard-after-forward" if default else flag(field)
                 raise ValueError(f"{spelling} needs --use-torch-fsdp2")

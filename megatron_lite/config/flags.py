@@ -24,16 +24,27 @@ WITHOUT_EFFECT = {
     "--no-rope-fusion": "rotary embeddings are computed in one way",
     "--no-persist-layer-norm": "norms are computed in one way",
     "--disable-jit-fuser": "nothing is compiled at run time",
-    "--cross-entropy-loss-fusion": "the loss is always computed from the vocabulary shards, without gathering the logits",
+    "--cross-entropy-loss-fusion": (
+        "the loss is always computed from the vocabulary shards, without gathering the logits"
+    ),
     "--cross-entropy-fusion-impl NAME": "there is one cross-entropy",
-    "--apply-query-key-layer-scaling": "it only keeps float16 scores in range, which are scaled before they are rounded",
-    "--calculate-per-token-loss": "every token counts, so the mean over tokens is the mean over micro-batches",
-    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in float32, and reduced so without "
-                                            "--grad-reduce-in-bf16",
+    "--apply-query-key-layer-scaling": (
+        "it only keeps float16 scores in range, which are scaled before they are rounded"
+    ),
+    "--calculate-per-token-loss": (
+        "every token counts, so the mean over tokens is the mean over micro-batches"
+    ),
+    "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in float32, and "
+    "reduced so without "
+    "--grad-reduce-in-bf16",
     "--fsdp-reshard-after-forward": "a layer's weights are freed after its forward, unless by "
-                                    "--torch-fsdp2-no-reshard-after-forward",
-    "--use-cpu-initialization": "initial weights are always drawn on the CPU, the same for every device",
-    "--disable-gloo-process-groups": "one backend serves all process groups (--distributed-backend)",
+    "--torch-fsdp2-no-reshard-after-forward",
+    "--use-cpu-initialization": (
+        "initial weights are always drawn on the CPU, the same for every device"
+    ),
+    "--disable-gloo-process-groups": (
+        "one backend serves all process groups (--distributed-backend)"
+    ),
     "--te-rng-tracker": "random numbers come from the named streams of this program",
     "--inference-rng-tracker": "random numbers come from the named streams of this program",
     "--manual-gc": "garbage collection is left to Python",
@@ -48,7 +59,9 @@ WITHOUT_EFFECT = {
     "--no-create-attention-mask-in-dataloader": "the causal mask is never made by the data loader",
     "--trust-remote-code": "tokenizer files are data, and no code in them is run",
     "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is always the one of the flags",
-    "--disable-use-tokenizer-model-from-checkpoint-args": "the tokenizer is always the one of the flags",
+    "--disable-use-tokenizer-model-from-checkpoint-args": (
+        "the tokenizer is always the one of the flags"
+    ),
     "--ckpt-format NAME": "checkpoints have one format, safetensors and JSON",
     "--dist-ckpt-format NAME": "checkpoints have one format, safetensors and JSON",
     "--use-dist-ckpt": "every checkpoint is written by all ranks",
@@ -61,7 +74,9 @@ WITHOUT_EFFECT = {
     "--dist-ckpt-strictness NAME": "a missing or unexpected tensor is always an error",
     "--verify-integrity": "every checkpoint that is loaded is compared with its checksums",
     "--dist-ckpt-optim-fully-reshardable": "every checkpoint loads at every tensor-parallel size",
-    "--exit-on-missing-checkpoint": "a missing checkpoint is an error unless --allow-fresh-start is given",
+    "--exit-on-missing-checkpoint": (
+        "a missing checkpoint is an error unless --allow-fresh-start is given"
+    ),
     "--override-opt_param-scheduler": "the learning rate always follows the flags",
     "--override-opt-param-scheduler": "the learning rate always follows the flags",
     "--timing-log-level N": "there is one level of timing",
@@ -73,7 +88,9 @@ WITHOUT_EFFECT = {
     "--enable-experimental": "it only unlocks features that are not here",
     "--DDP-impl NAME": "there is one data-parallel implementation",
     "--no-contiguous-buffers-in-local-ddp": "there is one data-parallel implementation",
-    "--no-async-tensor-model-parallel-allreduce": "it changes when a reduction runs, not its result",
+    "--no-async-tensor-model-parallel-allreduce": (
+        "it changes when a reduction runs, not its result"
+    ),
     "--no-query-key-layer-scaling": "scores are never scaled by the layer number",
 }
 
@@ -110,7 +127,10 @@ def refusal_reason(name: str) -> str | None:
 
     Returns None for a flag that Megatron does not have.
     """
-    return next((reason for reason, names in REFUSED_FAMILIES if name.removeprefix("--") in names.split()), None)
+    return next(
+        (reason for reason, names in REFUSED_FAMILIES if name.removeprefix("--") in names.split()),
+        None,
+    )
 
 
 def refused_flags() -> list[str]:

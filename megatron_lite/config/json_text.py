@@ -37,7 +37,11 @@ def parse_whole_number(text: str) -> int:
     digits = text.strip().lstrip("+-")
     # int() of more than 4300 digits raises an error that does not name the rule, so the length is
     # tested first. Leading zeros do not count.
-    if len(digits) > 19 and digits.isdigit() and (len(digits.lstrip("0")) > 19 or int(digits) > max(INT64)):
+    if (
+        len(digits) > 19
+        and digits.isdigit()
+        and (len(digits.lstrip("0")) > 19 or int(digits) > max(INT64))
+    ):
         raise ValueError(f"{shown(text)} is beyond 64 bits")
     number = int(text)
     if number not in INT64:

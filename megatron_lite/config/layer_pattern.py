@@ -49,28 +49,47 @@ def check_layers(model: ModelConfig) -> None:
         return
     _check_pattern("--no-rope-freq", pattern, model.num_layers)
     if not model.positions.rotated:
-        raise ValueError(f"--no-rope-freq {_spelled(pattern)} takes rotary embedding out of some layers, and "
-                         f"--position-embedding-type {model.position_embedding_type} has none: give --position-embedding-type "
-                         "rope, or leave --no-rope-freq out")
+        raise ValueError(
+            f"--no-rope-freq {_spelled(pattern)} takes rotary embedding out of some layers, and "
+            f"--position-embedding-type {model.position_embedding_type} has none: give "
+            "--position-embedding-type "
+            "rope, or leave --no-rope-freq out"
+        )
     if isinstance(pattern, int) and model.num_layers % pattern:
-        raise ValueError(f"--no-rope-freq {pattern} does not divide --num-layers {model.num_layers}: give a divisor, or a list "
-                         "with one number for each layer")
+        raise ValueError(
+            f"--no-rope-freq {pattern} does not divide --num-layers {model.num_layers}: give a "
+            "divisor, or a list "
+            "with one number for each layer"
+        )
     if _marks_all(pattern):
-        raise ValueError(f"--no-rope-freq {_spelled(pattern)} leaves no layer that rotates: give --position-embedding-type none "
-                         "instead")
+        raise ValueError(
+            f"--no-rope-freq {_spelled(pattern)} leaves no layer that rotates: give "
+            "--position-embedding-type none "
+            "instead"
+        )
 
 
 def notices(model: ModelConfig, seq_length: int) -> list[str]:
     """Returns one line for each of these settings that is legal and has no effect."""
     lines, skipped = [], model.window_attn_skip_freq
     if model.window_size is not None and reach(model.window_size, seq_length) is None:
-        lines.append(f"--window-size {_spelled(model.window_size)} limits nothing: no token of --seq-length {seq_length} is "
-                     f"{model.window_size[0] + 1} or more tokens away from another")
-    if skipped is not None and (skipped > model.num_layers if isinstance(skipped, int) else _marks_all(skipped)):
-        lines.append(f"--window-attn-skip-freq {_spelled(skipped)} has no effect: it gives all {model.num_layers} layers the "
-                     "window")
+        lines.append(
+            f"--window-size {_spelled(model.window_size)} limits nothing: no token of "
+            f"--seq-length {seq_length} is "
+            f"{model.window_size[0] + 1} or more tokens away from another"
+        )
+    if skipped is not None and (
+        skipped > model.num_layers if isinstance(skipped, int) else _marks_all(skipped)
+    ):
+        lines.append(
+            f"--window-attn-skip-freq {_spelled(skipped)} has no effect: it gives all "
+            f"{model.num_layers} layers the "
+            "window"
+        )
     if isinstance(model.no_rope_freq, tuple) and not any(model.no_rope_freq):
-        lines.append(f"--no-rope-freq {_spelled(model.no_rope_freq)} has no effect: every layer rotates")
+        lines.append(
+            f"--no-rope-freq {_spelled(model.no_rope_freq)} has no effect: every layer rotates"
+        )
     return lines
 
 
@@ -78,24 +97,38 @@ def _check_window(model: ModelConfig) -> None:
     window, pattern = model.window_size, model.window_attn_skip_freq
     if window is None:
         if pattern is not None:
-            raise ValueError(f"--window-attn-skip-freq {_spelled(pattern)} says which layers have no window, and no layer has "
-                             "one: give --window-size LEFT,0 too")
+            raise ValueError(
+                f"--window-attn-skip-freq {_spelled(pattern)} says which layers have no "
+                "window, and no layer has "
+                "one: give --window-size LEFT,0 too"
+            )
         return
     if len(window) != 2 or not all(UNLIMITED <= side <= LARGEST_NUMBER for side in window):
-        raise ValueError(f"--window-size {_spelled(window)}: give two numbers, the tokens before and after a query that it "
-                         "reads, such as 128,0")
+        raise ValueError(
+            f"--window-size {_spelled(window)}: give two numbers, the tokens before and after "
+            "a query that it "
+            "reads, such as 128,0"
+        )
     left, right = window
     if right != 0:
-        raise ValueError(f"--window-size {left},{right}: the model is causal and no query reads a later token, so the second "
-                         f"number must be 0: give {left},0")
+        raise ValueError(
+            f"--window-size {left},{right}: the model is causal and no query reads a later "
+            "token, so the second "
+            f"number must be 0: give {left},0"
+        )
     if left == UNLIMITED:
-        raise ValueError(f"--window-size {left},{right} limits nothing, since -1 is a window without an end: leave it out")
+        raise ValueError(
+            f"--window-size {left},{right} limits nothing, since -1 is a window without an "
+            "end: leave it out"
+        )
     if pattern is None:
         return
     _check_pattern("--window-attn-skip-freq", pattern, model.num_layers)
     if pattern == 1 if isinstance(pattern, int) else not any(pattern):
-        raise ValueError(f"--window-attn-skip-freq {_spelled(pattern)} leaves no layer with --window-size "
-                         f"{_spelled(window)}: leave both out")
+        raise ValueError(
+            f"--window-attn-skip-freq {_spelled(pattern)} leaves no layer with --window-size "
+            f"{_spelled(window)}: leave both out"
+        )
 
 
 def _check_pattern(flag: str, pattern: Pattern, num_layers: int) -> None:
@@ -104,7 +137,10 @@ def _check_pattern(flag: str, pattern: Pattern, num_layers: int) -> None:
             raise ValueError(f"{flag} must be at least 1 (got {pattern})")
         return
     if len(pattern) != num_layers:
-        raise ValueError(f"{flag} has {len(pattern)} numbers for --num-layers {num_layers}: give one for each layer")
+        raise ValueError(
+            f"{flag} has {len(pattern)} numbers for --num-layers {num_layers}: give one for "
+            "each layer"
+        )
     if not set(pattern) <= {0, 1}:
         wrong = next(number for number in pattern if number not in (0, 1))
         raise ValueError(f"{flag} must be a list of 0 and 1 (got {wrong})")

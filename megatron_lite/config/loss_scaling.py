@@ -33,12 +33,21 @@ class LossScaleConfig:
                 raise ValueError(f"{flag(name)} must be above 0 and finite (got {value})")
         require_at_least(self, 1, "loss_scale_window", "hysteresis")
         if self.loss_scale_window % 1:
-            raise ValueError(f"--loss-scale-window counts steps: give a whole number (got {self.loss_scale_window})")
+            raise ValueError(
+                "--loss-scale-window counts steps: give a whole number (got "
+                f"{self.loss_scale_window})"
+            )
         if self.min_loss_scale > self.initial_loss_scale:
-            raise ValueError(f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale {self.initial_loss_scale}")
+            raise ValueError(
+                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale "
+                f"{self.initial_loss_scale}"
+            )
         dynamic = [name for name in self.changed() if name != "loss_scale"]
         if self.loss_scale is not None and dynamic:
-            raise ValueError(f"{flag(dynamic[0])} has no effect with --loss-scale {self.loss_scale}, a constant: leave one out")
+            raise ValueError(
+                f"{flag(dynamic[0])} has no effect with --loss-scale {self.loss_scale}, a "
+                "constant: leave one out"
+            )
 
     def changed(self) -> list[str]:
         """Returns the names of the fields that do not have their default values."""

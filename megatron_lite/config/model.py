@@ -16,7 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen, require_at_least, require_one_of, require_within, resolve
+from megatron_lite.config.checks import (
+    chosen,
+    require_at_least,
+    require_one_of,
+    require_within,
+    resolve,
+)
 from megatron_lite.config.layer_pattern import check_layers, marks, reach
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
@@ -52,12 +58,17 @@ class ActivationFacts(NamedTuple):
 
 # The facts about each choice, for the code that builds the model, predicts its memory and counts
 # its parameters. A choice without an entry raises ValueError wherever it is read (`chosen`).
-POSITIONS = {"learned_absolute": Positions(learned=True, rotated=False), "rope": Positions(learned=False, rotated=True),
-             "none": Positions(learned=False, rotated=False)}
+POSITIONS = {
+    "learned_absolute": Positions(learned=True, rotated=False),
+    "rope": Positions(learned=False, rotated=True),
+    "none": Positions(learned=False, rotated=False),
+}
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1),
-    "swiglu": ActivationFacts(fc1_blocks=2, help="gated linear unit with SiLU in the MLP, instead of GELU"),
+    "swiglu": ActivationFacts(
+        fc1_blocks=2, help="gated linear unit with SiLU in the MLP, instead of GELU"
+    ),
     "squared_relu": ActivationFacts(fc1_blocks=1, help="squared ReLU in the MLP, instead of GELU"),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
@@ -110,8 +121,17 @@ class ModelConfig:
     init_method_std: float = 0.02
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings",
-                         "ffn_hidden_size", "kv_channels", "num_query_groups")
+        require_at_least(
+            self,
+            1,
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "ffn_hidden_size",
+            "kv_channels",
+            "num_query_groups",
+        )
         require_at_least(self, 0.0, "init_method_std", "norm_epsilon")
         require_within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         require_one_of(self, "position_embedding_type", POSITION_EMBEDDING_TYPES)
@@ -119,29 +139,49 @@ class ModelConfig:
         require_one_of(self, "norm_impl", NORM_IMPLS)
         require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
-                             f"{self.num_attention_heads}: change one of them, or set --kv-channels")
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                f"{self.num_attention_heads}: change one of them, or set --kv-channels"
+            )
         if self.group_query_attention and self.num_attention_heads % self.num_query_groups:
-            raise ValueError(f"--num-attention-heads {self.num_attention_heads} is not divisible by "
-                             f"--num-query-groups {self.num_query_groups}: each group needs the same number of heads")
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
+                f"--num-query-groups {self.num_query_groups}: each group needs the same number "
+                "of heads"
+            )
         if self.num_query_groups != 1 and not self.group_query_attention:
-            raise ValueError(f"--num-query-groups {self.num_query_groups} needs --group-query-attention")
-        switched = [f"--{name.replace('_', '-')}" for name in SWITCHED_ACTIVATIONS if getattr(self, name)]
+            raise ValueError(
+                f"--num-query-groups {self.num_query_groups} needs --group-query-attention"
+            )
+        switched = [
+            f"--{name.replace('_', '-')}" for name in SWITCHED_ACTIVATIONS if getattr(self, name)
+        ]
         if len(switched) > 1:
             raise ValueError(f"{' and '.join(switched)} are two activations: choose one")
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         # Megatron's rule. A gated MLP has three matrices instead of two: at 2/3 of the width it has
         # about as many parameters.
-        default_ffn = int((4 * self.hidden_size * 2 / 3) / 64) * 64 if self.fc1_blocks == 2 else 4 * self.hidden_size
+        default_ffn = (
+            int((4 * self.hidden_size * 2 / 3) / 64) * 64
+            if self.fc1_blocks == 2
+            else 4 * self.hidden_size
+        )
         if self.ffn_hidden_size is None and default_ffn == 0:
-            raise ValueError(f"{switched[0]} rounds the default ffn size down to a multiple of 64, which is 0 at --hidden-size "
-                             f"{self.hidden_size}: set --ffn-hidden-size")
+            raise ValueError(
+                f"{switched[0]} rounds the default ffn size down to a multiple of 64, which is "
+                "0 at --hidden-size "
+                f"{self.hidden_size}: set --ffn-hidden-size"
+            )
         resolve(self, "ffn_hidden_size", default_ffn)
         if POSITIONS.get(self.position_embedding_type, POSITIONS["none"]).rotated:
             require_at_least(self, 1, "rotary_base")
             if not 0.0 < self.rotary_percent <= 1.0 or self.rotary_dim < 2 or self.rotary_dim % 2:
-                raise ValueError(f"--rotary-percent {self.rotary_percent} of --kv-channels {self.head_dim} gives "
-                                 f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in (0, 1]")
+                raise ValueError(
+                    f"--rotary-percent {self.rotary_percent} of --kv-channels {self.head_dim} "
+                    "gives "
+                    f"{self.rotary_dim} rotated channels: it must be an even number of at "
+                    "least 2, in (0, 1]"
+                )
         check_layers(self)
 
     @property
@@ -193,7 +233,9 @@ class ModelConfig:
         layer: the number of the layer in the whole model, counted from 0.
         """
         assert 0 <= layer < self.num_layers, (layer, self.num_layers)
-        return self.positions.rotated and (self.no_rope_freq is None or not marks(self.no_rope_freq, layer))
+        return self.positions.rotated and (
+            self.no_rope_freq is None or not marks(self.no_rope_freq, layer)
+        )
 
     @property
     def always_unfused(self) -> bool:
@@ -237,4 +279,6 @@ class ModelConfig:
     @property
     def activation(self) -> str:
         """The name of the MLP's activation."""
-        return next((name for name in SWITCHED_ACTIVATIONS if getattr(self, name)), DEFAULT_ACTIVATION)
+        return next(
+            (name for name in SWITCHED_ACTIVATIONS if getattr(self, name)), DEFAULT_ACTIVATION
+        )

@@ -18,8 +18,13 @@ from megatron_lite.config.checks import flag
 from megatron_lite.config.recompute_notices import recompute_notices, recompute_notices_on
 from megatron_lite.config.run import RunConfig
 
-WITHOUT_SHARING = ("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16", "use_distributed_optimizer",
-                   "use_torch_fsdp2")
+WITHOUT_SHARING = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "grad_reduce_in_bf16",
+    "use_distributed_optimizer",
+    "use_torch_fsdp2",
+)
 STRAGGLER_FIELDS = ("straggler_minmax_count", "straggler_ratio")
 
 
@@ -32,25 +37,50 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
     model, parallel = config.model, config.parallel
     notices = []
     if "sequence_parallel" in given and not parallel.sequence_parallel:
-        notices.append("--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1")
+        notices.append(
+            "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"
+        )
     if model.attention_softmax_in_fp32 and model.attention_backend != "unfused":
-        notices.append("--attention-softmax-in-fp32 has no effect where flash attention runs, which works in float32 inside; "
-                       "--attention-backend unfused never takes it")
-    if parallel.context_parallel_size > 1 and model.attention_backend == "unfused" and parallel.cp_comm_type == "p2p":
-        notices.append("--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values")
-    tokens = config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
+        notices.append(
+            "--attention-softmax-in-fp32 has no effect where flash attention runs, which works "
+            "in float32 inside; "
+            "--attention-backend unfused never takes it"
+        )
+    if (
+        parallel.context_parallel_size > 1
+        and model.attention_backend == "unfused"
+        and parallel.cp_comm_type == "p2p"
+    ):
+        notices.append(
+            "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"
+        )
+    tokens = (
+        config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
+    )
     chunk_size = config.training.loss_chunk_size
     if chunk_size is not None and chunk_size >= tokens:
-        notices.append(f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at once: their logits are not "
-                       "kept, but exist")
+        notices.append(
+            f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at "
+            "once: their logits are not "
+            "kept, but exist"
+        )
     if not parallel.overlap_p2p_comm and parallel.pipeline_model_parallel_size == 1:
-        notices.append("--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1")
+        notices.append(
+            "--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1"
+        )
     if config.optimizer.muon_tp_mode == "blockwise" and parallel.tensor_model_parallel_size == 1:
         notices.append("--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1")
-    notices += [f"{flag(name)} has no effect without --log-straggler" for name in STRAGGLER_FIELDS
-                if name in given and not config.logging.log_straggler]
-    return [*notices, *layer_pattern.notices(model, config.data.seq_length), *_bucket_notices(config),
-            *recompute_notices(config)]
+    notices += [
+        f"{flag(name)} has no effect without --log-straggler"
+        for name in STRAGGLER_FIELDS
+        if name in given and not config.logging.log_straggler
+    ]
+    return [
+        *notices,
+        *layer_pattern.notices(model, config.data.seq_length),
+        *_bucket_notices(config),
+        *recompute_notices(config),
+    ]
 
 
 def placement_notices(config: RunConfig, *, device: str, world_size: int) -> list[str]:
@@ -61,8 +91,11 @@ def placement_notices(config: RunConfig, *, device: str, world_size: int) -> lis
     """
     notices = recompute_notices_on(config, device)
     if _dp_cp_size(config, world_size) == 1:
-        notices += [f"{flag(name)} has no effect at data-parallel size 1: nothing is shared out or summed"
-                    for name in WITHOUT_SHARING if getattr(config.data_parallel, name)]
+        notices += [
+            f"{flag(name)} has no effect at data-parallel size 1: nothing is shared out or summed"
+            for name in WITHOUT_SHARING
+            if getattr(config.data_parallel, name)
+        ]
     return notices
 
 
@@ -71,14 +104,23 @@ def guard_notices(config: RunConfig, *, world_size: int) -> list[str]:
     parallel, notices = config.parallel, []
     if config.training.check_weight_hash_across_dp_replicas_interval is not None:
         name = "--check-weight-hash-across-dp-replicas-interval"
-        rest = " (weights that tensor-parallel ranks or the ends of the pipeline hold alike are)" \
-            if parallel.tensor_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1 else ""
+        rest = (
+            " (weights that tensor-parallel ranks or the ends of the pipeline hold alike are)"
+            if parallel.tensor_model_parallel_size > 1 or parallel.pipeline_model_parallel_size > 1
+            else ""
+        )
         if _dp_cp_size(config, world_size) == 1:
             notices.append(f"{name} compares nothing over data-parallel ranks: there is one{rest}")
         elif config.data_parallel.use_torch_fsdp2:
-            notices.append(f"{name} compares nothing over data-parallel ranks: --use-torch-fsdp2 keeps one copy{rest}")
+            notices.append(
+                f"{name} compares nothing over data-parallel ranks: --use-torch-fsdp2 keeps "
+                f"one copy{rest}"
+            )
     if config.logging.log_straggler and world_size == parallel.pipeline_model_parallel_size:
-        notices.append("--log-straggler names nobody: it compares the ranks of a pipeline stage, and each has one")
+        notices.append(
+            "--log-straggler names nobody: it compares the ranks of a pipeline stage, and each "
+            "has one"
+        )
     return notices
 
 
@@ -93,9 +135,16 @@ def _dp_cp_size(config: RunConfig, world_size: int) -> int:
 def _bucket_notices(config: RunConfig) -> list[str]:
     data_parallel, notices = config.data_parallel, []
     if data_parallel.use_torch_fsdp2 and data_parallel.overlap_grad_reduce:
-        notices.append("--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps always")
-    if data_parallel.ddp_bucket_size is not None and (data_parallel.use_torch_fsdp2 or not data_parallel.overlap_grad_reduce):
-        reason = "under --use-torch-fsdp2, which reduces layer by layer" if data_parallel.use_torch_fsdp2 else \
-                 "without --overlap-grad-reduce: everything is reduced at once"
+        notices.append(
+            "--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps always"
+        )
+    if data_parallel.ddp_bucket_size is not None and (
+        data_parallel.use_torch_fsdp2 or not data_parallel.overlap_grad_reduce
+    ):
+        reason = (
+            "under --use-torch-fsdp2, which reduces layer by layer"
+            if data_parallel.use_torch_fsdp2
+            else "without --overlap-grad-reduce: everything is reduced at once"
+        )
         notices.append(f"--ddp-bucket-size {data_parallel.ddp_bucket_size} has no effect {reason}")
     return notices

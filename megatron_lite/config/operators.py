@@ -19,15 +19,29 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 GROUPS = {
-    "matmul": ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default", "aten.linear.default"),
-    "attention": ("aten._scaled_dot_product_flash_attention.default", "aten._scaled_dot_product_flash_attention_for_cpu.default",
-                  "aten._scaled_dot_product_efficient_attention.default", "aten._scaled_dot_product_cudnn_attention.default",
-                  "aten._scaled_dot_product_fused_attention_overrideable.default",
-                  "megatron_lite.context_parallel_attention.default"),
+    "matmul": (
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten.baddbmm.default",
+        "aten.linear.default",
+    ),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "megatron_lite.context_parallel_attention.default",
+    ),
     # Functional forms: an in-place collective returns nothing that a policy could keep. A layer
     # with an ops(...) policy therefore runs its collectives in this form (parallel/collectives.py).
-    "collective": ("_c10d_functional.all_reduce.default", "_c10d_functional.all_gather_into_tensor.default",
-                   "_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_to_all_single.default"),
+    "collective": (
+        "_c10d_functional.all_reduce.default",
+        "_c10d_functional.all_gather_into_tensor.default",
+        "_c10d_functional.reduce_scatter_tensor.default",
+        "_c10d_functional.all_to_all_single.default",
+    ),
     "max": ("aten.max.default", "aten.max.dim"),
 }
 IN_GROUPS = frozenset(name for names in GROUPS.values() for name in names)
@@ -58,12 +72,16 @@ def parse_entry(text: str) -> OperatorEntry:
     name, _, every = text.partition("/")
     if name not in GROUPS:
         if not re.fullmatch(r"\w+\.\w+\.\w+", name):
-            raise ValueError(f"{name} is no group of operators ({', '.join(GROUPS)}) and no operator spelled "
-                             "namespace.op.overload, such as aten.mm.default")
+            raise ValueError(
+                f"{name} is no group of operators ({', '.join(GROUPS)}) and no operator spelled "
+                "namespace.op.overload, such as aten.mm.default"
+            )
         namespace, operator, _ = name.split(".")
         if operator.endswith("_") or namespace == "c10d":
-            raise ValueError(f"{name} writes into its argument: it has no result that could be kept"
-                             + (" (collective names those that have one)" if "c10d" in namespace else ""))
+            raise ValueError(
+                f"{name} writes into its argument: it has no result that could be kept"
+                + (" (collective names those that have one)" if "c10d" in namespace else "")
+            )
     return OperatorEntry(name, int(every or 1))
 
 

@@ -39,10 +39,15 @@ MUON_MATMUL_PRECISIONS = ("medium", "high")
 
 # The reason, and the flags of Megatron that are refused for it.
 REFUSED_OPTIMIZER_FLAGS: tuple[str, str] = (
-    "the optimizer is AdamW, or Muon with AdamW for what is no matrix, on the device of the model; use --optimizer adam or muon",
-    """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype lion-beta1 lion-beta2 main-grads-dtype main-params-dtype
-     muon-scalar-optimizer muon-use-syrk no-pin-cpu-grads no-pin-cpu-params optimizer-cpu-offload optimizer-cuda-graph
-     optimizer-offload-fraction sgd-momentum use-precision-aware-optimizer use-torch-optimizer-for-cpu-offload""")
+    (
+        "the optimizer is AdamW, or Muon with AdamW for what is no matrix, on the device of the "
+        "model; use --optimizer adam or muon"
+    ),
+    """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype lion-beta1 lion-beta2
+     main-grads-dtype main-params-dtype muon-scalar-optimizer muon-use-syrk no-pin-cpu-grads
+     no-pin-cpu-params optimizer-cpu-offload optimizer-cuda-graph optimizer-offload-fraction
+     sgd-momentum use-precision-aware-optimizer use-torch-optimizer-for-cpu-offload""",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,35 +89,57 @@ class OptimizerConfig:
         require_within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "muon_momentum")
         require_at_least(self, 0.0, "weight_decay", "clip_grad")
         if not 0.0 < self.adam_eps < 1.0:
-            raise ValueError(f"--adam-eps must be in (0, 1) (got {self.adam_eps}): at 0 a weight without gradient becomes NaN")
+            raise ValueError(
+                f"--adam-eps must be in (0, 1) (got {self.adam_eps}): at 0 a weight without "
+                "gradient becomes NaN"
+            )
         self._check_muon()
         self._check_all_are_used()
 
     def _check_muon(self) -> None:
         if self.muon_tp_mode == "distributed":
-            raise ValueError("--muon-tp-mode distributed is not built: give duplicated, which returns the same matrix on every "
-                             "rank, or blockwise, which sends nothing")
+            raise ValueError(
+                "--muon-tp-mode distributed is not built: give duplicated, which returns the "
+                "same matrix on every "
+                "rank, or blockwise, which sends nothing"
+            )
         if self.muon_fp32_matmul_prec == "low":
-            raise ValueError("--muon-fp32-matmul-prec low is not built: give medium (bfloat16) or high (float32)")
+            raise ValueError(
+                "--muon-fp32-matmul-prec low is not built: give medium (bfloat16) or high (float32)"
+            )
         require_one_of(self, "muon_scale_mode", MUON_SCALE_MODES)
         require_one_of(self, "muon_coefficient_type", MUON_COEFFICIENT_TYPES)
         require_one_of(self, "muon_tp_mode", MUON_TP_MODES)
         require_one_of(self, "muon_fp32_matmul_prec", MUON_MATMUL_PRECISIONS)
         require_within(self, 1, 100, "muon_num_ns_steps")
         if not 0.0 < self.muon_extra_scale_factor < math.inf:
-            raise ValueError(f"--muon-extra-scale-factor must be above 0 and finite (got {self.muon_extra_scale_factor})")
+            raise ValueError(
+                "--muon-extra-scale-factor must be above 0 and finite (got "
+                f"{self.muon_extra_scale_factor})"
+            )
 
     def _check_all_are_used(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
         for rule, names in OWN_SETTINGS.items():
             for name in names:
                 if self.optimizer != rule and (value := getattr(self, name)) != defaults[name]:
-                    given = "--muon-no-split-qkv" if name == "muon_split_qkv" else f"{flag(name)} {value}"
-                    raise ValueError(f"{given.removesuffix(' True')} needs --optimizer {rule} (got {self.optimizer})")
+                    given = (
+                        "--muon-no-split-qkv"
+                        if name == "muon_split_qkv"
+                        else f"{flag(name)} {value}"
+                    )
+                    raise ValueError(
+                        f"{given.removesuffix(' True')} needs --optimizer {rule} (got "
+                        f"{self.optimizer})"
+                    )
 
 
 # The settings that only one update rule reads. AdamW's settings are in no entry: muon also updates
 # some weights by AdamW.
 OWN_SETTINGS: Mapping[object, tuple[str, ...]] = {
-    rule: tuple(field.name for field in fields(OptimizerConfig) if field.name.startswith(f"{rule}_"))
-    for rule in OPTIMIZERS if rule != "adam"}
+    rule: tuple(
+        field.name for field in fields(OptimizerConfig) if field.name.startswith(f"{rule}_")
+    )
+    for rule in OPTIMIZERS
+    if rule != "adam"
+}

@@ -47,37 +47,63 @@ class ParallelConfig:
     distributed_timeout_seconds_after_init: int | None = None
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                         "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-                         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "distributed_timeout_minutes",
-                         "distributed_timeout_seconds_after_init")
+        require_at_least(
+            self,
+            1,
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "distributed_timeout_minutes",
+            "distributed_timeout_seconds_after_init",
+        )
         require_one_of(self, "distributed_backend", DISTRIBUTED_BACKENDS)
         self._check_context_parallel()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
-        if self.num_layers_per_virtual_pipeline_stage is not None and self.num_virtual_stages_per_pipeline_rank is not None:
-            raise ValueError("--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the "
-                             "number of virtual stages: set one")
+        if (
+            self.num_layers_per_virtual_pipeline_stage is not None
+            and self.num_virtual_stages_per_pipeline_rank is not None
+        ):
+            raise ValueError(
+                "--num-layers-per-virtual-pipeline-stage and "
+                "--num-virtual-stages-per-pipeline-rank both give the "
+                "number of virtual stages: set one"
+            )
         # The value 1 means no virtual stages, and is legal without a pipeline too.
         if self.num_virtual_stages_per_pipeline_rank == 1:
             object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
-        for field in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-                      "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        for field in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        ):
             if getattr(self, field) is not None and self.pipeline_model_parallel_size == 1:
                 raise ValueError(f"{flag(field)} needs --pipeline-model-parallel-size > 1 (got 1)")
 
     def _check_context_parallel(self) -> None:
         if self.cp_comm_type in ("a2a", "a2a+p2p"):
-            raise ValueError(f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads over context-parallel "
-                             "ranks during attention, and here each rank keeps its heads; use p2p or allgather")
+            raise ValueError(
+                f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads "
+                "over context-parallel "
+                "ranks during attention, and here each rank keeps its heads; use p2p or allgather"
+            )
         require_one_of(self, "cp_comm_type", CP_COMM_TYPES)
         if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
-            raise ValueError(f"--cp-comm-type {self.cp_comm_type} needs --context-parallel-size > 1 (got 1)")
+            raise ValueError(
+                f"--cp-comm-type {self.cp_comm_type} needs --context-parallel-size > 1 (got 1)"
+            )
 
     @property
     def timeout_seconds(self) -> float:
         """The limit in seconds for one collective after the first iteration."""
-        return self.distributed_timeout_seconds_after_init or 60.0 * self.distributed_timeout_minutes
+        return (
+            self.distributed_timeout_seconds_after_init or 60.0 * self.distributed_timeout_minutes
+        )
 
     @property
     def sequence_parts(self) -> int:
@@ -94,13 +120,18 @@ class ParallelConfig:
 
         Raises ValueError if it does not divide. The message shows the arithmetic.
         """
-        axes = {"--tensor-model-parallel-size": self.tensor_model_parallel_size,
-                "--context-parallel-size": self.context_parallel_size,
-                "--pipeline-model-parallel-size": self.pipeline_model_parallel_size}
+        axes = {
+            "--tensor-model-parallel-size": self.tensor_model_parallel_size,
+            "--context-parallel-size": self.context_parallel_size,
+            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
+        }
         ranks = math.prod(axes.values())
         if world_size % ranks:
             named = [f"{name} {size}" for name, size in axes.items() if size > 1]
             product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")
-            raise ValueError(f"world size {world_size} is not a multiple of {product}: start a multiple of {ranks} processes "
-                             "(torchrun --nproc_per_node, srun --ntasks)")
+            raise ValueError(
+                f"world size {world_size} is not a multiple of {product}: start a multiple of "
+                f"{ranks} processes "
+                "(torchrun --nproc_per_node, srun --ntasks)"
+            )
         return world_size // ranks

@@ -30,8 +30,11 @@ def parse_window(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"\(?\s*(-?\d{1,10})\s*,\s*(-?\d{1,10})\s*\)?", text.strip())
     if match is None:
-        raise ValueError(f"--window-size {shown(repr(text))}: give two numbers, the tokens before and after a query that it "
-                         "reads, such as 128,0")
+        raise ValueError(
+            f"--window-size {shown(repr(text))}: give two numbers, the tokens before and after "
+            "a query that it "
+            "reads, such as 128,0"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -41,13 +44,19 @@ def parse_pattern(flag: str, text: str) -> Pattern:
     Raises ValueError if the text is neither.
     """
     if len(text) > LONGEST_TEXT:
-        raise ValueError(f"{flag} has {len(text)} characters, more than the {LONGEST_TEXT} that any list needs: write repeated "
-                         "parts as [0]*3")
+        raise ValueError(
+            f"{flag} has {len(text)} characters, more than the {LONGEST_TEXT} that any list "
+            "needs: write repeated "
+            "parts as [0]*3"
+        )
     try:
         value = _PatternParser(text).value()
     except ValueError as fault:
-        raise ValueError(f"{flag} {shown(repr(text))}: {fault}; give a whole number, or a list with one number for each layer, "
-                         "such as ([0]*3+[1])*2") from None
+        raise ValueError(
+            f"{flag} {shown(repr(text))}: {fault}; give a whole number, or a list with one "
+            "number for each layer, "
+            "such as ([0]*3+[1])*2"
+        ) from None
     return value if isinstance(value, int) else tuple(value)
 
 
@@ -69,8 +78,10 @@ class _PatternParser:
     def value(self) -> int | list[int]:
         value = self._sum()
         if self._place < len(self._tokens):
-            raise ValueError(f"{self._tokens[self._place]!r} is not expected after "
-                             f"{''.join(self._tokens[: self._place])[-20:]!r}")
+            raise ValueError(
+                f"{self._tokens[self._place]!r} is not expected after "
+                f"{''.join(self._tokens[: self._place])[-20:]!r}"
+            )
         return value
 
     def _sum(self) -> int | list[int]:
@@ -97,7 +108,9 @@ class _PatternParser:
             elif isinstance(product, list) and isinstance(other, int):
                 product = _repeated(product, other)
             else:
-                raise ValueError("* repeats a list a number of times, and cannot multiply two lists")
+                raise ValueError(
+                    "* repeats a list a number of times, and cannot multiply two lists"
+                )
         return product
 
     def _part(self) -> int | list[int]:

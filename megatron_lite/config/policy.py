@@ -50,7 +50,11 @@ class Layers:
     step: int = 1
 
     def __contains__(self, layer: int) -> bool:
-        return layer >= self.first and (self.last is None or layer <= self.last) and (layer - self.first) % self.step == 0
+        return (
+            layer >= self.first
+            and (self.last is None or layer <= self.last)
+            and (layer - self.first) % self.step == 0
+        )
 
     def __str__(self) -> str:
         if self.step > 1:
@@ -132,7 +136,9 @@ def parse_policy(text: str, *, setting: str = "--recompute-policy") -> Policy:
     Raises ValueError if the text is no policy. The message gives the place and what was expected.
     """
     if len(text) > MAX_LENGTH:
-        raise ValueError(f"{setting} is longer than {MAX_LENGTH} characters (got {len(text)}): give fewer rules")
+        raise ValueError(
+            f"{setting} is longer than {MAX_LENGTH} characters (got {len(text)}): give fewer rules"
+        )
     return _Reader(text, setting).policy()
 
 
@@ -208,7 +214,9 @@ class _Reader:
         if name == "none":
             return LayerAction()
         if name == "full":
-            return LayerAction(unit=self._number("the layers of a unit", least=1) if self._taken("/") else 1)
+            return LayerAction(
+                unit=self._number("the layers of a unit", least=1) if self._taken("/") else 1
+            )
         names = [name]
         while self._taken("+"):
             names.append(self._word((*MODULES, ALIAS), "a region"))

@@ -19,7 +19,9 @@ from megatron_lite.config.policy import Policy, Rule, parse_policy, point_at
 FLAG = "--recompute-policy"
 
 
-def check_policy_reaches(policy: Policy, num_layers: Sequence[int], *, setting: str = FLAG) -> list[str]:
+def check_policy_reaches(
+    policy: Policy, num_layers: Sequence[int], *, setting: str = FLAG
+) -> list[str]:
     """Returns a warning for each rule that names layers or unit lengths which the run lacks.
 
     num_layers: the number of layers of each stage, in the order of the model. `stageN/` counts
@@ -41,16 +43,33 @@ def check_policy_reaches(policy: Policy, num_layers: Sequence[int], *, setting: 
             raise ValueError(point_at(text, rule.position, fault, setting=setting))
         decided = {(stage, layer) for stage, layer in undecided if rule.names(layer, stage)}
         if not decided:
-            raise ValueError(point_at(text, rule.position, f"the rule {rule} never applies: the rules before it decide all of "
-                                      "its layers; move it to the front, or leave it out", setting=setting))
+            raise ValueError(
+                point_at(
+                    text,
+                    rule.position,
+                    f"the rule {rule} never applies: the rules before it decide all of "
+                    "its layers; move it to the front, or leave it out",
+                    setting=setting,
+                )
+            )
         undecided -= decided
         longest = _longest_run(decided)
         if rule.action.unit > longest == 1 and any(num_layers[stage] > 1 for stage, _ in decided):
-            raise ValueError(point_at(text, rule.position, f"the rule {rule} never applies to two neighbouring layers, so a unit "
-                                      f"cannot have {rule.action.unit}: give full, or name neighbouring layers", setting=setting))
+            raise ValueError(
+                point_at(
+                    text,
+                    rule.position,
+                    f"the rule {rule} never applies to two neighbouring layers, so a unit "
+                    f"cannot have {rule.action.unit}: give full, or name neighbouring layers",
+                    setting=setting,
+                )
+            )
         if rule.action.unit > longest:
-            warnings.append(f"{setting} '{rule}': a unit of {rule.action.unit} is more than the {_layers(longest)} in a row that "
-                            f"the rule applies to: no unit has more than {_layers(longest)}")
+            warnings.append(
+                f"{setting} '{rule}': a unit of {rule.action.unit} is more than the "
+                f"{_layers(longest)} in a row that "
+                f"the rule applies to: no unit has more than {_layers(longest)}"
+            )
         warnings += (f"{setting} '{rule}': {fault}" for fault in _beyond(rule, num_layers))
     return warnings
 
@@ -59,13 +78,20 @@ def _missing(rule: Rule, num_layers: Sequence[int]) -> str | None:
     """Returns the fault of a rule that names a stage or a layer which does not exist, or None."""
     if rule.stage is not None and rule.stage >= len(num_layers):
         if len(num_layers) == 1:
-            return (f"stage {rule.stage} does not exist: without a pipeline the model is one stage, stage 0; leave out "
-                    f"stage{rule.stage}/")
+            return (
+                f"stage {rule.stage} does not exist: without a pipeline the model is one "
+                "stage, stage 0; leave out "
+                f"stage{rule.stage}/"
+            )
         return f"stage {rule.stage} does not exist: the stages are 0 to {len(num_layers) - 1}"
     count = _longest_stage(rule, num_layers)
     for layers in rule.layers:
         if layers.first >= count:
-            found = f"layer {layers} does not exist" if layers.first == layers.last else f"{layers} names no layer"
+            found = (
+                f"layer {layers} does not exist"
+                if layers.first == layers.last
+                else f"{layers} names no layer"
+            )
             return f"{found}: {_existing(rule, num_layers)}"
     return None
 
@@ -83,7 +109,13 @@ def _longest_stage(rule: Rule, num_layers: Sequence[int]) -> int:
 
 def _existing(rule: Rule, num_layers: Sequence[int]) -> str:
     count = _longest_stage(rule, num_layers)
-    where = "" if len(num_layers) == 1 else " of a stage" if rule.stage is None else f" of stage {rule.stage}"
+    where = (
+        ""
+        if len(num_layers) == 1
+        else " of a stage"
+        if rule.stage is None
+        else f" of stage {rule.stage}"
+    )
     return f"the layers{where} are 0 to {count - 1}" if count > 1 else f"the only layer{where} is 0"
 
 

@@ -60,32 +60,65 @@ class RecomputeConfig:
     def __post_init__(self) -> None:
         self._check_choices()
         if self.recompute_policy is not None:
-            self._refuse_without("and --recompute-policy are two ways to say what is recomputed: leave one of them out",
-                                 "recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers",
-                                 "distribute_saved_activations", "recompute_modules")
+            self._refuse_without(
+                (
+                    "and --recompute-policy are two ways to say what is recomputed: leave one of "
+                    "them out"
+                ),
+                "recompute_activations",
+                "recompute_granularity",
+                "recompute_method",
+                "recompute_num_layers",
+                "distribute_saved_activations",
+                "recompute_modules",
+            )
             # The normal spelling: two runs with the same policy then compare equal.
             object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
         if self.recompute_activations:
             if self.recompute_granularity == "full":
-                raise ValueError("--recompute-activations means --recompute-granularity selective, but full is given too: leave "
-                                 "one of them out")
+                raise ValueError(
+                    "--recompute-activations means --recompute-granularity selective, but full "
+                    "is given too: leave "
+                    "one of them out"
+                )
             object.__setattr__(self, "recompute_granularity", "selective")
         # A setting that the granularity never reads would have no effect: it is refused.
         if self.recompute_granularity is None:
-            self._refuse_without("needs --recompute-granularity", "recompute_method", "recompute_num_layers",
-                                 "distribute_saved_activations", "recompute_modules")
+            self._refuse_without(
+                "needs --recompute-granularity",
+                "recompute_method",
+                "recompute_num_layers",
+                "distribute_saved_activations",
+                "recompute_modules",
+            )
         elif self.recompute_granularity == "selective":
-            self._refuse_without("belongs to --recompute-granularity full (got selective)", "recompute_method",
-                                 "recompute_num_layers", "distribute_saved_activations")
-            object.__setattr__(self, "recompute_modules", self.recompute_modules or (CORE_ATTENTION,))
+            self._refuse_without(
+                "belongs to --recompute-granularity full (got selective)",
+                "recompute_method",
+                "recompute_num_layers",
+                "distribute_saved_activations",
+            )
+            object.__setattr__(
+                self, "recompute_modules", self.recompute_modules or (CORE_ATTENTION,)
+            )
         else:
-            self._refuse_without("belongs to --recompute-granularity selective (got full)", "recompute_modules")
+            self._refuse_without(
+                "belongs to --recompute-granularity selective (got full)", "recompute_modules"
+            )
             if self.recompute_method is None:
-                raise ValueError(f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})")
+                raise ValueError(
+                    "--recompute-granularity full needs --recompute-method "
+                    f"({' or '.join(METHODS)})"
+                )
             object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
-        if self.contiguous_saved_activations and not any(rule.action.unit for rule in self.policy.rules):
-            raise ValueError("--contiguous-saved-activations is for the inputs of layers that are recomputed whole, and none is: "
-                             "give --recompute-granularity full, or a --recompute-policy with full")
+        if self.contiguous_saved_activations and not any(
+            rule.action.unit for rule in self.policy.rules
+        ):
+            raise ValueError(
+                "--contiguous-saved-activations is for the inputs of layers that are "
+                "recomputed whole, and none is: "
+                "give --recompute-granularity full, or a --recompute-policy with full"
+            )
 
     @property
     def policy(self) -> Policy:
@@ -97,8 +130,11 @@ class RecomputeConfig:
     def _as_policy(self) -> str:
         if self.recompute_granularity is None:
             return "*:none"
-        return chosen("--recompute-granularity", self.recompute_granularity, {
-            "selective": self._selective_policy, "full": self._full_policy})()
+        return chosen(
+            "--recompute-granularity",
+            self.recompute_granularity,
+            {"selective": self._selective_policy, "full": self._full_policy},
+        )()
 
     def _selective_policy(self) -> str:
         return "*:" + "+".join(self.recompute_modules)
@@ -107,28 +143,54 @@ class RecomputeConfig:
         assert self.recompute_method is not None
         store = "@split" if self.distribute_saved_activations else ""
         count = self.recompute_num_layers or 1
-        return chosen("--recompute-method", self.recompute_method, {
-            "uniform": f"*:full/{count}{store}", "block": f"0-{count - 1}:full{store}; *:none"})
+        return chosen(
+            "--recompute-method",
+            self.recompute_method,
+            {"uniform": f"*:full/{count}{store}", "block": f"0-{count - 1}:full{store}; *:none"},
+        )
 
     def _check_choices(self) -> None:
         # A region that is given twice, or by the alias and by name, counts once.
-        object.__setattr__(self, "recompute_modules", tuple(dict.fromkeys(expanded(self.recompute_modules))))
-        require_at_least(self, 1, "recompute_num_layers", "num_microbatches_with_partial_activation_checkpoints")
-        if self.activation_memory_budget is not None and not 0.0 <= self.activation_memory_budget <= 1.0:
-            raise ValueError("--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute nothing), not a "
-                             f"number of bytes (got {self.activation_memory_budget})")
-        for flag, value, allowed in (("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
-                                     ("--recompute-method", self.recompute_method, METHODS)):
+        object.__setattr__(
+            self, "recompute_modules", tuple(dict.fromkeys(expanded(self.recompute_modules)))
+        )
+        require_at_least(
+            self, 1, "recompute_num_layers", "num_microbatches_with_partial_activation_checkpoints"
+        )
+        if (
+            self.activation_memory_budget is not None
+            and not 0.0 <= self.activation_memory_budget <= 1.0
+        ):
+            raise ValueError(
+                "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
+                "nothing), not a "
+                f"number of bytes (got {self.activation_memory_budget})"
+            )
+        for flag, value, allowed in (
+            ("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
+            ("--recompute-method", self.recompute_method, METHODS),
+        ):
             if value is not None and value not in allowed:
                 raise ValueError(f"{flag} must be one of {', '.join(allowed)} (got {value!r})")
         unknown = [module for module in self.recompute_modules if module not in MODULES]
         if unknown:
-            raise ValueError(f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got {' '.join(unknown)})")
+            raise ValueError(
+                f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got "
+                f"{' '.join(unknown)})"
+            )
 
     def _refuse_without(self, rule: str, *fields: str) -> None:
         """Raises ValueError with `rule` for the first of the fields that is set."""
         for field in fields:
             value = getattr(self, field)
             if value:
-                shown = " ".join(value) if isinstance(value, tuple) else "" if value is True else str(value)
-                raise ValueError(f"--{field.replace('_', '-')}{' ' + shown if shown else ''} {rule}")
+                shown = (
+                    " ".join(value)
+                    if isinstance(value, tuple)
+                    else ""
+                    if value is True
+                    else str(value)
+                )
+                raise ValueError(
+                    f"--{field.replace('_', '-')}{' ' + shown if shown else ''} {rule}"
+                )

@@ -44,8 +44,13 @@ class RegionFacts:
 
 
 REGIONS = {
-    CORE_ATTENTION: RegionFacts(method="replay", help="scores, softmax and their product with the values",
-                                draws=True, skips_tail=True, needs_scores=True),
+    CORE_ATTENTION: RegionFacts(
+        method="replay",
+        help="scores, softmax and their product with the values",
+        draws=True,
+        skips_tail=True,
+        needs_scores=True,
+    ),
     LAYERNORM: RegionFacts(method="discard", help="the two norms of a layer"),
     MLP_REGION: RegionFacts(method="replay", help="the whole MLP", draws=True, skips_tail=True),
     ACTIVATION: RegionFacts(method="discard", help="the activation of the MLP", parent=MLP_REGION),
@@ -74,8 +79,11 @@ def without_nested(regions: Collection[str]) -> frozenset[str]:
 
 def nested(regions: Collection[str]) -> list[tuple[str, str]]:
     """Returns (region, parent) for every region whose parent is among the regions."""
-    return [(name, facts.parent) for name, facts in REGIONS.items()
-            if name in regions and facts.parent is not None and facts.parent in regions]
+    return [
+        (name, facts.parent)
+        for name, facts in REGIONS.items()
+        if name in regions and facts.parent is not None and facts.parent in regions
+    ]
 
 
 def any_skips_tail(regions: Iterable[str]) -> bool:

@@ -58,35 +58,57 @@ class RunConfig:
     def __post_init__(self) -> None:
         model, tp_size = self.model, self.parallel.tensor_model_parallel_size
         # Each tensor-parallel rank holds whole heads and groups, and an equal share of the MLP.
-        divided = (("--num-attention-heads", model.num_attention_heads), ("--num-query-groups", model.query_groups),
-                   ("--ffn-hidden-size", model.ffn_size))
+        divided = (
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--num-query-groups", model.query_groups),
+            ("--ffn-hidden-size", model.ffn_size),
+        )
         for name, value in divided:
             if value % tp_size:
-                raise ValueError(f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}")
+                raise ValueError(
+                    f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
+                )
         if self.parallel.context_parallel_size > 1:
             self._check_context_parallel()
         elif self.data.seq_length % self.parallel.sequence_parts:
-            raise ValueError(f"--sequence-parallel splits --seq-length {self.data.seq_length} over "
-                             f"--tensor-model-parallel-size {tp_size} ranks, which does not divide it")
+            raise ValueError(
+                f"--sequence-parallel splits --seq-length {self.data.seq_length} over "
+                f"--tensor-model-parallel-size {tp_size} ranks, which does not divide it"
+            )
         if self.data.seq_length > model.max_position_embeddings:
-            raise ValueError(f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
-                             f"{model.max_position_embeddings}")
+            raise ValueError(
+                f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
+                f"{model.max_position_embeddings}"
+            )
         if not self.training.fp16:
             for name in self.loss_scaling.changed():
-                raise ValueError(f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a float32 or --bf16 "
-                                 "run is not scaled")
+                raise ValueError(
+                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss "
+                    "of a float32 or --bf16 "
+                    "run is not scaled"
+                )
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
         self._check_data_parallel()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
-        if by_samples and (schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters):
-            raise ValueError("--train-samples counts the learning-rate schedule in samples: use --lr-decay-samples, "
-                             "--lr-warmup-samples and --lr-wsd-decay-samples")
-        if not by_samples and (schedule.lr_decay_samples or schedule.lr_warmup_samples or schedule.lr_wsd_decay_samples):
-            raise ValueError("--train-iters counts the learning-rate schedule in iterations: use --lr-decay-iters, "
-                             "--lr-warmup-iters and --lr-wsd-decay-iters")
+        if by_samples and (
+            schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters
+        ):
+            raise ValueError(
+                "--train-samples counts the learning-rate schedule in samples: use "
+                "--lr-decay-samples, "
+                "--lr-warmup-samples and --lr-wsd-decay-samples"
+            )
+        if not by_samples and (
+            schedule.lr_decay_samples or schedule.lr_warmup_samples or schedule.lr_wsd_decay_samples
+        ):
+            raise ValueError(
+                "--train-iters counts the learning-rate schedule in iterations: use "
+                "--lr-decay-iters, "
+                "--lr-warmup-iters and --lr-wsd-decay-iters"
+            )
 
     def check_complete_for_training(self) -> None:
         """Raises ValueError if the length of the run, the learning rate or the data is missing.
@@ -109,7 +131,12 @@ class RunConfig:
         It is reached on the first pipeline rank. Each of the forwards is one of a virtual stage.
         """
         size = self.parallel.pipeline_model_parallel_size
-        return most_in_flight(size=size, rank=0, num_microbatches=num_microbatches, chunks=len(self.stage_lengths()) // size)
+        return most_in_flight(
+            size=size,
+            rank=0,
+            num_microbatches=num_microbatches,
+            chunks=len(self.stage_lengths()) // size,
+        )
 
     def stage_lengths(self) -> list[int]:
         """Returns the number of layers of each virtual stage, in the order of the model."""
@@ -123,92 +150,162 @@ class RunConfig:
         for rule in self.recompute.policy.rules:
             for entry in map(parse_entry, rule.action.ops):
                 if not IN_GROUPS.issuperset(entry.operators):
-                    raise ValueError(f"--recompute-policy '{rule}': how many bytes {entry.name} would keep cannot be told before "
-                                     f"the run; {', '.join(GROUPS)} name operators of which it can, and so do their members")
+                    raise ValueError(
+                        f"--recompute-policy '{rule}': how many bytes {entry.name} would keep "
+                        "cannot be told before "
+                        f"the run; {', '.join(GROUPS)} name operators of which it can, and so "
+                        "do their members"
+                    )
             if rule.store.startswith("split"):
-                self._check_split("--distribute-saved-activations" if given is None else f"--recompute-policy '{rule}'")
+                self._check_split(
+                    "--distribute-saved-activations"
+                    if given is None
+                    else f"--recompute-policy '{rule}'"
+                )
 
     def _check_pipeline(self) -> None:
         flag = "--num-microbatches-with-partial-activation-checkpoints"
         in_pipeline = self.parallel.pipeline_model_parallel_size > 1
         if self.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
             if not in_pipeline:
-                raise ValueError(f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is in flight at a "
-                                 "time")
+                raise ValueError(
+                    f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch "
+                    "is in flight at a "
+                    "time"
+                )
             if all(rule.action == LayerAction() for rule in self.recompute.policy.rules):
-                raise ValueError(f"{flag} says which micro-batches keep what the others recompute, and nothing is recomputed: "
-                                 "give --recompute-granularity or --recompute-policy too")
+                raise ValueError(
+                    f"{flag} says which micro-batches keep what the others recompute, and "
+                    "nothing is recomputed: "
+                    "give --recompute-granularity or --recompute-policy too"
+                )
             # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
             most = self.most_in_flight(2 * self.parallel.pipeline_model_parallel_size)
             num_kept = self.recompute.num_microbatches_with_partial_activation_checkpoints
             if num_kept >= most:
-                raise ValueError(f"{flag} {num_kept}: at most {most} forwards are in flight at once, on the first pipeline rank, "
-                                 "so every micro-batch would keep everything and nothing would be recomputed: give at most "
-                                 f"{most - 1}, or leave the recomputation out")
+                raise ValueError(
+                    f"{flag} {num_kept}: at most {most} forwards are in flight at once, on the "
+                    "first pipeline rank, "
+                    "so every micro-batch would keep everything and nothing would be "
+                    "recomputed: give at most "
+                    f"{most - 1}, or leave the recomputation out"
+                )
         if in_pipeline and self.logging.memory_timeline is not None:
-            raise ValueError("--memory-timeline records the forward and backward of one micro-batch, which a pipeline mixes with "
-                             "those of others: give --pipeline-model-parallel-size 1")
+            raise ValueError(
+                "--memory-timeline records the forward and backward of one micro-batch, which "
+                "a pipeline mixes with "
+                "those of others: give --pipeline-model-parallel-size 1"
+            )
 
     def _check_context_parallel(self) -> None:
         # A rank holds two chunks of the sequence, one from each end: a causal mask then gives all
         # ranks equal work (parallel/chunks.py).
         size, parts = self.parallel.context_parallel_size, self.parallel.sequence_parts
         if self.data.seq_length % parts:
-            shards = f" x --tensor-model-parallel-size {parts // (2 * size)}" if self.parallel.sequence_parallel else ""
+            shards = (
+                f" x --tensor-model-parallel-size {parts // (2 * size)}"
+                if self.parallel.sequence_parallel
+                else ""
+            )
             under = ", which --sequence-parallel splits again" if shards else ""
-            raise ValueError(f"--seq-length {self.data.seq_length} is not divisible by 2 x --context-parallel-size "
-                             f"{size}{shards} = {parts}: each rank holds two chunks of the sequence{under}")
+            raise ValueError(
+                f"--seq-length {self.data.seq_length} is not divisible by 2 x "
+                "--context-parallel-size "
+                f"{size}{shards} = {parts}: each rank holds two chunks of the sequence{under}"
+            )
         if self.model.attention_dropout > 0.0 and not self.model.always_unfused:
-            raise ValueError(f"--context-parallel-size {size} has no flash attention with --attention-dropout "
-                             f"{self.model.attention_dropout}: give --attention-dropout 0, or --attention-backend unfused, which "
-                             "builds the scores")
+            raise ValueError(
+                f"--context-parallel-size {size} has no flash attention with --attention-dropout "
+                f"{self.model.attention_dropout}: give --attention-dropout 0, or "
+                "--attention-backend unfused, which "
+                "builds the scores"
+            )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:
-            raise ValueError(f"--context-parallel-size {size} has no flash attention with --window-size {limit},0: which keys "
-                             "of another rank a window reaches differs from rank to rank, and so would the work. Give "
-                             "--attention-backend unfused, which builds the scores")
+            raise ValueError(
+                f"--context-parallel-size {size} has no flash attention with --window-size "
+                f"{limit},0: which keys "
+                "of another rank a window reaches differs from rank to rank, and so would the "
+                "work. Give "
+                "--attention-backend unfused, which builds the scores"
+            )
 
     def _check_compiler(self) -> None:
         budget = self.recompute.activation_memory_budget
         if not self.training.torch_compile:
             if budget is not None:
-                raise ValueError(f"--activation-memory-budget {budget} is a setting of torch's compiler: give --torch-compile "
-                                 "too")
+                raise ValueError(
+                    f"--activation-memory-budget {budget} is a setting of torch's compiler: "
+                    "give --torch-compile "
+                    "too"
+                )
             return
         if self.model.norm_impl == "apex":
-            raise ValueError("--norm-impl apex cannot go with --torch-compile: its kernels would end every compiled graph, and "
-                             "the compiler makes its own. Leave one of them out")
+            raise ValueError(
+                "--norm-impl apex cannot go with --torch-compile: its kernels would end every "
+                "compiled graph, and "
+                "the compiler makes its own. Leave one of them out"
+            )
         if self.recompute.recompute_verify:
-            raise ValueError("--recompute-verify has nothing to compare under --torch-compile, whose compiled layers decide "
-                             "themselves what they keep and recompute: leave one of them out")
-        if any(rule.action != LayerAction() or rule.store != "device" for rule in self.recompute.policy.rules):
-            raise ValueError("--torch-compile decides itself what compiled layers recompute: give --activation-memory-budget "
-                             "instead of a recompute policy, or leave --torch-compile out")
+            raise ValueError(
+                "--recompute-verify has nothing to compare under --torch-compile, whose "
+                "compiled layers decide "
+                "themselves what they keep and recompute: leave one of them out"
+            )
+        if any(
+            rule.action != LayerAction() or rule.store != "device"
+            for rule in self.recompute.policy.rules
+        ):
+            raise ValueError(
+                "--torch-compile decides itself what compiled layers recompute: give "
+                "--activation-memory-budget "
+                "instead of a recompute policy, or leave --torch-compile out"
+            )
         for axis in ("tensor_model_parallel_size", "context_parallel_size"):
             if (size := getattr(self.parallel, axis)) > 1:
-                raise ValueError(f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective would end a compiled "
-                                 "graph")
+                raise ValueError(
+                    f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective "
+                    "would end a compiled "
+                    "graph"
+                )
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel.overlap_param_gather and self.training.torch_compile:
-            raise ValueError("--overlap-param-gather cannot go with --torch-compile: each module's wait for its weights would "
-                             "end a compiled graph. Leave one of them out")
+            raise ValueError(
+                "--overlap-param-gather cannot go with --torch-compile: each module's wait for "
+                "its weights would "
+                "end a compiled graph. Leave one of them out"
+            )
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
-            raise ValueError("--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are exchanged in float32")
+            raise ValueError(
+                "--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are "
+                "exchanged in float32"
+            )
 
     def _check_split(self, flag: str) -> None:
         tp_size = self.parallel.tensor_model_parallel_size
         if tp_size == 1:
             raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
         if self.parallel.sequence_parallel:
-            raise ValueError(f"{flag} has nothing to split under --sequence-parallel, where each rank's input is already 1/t: "
-                             "leave one of them out")
+            raise ValueError(
+                f"{flag} has nothing to split under --sequence-parallel, where each rank's "
+                "input is already 1/t: "
+                "leave one of them out"
+            )
         cp_size = self.parallel.context_parallel_size
-        elements = self.data.seq_length // cp_size * self.training.micro_batch_size * self.model.hidden_size
+        elements = (
+            self.data.seq_length
+            // cp_size
+            * self.training.micro_batch_size
+            * self.model.hidden_size
+        )
         if elements % tp_size:
             share = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
-            raise ValueError(f"{flag} splits the {elements} elements of --seq-length{share} x --micro-batch-size x --hidden-size "
-                             f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them")
+            raise ValueError(
+                f"{flag} splits the {elements} elements of --seq-length{share} x "
+                "--micro-batch-size x --hidden-size "
+                f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them"
+            )
 
     def to_json(self) -> str:
         """Returns the run as indented JSON, one object per topic.
@@ -237,12 +334,22 @@ def _from_plain(cls: type, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise ValueError(f"{where}: unknown field {shown(', '.join(unknown))} (known: {', '.join(sorted(hints))})")
-    missing = sorted(f.name for f in dataclasses.fields(cls)
-                     if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
+        raise ValueError(
+            f"{where}: unknown field {shown(', '.join(unknown))} (known: "
+            f"{', '.join(sorted(hints))})"
+        )
+    missing = sorted(
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    )
     if missing:
         raise ValueError(f"{where}: missing field {', '.join(missing)}")
-    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()})
+    return cls(
+        **{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
+    )
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -255,15 +362,22 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if lists and (isinstance(value, list) or len(allowed) == 1):
         kind = typing.get_args(lists[0])[0]
         if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise ValueError(f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got "
-                             f"{shown(repr(value))}")
+            raise ValueError(
+                f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got "
+                f"{shown(repr(value))}"
+            )
         return tuple(value)
     allowed = tuple(kind for kind in allowed if kind not in lists)
     # bool is a subclass of int in Python: without this test `true` would pass as a whole number.
     if isinstance(value, bool) and bool not in allowed:
         raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
     # A float field may be written without a decimal point.
-    if isinstance(value, int) and not isinstance(value, bool) and float in allowed and int not in allowed:
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and float in allowed
+        and int not in allowed
+    ):
         return float(value)
     if not isinstance(value, allowed):
         raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")

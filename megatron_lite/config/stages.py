@@ -59,15 +59,26 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
     chunks = _chunks(parallel, per_rank)
     for rank, layers in enumerate(per_rank):
         if layers % chunks:
-            raise ValueError(f"pipeline rank {rank} holds {layers} layers, which are not divisible by {chunks} virtual stages: "
-                             "change --num-layers or --num-virtual-stages-per-pipeline-rank")
+            raise ValueError(
+                f"pipeline rank {rank} holds {layers} layers, which are not divisible by "
+                f"{chunks} virtual stages: "
+                "change --num-layers or --num-virtual-stages-per-pipeline-rank"
+            )
     # Stage n of the model is on rank n mod p, so the virtual stages of the ranks interleave.
     found: list[Stage] = []
     first = 0
     for number in range(size * chunks):
         rank, chunk = number % size, number // size
-        found.append(Stage(number=number, count=size * chunks, rank=rank, chunk=chunk, first_layer=first,
-                           num_layers=per_rank[rank] // chunks))
+        found.append(
+            Stage(
+                number=number,
+                count=size * chunks,
+                rank=rank,
+                chunk=chunk,
+                first_layer=first,
+                num_layers=per_rank[rank] // chunks,
+            )
+        )
         first += found[-1].num_layers
     return tuple(found)
 
@@ -105,13 +116,20 @@ def most_in_flight(*, size: int, rank: int, num_microbatches: int, chunks: int =
 
 def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
     size = parallel.pipeline_model_parallel_size
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    first, last = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
     fixed = [layers for layers in (first, last) if layers is not None]
     others, left = size - len(fixed), num_layers - sum(fixed)
     if not fixed and num_layers % size:
-        raise ValueError(f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size ({size}): the stages of "
-                         "the pipeline need whole layers; --decoder-first-pipeline-num-layers N gives the first one another "
-                         "number")
+        raise ValueError(
+            f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size "
+            f"({size}): the stages of "
+            "the pipeline need whole layers; --decoder-first-pipeline-num-layers N gives the "
+            "first one another "
+            "number"
+        )
     if fixed and (left < others or (left and not others) or (others and left % others)):
         raise ValueError(_uneven_fault(parallel, num_layers, others=others, left=left))
     middle = [left // others] * others if others else []
@@ -124,17 +142,31 @@ def _uneven_fault(parallel: ParallelConfig, num_layers: int, *, others: int, lef
     others: the number of ranks without a flag. left: the number of layers that remain for them.
     """
     names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    given = [f"{flag(name)} {getattr(parallel, name)}" for name in names if getattr(parallel, name) is not None]
+    given = [
+        f"{flag(name)} {getattr(parallel, name)}"
+        for name in names
+        if getattr(parallel, name) is not None
+    ]
     one = len(given) == 1
     flags = " and ".join(given)
     if left < 0:
-        return (f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: give the pipeline rank"
-                f"{'' if one else 's'} fewer layers")
+        return (
+            f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: "
+            "give the pipeline rank"
+            f"{'' if one else 's'} fewer layers"
+        )
     if not others:
-        return (f"{flags} are {num_layers - left} layers together, and --num-layers is {num_layers}: the two ranks of "
-                "--pipeline-model-parallel-size 2 hold all layers, so give two numbers with that sum, or only one of the flags")
-    rest = (f"{flags} {'leaves' if one else 'leave'} {left} of --num-layers {num_layers} for the other "
-            f"{f'{others} ranks' if others > 1 else 'rank'} of --pipeline-model-parallel-size {others + len(given)}")
+        return (
+            f"{flags} are {num_layers - left} layers together, and --num-layers is "
+            f"{num_layers}: the two ranks of "
+            "--pipeline-model-parallel-size 2 hold all layers, so give two numbers with that "
+            "sum, or only one of the flags"
+        )
+    rest = (
+        f"{flags} {'leaves' if one else 'leave'} {left} of --num-layers {num_layers} for the other "
+        f"{f'{others} ranks' if others > 1 else 'rank'} of --pipeline-model-parallel-size "
+        f"{others + len(given)}"
+    )
     if left < others:
         return f"{rest}: each pipeline rank needs a layer, so give fewer"
     return f"{rest}, which does not divide evenly: {left} is not a multiple of {others}"
@@ -147,10 +179,15 @@ def _chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:
     if layers is None:
         return 1
     if len(set(per_rank)) > 1:
-        raise ValueError("--num-layers-per-virtual-pipeline-stage needs stages of equal length: with "
-                         "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers give "
-                         "--num-virtual-stages-per-pipeline-rank instead")
+        raise ValueError(
+            "--num-layers-per-virtual-pipeline-stage needs stages of equal length: with "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers give "
+            "--num-virtual-stages-per-pipeline-rank instead"
+        )
     if per_rank[0] % layers:
-        raise ValueError(f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the {per_rank[0]} layers of a "
-                         "pipeline rank")
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the "
+            f"{per_rank[0]} layers of a "
+            "pipeline rank"
+        )
     return per_rank[0] // layers

@@ -10,7 +10,14 @@ import os
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.checks import flag, require_at_least, require_not_empty, require_one_of, require_within, resolve
+from megatron_lite.config.checks import (
+    flag,
+    require_at_least,
+    require_not_empty,
+    require_one_of,
+    require_within,
+    resolve,
+)
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -60,12 +67,25 @@ class TrainingConfig:
     deterministic_mode: bool = False
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "micro_batch_size", "global_batch_size", "train_samples", "eval_interval", "exit_interval",
-                         "exit_duration_in_mins", "loss_chunk_size", "max_skipped_updates",
-                         "check_weight_hash_across_dp_replicas_interval")
+        require_at_least(
+            self,
+            1,
+            "micro_batch_size",
+            "global_batch_size",
+            "train_samples",
+            "eval_interval",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "loss_chunk_size",
+            "max_skipped_updates",
+            "check_weight_hash_across_dp_replicas_interval",
+        )
         if self.skip_update_on_spike is not None and not 1.0 < self.skip_update_on_spike < math.inf:
-            raise ValueError(f"--skip-update-on-spike must be above 1 and finite (got {self.skip_update_on_spike}): a spike is a "
-                             "loss above so many times its running mean")
+            raise ValueError(
+                "--skip-update-on-spike must be above 1 and finite (got "
+                f"{self.skip_update_on_spike}): a spike is a "
+                "loss above so many times its running mean"
+            )
         object.__setattr__(self, "exit_signal", self.exit_signal.upper())
         require_one_of(self, "exit_signal", EXIT_SIGNALS)
         if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
@@ -75,12 +95,20 @@ class TrainingConfig:
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: set one")
         if self.train_iters is not None and self.train_samples is not None:
-            raise ValueError("--train-iters and --train-samples both give the length of the run: set one")
+            raise ValueError(
+                "--train-iters and --train-samples both give the length of the run: set one"
+            )
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
-            raise ValueError(f"--global-batch-size {self.global_batch_size} is not divisible by --micro-batch-size "
-                             f"{self.micro_batch_size}")
+            raise ValueError(
+                f"--global-batch-size {self.global_batch_size} is not divisible by "
+                "--micro-batch-size "
+                f"{self.micro_batch_size}"
+            )
         if self.train_samples is not None and self.global_batch_size is None:
-            raise ValueError("--train-samples needs --global-batch-size: the number of iterations follows from both")
+            raise ValueError(
+                "--train-samples needs --global-batch-size: the number of iterations follows "
+                "from both"
+            )
         # argparse gives a list, and `from_json` a tuple: both must make equal values.
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         if self.rampup_batch_size:
@@ -95,10 +123,15 @@ class TrainingConfig:
         start, increment, _ = self.rampup_batch_size
         missing = self.global_batch_size - start
         if missing <= 0:
-            raise ValueError(f"{name}: the start must be below --global-batch-size {self.global_batch_size}")
+            raise ValueError(
+                f"{name}: the start must be below --global-batch-size {self.global_batch_size}"
+            )
         if missing % increment:
-            raise ValueError(f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} is not a multiple of "
-                             f"the increment {increment}")
+            raise ValueError(
+                f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} "
+                "is not a multiple of "
+                f"the increment {increment}"
+            )
 
     @property
     def precision(self) -> str:
@@ -117,10 +150,16 @@ class TrainingConfig:
 
         Raises ValueError if the batch does not divide over ranks and micro-batches.
         """
-        batch, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
+        batch, step = (
+            self.batch_size(data_parallel_size),
+            self.micro_batch_size * data_parallel_size,
+        )
         if batch % step:
-            raise ValueError(f"--global-batch-size {batch} is not divisible by --micro-batch-size {self.micro_batch_size} x "
-                             f"data-parallel size {data_parallel_size} = {step}")
+            raise ValueError(
+                f"--global-batch-size {batch} is not divisible by --micro-batch-size "
+                f"{self.micro_batch_size} x "
+                f"data-parallel size {data_parallel_size} = {step}"
+            )
         return batch // step
 
     def batch_schedule(self, data_parallel_size: int) -> BatchSchedule:
@@ -135,9 +174,19 @@ class TrainingConfig:
         start, increment, samples = self.rampup_batch_size
         for what, size in (("start", start), ("increment", increment)):
             if size % step:
-                raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is not divisible by "
-                                 f"--micro-batch-size {self.micro_batch_size} x data-parallel size {data_parallel_size} = {step}")
-        return BatchSchedule(full=full, samples_per_microbatch=step, start=start, increment=increment, ramp_samples=samples)
+                raise ValueError(
+                    f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is "
+                    "not divisible by "
+                    f"--micro-batch-size {self.micro_batch_size} x data-parallel size "
+                    f"{data_parallel_size} = {step}"
+                )
+        return BatchSchedule(
+            full=full,
+            samples_per_microbatch=step,
+            start=start,
+            increment=increment,
+            ramp_samples=samples,
+        )
 
     def num_iterations(self, batches: BatchSchedule, *, done: int = 0, consumed: int = 0) -> int:
         """Returns the length of the run in iterations.
@@ -150,11 +199,20 @@ class TrainingConfig:
         """
         if self.train_samples is not None:
             if self.train_samples < batches.start:
-                name = "start of --rampup-batch-size" if self.rampup_batch_size else "--global-batch-size"
-                raise ValueError(f"--train-samples {self.train_samples} is less than one {name} ({batches.start})")
+                name = (
+                    "start of --rampup-batch-size"
+                    if self.rampup_batch_size
+                    else "--global-batch-size"
+                )
+                raise ValueError(
+                    f"--train-samples {self.train_samples} is less than one {name} "
+                    f"({batches.start})"
+                )
             return done + batches.iterations_within(self.train_samples, consumed=consumed)
         if self.train_iters is None:
-            raise ValueError("the length of the run is not given: set --train-iters or --train-samples")
+            raise ValueError(
+                "the length of the run is not given: set --train-iters or --train-samples"
+            )
         return self.train_iters
 
 
@@ -182,19 +240,38 @@ class LrScheduleConfig:
     def __post_init__(self) -> None:
         require_one_of(self, "lr_decay_style", LR_DECAY_STYLES)
         require_one_of(self, "lr_wsd_decay_style", WSD_DECAY_STYLES)
-        require_at_least(self, 0.0, "lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples")
-        require_at_least(self, 1, "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples")
+        require_at_least(
+            self, 0.0, "lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples"
+        )
+        require_at_least(
+            self,
+            1,
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+        )
         require_within(self, 0.0, 1.0, "lr_warmup_fraction")
         if self.lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
         if self.lr is not None and self.lr_warmup_init > self.lr:
             raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}")
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
-            raise ValueError("--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one")
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
-            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)")
+            raise ValueError(
+                "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one"
+            )
+        if (
+            self.lr_decay_style == "WSD"
+            and self.lr_wsd_decay_iters is None
+            and self.lr_wsd_decay_samples is None
+        ):
+            raise ValueError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
+            )
         if self.lr_decay_style != "WSD" and (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
-            raise ValueError(f"--lr-wsd-decay-iters needs --lr-decay-style WSD (got {self.lr_decay_style})")
+            raise ValueError(
+                f"--lr-wsd-decay-iters needs --lr-decay-style WSD (got {self.lr_decay_style})"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,21 +310,38 @@ class TokenizerConfig:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "vocab_size", "make_vocab_size_divisible_by")
         if self.tokenizer_type is None and self.tokenizer_model is not None:
-            raise ValueError(f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})")
+            raise ValueError(
+                f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})"
+            )
         reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
         require_one_of(self, "tokenizer_type", TOKENIZER_TYPES)
         if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
-            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
-                             "--tokenizer-type and its files)")
+            raise ValueError(
+                "--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
+                "--tokenizer-type and its files)"
+            )
         if self.tokenizer_type == "HuggingFaceTokenizer" and self.tokenizer_model is None:
-            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a tokenizer.json or its folder)")
-        if self.tokenizer_type == "GPT2BPETokenizer" and (self.vocab_file is None or self.merge_file is None):
-            raise ValueError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+            raise ValueError(
+                "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a "
+                "tokenizer.json or its folder)"
+            )
+        if self.tokenizer_type == "GPT2BPETokenizer" and (
+            self.vocab_file is None or self.merge_file is None
+        ):
+            raise ValueError(
+                "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
+            )
         if self.tokenizer_type != "HuggingFaceTokenizer" and self.tokenizer_model is not None:
-            raise ValueError(f"--tokenizer-type {self.tokenizer_type} does not read --tokenizer-model: leave it out")
+            raise ValueError(
+                f"--tokenizer-type {self.tokenizer_type} does not read --tokenizer-model: "
+                "leave it out"
+            )
         if self.tokenizer_type != "GPT2BPETokenizer" and reads_bpe_files:
-            raise ValueError(f"--tokenizer-type {self.tokenizer_type} does not read --vocab-file or --merge-file: leave them out")
+            raise ValueError(
+                f"--tokenizer-type {self.tokenizer_type} does not read --vocab-file or "
+                "--merge-file: leave them out"
+            )
 
     @property
     def true_vocab_size(self) -> int:
@@ -257,7 +351,10 @@ class TokenizerConfig:
         size of the vocabulary is not known yet.
         """
         if self.vocab_size is None:
-            raise ValueError(f"the vocabulary of --tokenizer-type {self.tokenizer_type} is not known yet: set --vocab-size")
+            raise ValueError(
+                f"the vocabulary of --tokenizer-type {self.tokenizer_type} is not known yet: "
+                "set --vocab-size"
+            )
         return self.vocab_size + 1 if self.tokenizer_type == "NullTokenizer" else self.vocab_size
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
@@ -303,9 +400,19 @@ class CheckpointConfig:
         if self.async_save and self.save is None:
             raise ValueError("--async-save needs --save DIR")
         if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:
-            raise ValueError(f"--save-retain-interval {self.save_retain_interval} is not a multiple of --save-interval "
-                             f"{self.save_interval}: most of the iterations that it would keep are not saved")
-        for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng", "no_load_fallback", "allow_changed_data"):
+            raise ValueError(
+                f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
+                "--save-interval "
+                f"{self.save_interval}: most of the iterations that it would keep are not saved"
+            )
+        for field in (
+            "allow_fresh_start",
+            "finetune",
+            "no_load_optim",
+            "no_load_rng",
+            "no_load_fallback",
+            "allow_changed_data",
+        ):
             if getattr(self, field) and self.load is None:
                 raise ValueError(f"{flag(field)} needs --load DIR")
 
@@ -315,7 +422,11 @@ class CheckpointConfig:
 
         Their real paths are compared, so symbolic links and relative paths are resolved.
         """
-        return self.save is not None and self.load is not None and os.path.realpath(self.save) == os.path.realpath(self.load)
+        return (
+            self.save is not None
+            and self.load is not None
+            and os.path.realpath(self.save) == os.path.realpath(self.load)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +460,11 @@ class LoggingConfig:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "log_interval", "straggler_minmax_count")
         if not 1.0 < self.straggler_ratio < math.inf:
-            raise ValueError(f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})")
+            raise ValueError(
+                f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})"
+            )
         require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline")
         if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
-            raise ValueError(f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})")
+            raise ValueError(
+                f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})"
+            )

@@ -46,7 +46,11 @@ def has_kernel(query: Tensor) -> bool:
         return True
     if query.dtype == torch.float32:
         return channels % 4 == 0
-    return query.dtype in (torch.bfloat16, torch.float16) and channels % 8 == 0 and channels <= LARGEST_FLASH_HEAD
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and channels % 8 == 0
+        and channels <= LARGEST_FLASH_HEAD
+    )
 
 
 def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,7 +62,15 @@ def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, mask: Tensor | None = None) -> Attended:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+) -> Attended:
     """Returns softmax(scale q k^T) v and its log-sum-exp.
 
     query: [b, a, n, d]. key, value: [b, g, m, d].
@@ -70,41 +82,90 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: fl
     `causal`.
     """
     if query.device.type == "cpu":
-        return Attended(*aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask,
-                                                                          scale=scale))
+        return Attended(
+            *aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        )
     if query.dtype == torch.float32 or mask is not None:
         key, value = _for_each_head(query, key, value)
         bias, causal = _bias(query, mask), causal and mask is None
-        output, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, causal, scale=scale)
+        output, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, causal, scale=scale
+        )
         # The kernel pads the rows of lse.
         return Attended(output, lse[..., : query.shape[2]].contiguous())
-    output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    output, lse, *_ = aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, causal, False, scale=scale
+    )
     return Attended(output, lse)
 
 
-def attend_backward(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, *, causal: bool,
-                    scale: float, mask: Tensor | None = None) -> AttentionGradients:
+def attend_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Attended,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+) -> AttentionGradients:
     """Returns the gradients of these keys and values, and their part of the query's gradient.
 
     attended: the result of these queries with all of their keys, not only with these keys.
     The shapes are those of `attend`.
     """
     if query.device.type == "cpu":
-        return AttentionGradients(*aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_output, query, key, value, *attended, 0.0, causal, attn_mask=mask, scale=scale))
+        return AttentionGradients(
+            *aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_output, query, key, value, *attended, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        )
     if query.dtype == torch.float32 or mask is not None:
-        return _efficient_backward(grad_output, query, key, value, attended, causal=causal and mask is None, scale=scale,
-                                   mask=mask)
+        return _efficient_backward(
+            grad_output,
+            query,
+            key,
+            value,
+            attended,
+            causal=causal and mask is None,
+            scale=scale,
+            mask=mask,
+        )
     # The kernel takes a dropout seed. Dropout is 0 here, so its value does not matter.
     seed = torch.empty(2, dtype=torch.uint64, device=query.device)
     lengths: list[Any] = [None, None, query.shape[2], key.shape[2]]
-    return AttentionGradients(*aten._scaled_dot_product_flash_attention_backward(
-        grad_output, query, key, value, attended.output, attended.lse.contiguous(), *lengths, 0.0, causal, seed,
-        torch.empty_like(seed[0]), scale=scale))
+    return AttentionGradients(
+        *aten._scaled_dot_product_flash_attention_backward(
+            grad_output,
+            query,
+            key,
+            value,
+            attended.output,
+            attended.lse.contiguous(),
+            *lengths,
+            0.0,
+            causal,
+            seed,
+            torch.empty_like(seed[0]),
+            scale=scale,
+        )
+    )
 
 
-def _efficient_backward(grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, *, causal: bool,
-                        scale: float, mask: Tensor | None) -> AttentionGradients:
+def _efficient_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Attended,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None,
+) -> AttentionGradients:
     b, groups, m, d = key.shape
     rows = attended.lse.shape[-1]
     # This kernel expects the rows of lse padded to a multiple of 32. With lse = inf a padded row
@@ -112,9 +173,22 @@ def _efficient_backward(grad_output: Tensor, query: Tensor, key: Tensor, value: 
     lse = torch.nn.functional.pad(attended.lse, (0, -rows % 32), value=torch.inf)
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # dropout is 0: any value
     grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_output, query, *_for_each_head(query, key, value), _bias(query, mask), attended.output, lse, seed, seed, 0.0,
-        [True, True, True, False], causal, scale=scale)
-    return AttentionGradients(grad_query, *(grad.reshape(b, groups, -1, m, d).sum(2) for grad in (grad_key, grad_value)))
+        grad_output,
+        query,
+        *_for_each_head(query, key, value),
+        _bias(query, mask),
+        attended.output,
+        lse,
+        seed,
+        seed,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
+    )
+    return AttentionGradients(
+        grad_query, *(grad.reshape(b, groups, -1, m, d).sum(2) for grad in (grad_key, grad_value))
+    )
 
 
 def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -131,4 +205,8 @@ def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Returns key and value repeated for every head: this kernel does not support query groups."""
     repeats = query.shape[1] // key.shape[1]
-    return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
+    return (
+        (key, value)
+        if repeats == 1
+        else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
+    )

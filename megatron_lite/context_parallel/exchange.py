@@ -85,7 +85,9 @@ class RingSum:
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
         """See GradientSum."""
-        total = torch.zeros_like(self._like) if self._travelling is None else self._travelling.wait()
+        total = (
+            torch.zeros_like(self._like) if self._travelling is None else self._travelling.wait()
+        )
         total[0, tokens] += key
         total[1, tokens] += value
         self._travelling = start_shift(total, self._group)
@@ -123,4 +125,7 @@ class ScatteredSum:
         return reduce_scatter_first_dim(self._whole.flatten(0, 1), self._group)
 
 
-EXCHANGES = {"p2p": Exchange(around_the_ring, RingSum), "allgather": Exchange(gathered, ScatteredSum)}
+EXCHANGES = {
+    "p2p": Exchange(around_the_ring, RingSum),
+    "allgather": Exchange(gathered, ScatteredSum),
+}

@@ -25,13 +25,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from megatron_lite.context_parallel.attention_kernels import Attended, attend, attend_backward, in_autocast_dtype
+from megatron_lite.context_parallel.attention_kernels import (
+    Attended,
+    attend,
+    attend_backward,
+    in_autocast_dtype,
+)
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.parallel.chunks import ContextParallel
 from megatron_lite.parallel.collectives import results_may_be_kept
 
 
-def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, *, cp: ContextParallel, scale: float) -> Tensor:
+def context_parallel_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, cp: ContextParallel, scale: float
+) -> Tensor:
     """Returns the attention output [s/c, b, a/t, d] of this rank's queries.
 
     query: [s/c, b, a/t, d]. key, value: [s/c, b, g/t, d]. cp.group must not be None.
@@ -39,17 +46,27 @@ def context_parallel_attention(query: Tensor, key: Tensor, value: Tensor, *, cp:
     query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
     their own dtype, with one addition per rank. Issues the collectives of exchange.py on cp.group.
     """
-    return _ContextParallelAttention.apply(*in_autocast_dtype(query, key, value), cp.group, cp.comm_type, scale)
+    return _ContextParallelAttention.apply(
+        *in_autocast_dtype(query, key, value), cp.group, cp.comm_type, scale
+    )
 
 
 class _ContextParallelAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str,
-                scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: ProcessGroup,
+        comm_type: str,
+        scale: float,
+    ) -> Tensor:
         if results_may_be_kept():
             # As one operator: the mode keeps the result of all parts, and the replay sends nothing.
-            output, lse = torch.ops.megatron_lite.context_parallel_attention(query, key, value, group.group_name, comm_type,
-                                                                             scale)
+            output, lse = torch.ops.megatron_lite.context_parallel_attention(
+                query, key, value, group.group_name, comm_type, scale
+            )
         else:
             output, lse = _attend(query, key, value, group, comm_type, scale)
         ctx.group, ctx.comm_type, ctx.scale = group, comm_type, scale
@@ -70,8 +87,15 @@ class _ContextParallelAttention(torch.autograd.Function):
             queries, keys, causal = _reading(ctx.group.rank(), source, query.shape[0])
             part_key, part_value = map(heads_first, keys_values[:, keys])
             attended = Attended(heads_first(output[queries]), lse[:, :, queries])
-            grads = attend_backward(heads_first(grad_output[queries]), heads_first(query[queries]), part_key, part_value,
-                                    attended, causal=causal, scale=ctx.scale)
+            grads = attend_backward(
+                heads_first(grad_output[queries]),
+                heads_first(query[queries]),
+                part_key,
+                part_value,
+                attended,
+                causal=causal,
+                scale=ctx.scale,
+            )
             grad_query[queries] += heads_last(grads.query)
             grad_keys_values.add(source, keys, heads_last(grads.key), heads_last(grads.value))
         return grad_query.to(query.dtype), *grad_keys_values.result().unbind(), None, None, None
@@ -89,14 +113,19 @@ class Reading(NamedTuple):
 
 
 def _reading(rank: int, source: int, num_tokens: int) -> Reading:
-    every, first, second = slice(0, num_tokens), slice(0, num_tokens // 2), slice(num_tokens // 2, num_tokens)
+    every, first, second = (
+        slice(0, num_tokens),
+        slice(0, num_tokens // 2),
+        slice(num_tokens // 2, num_tokens),
+    )
     if source == rank:
         return Reading(every, every, True)
     return Reading(every, first, False) if source < rank else Reading(second, every, False)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str,
-            scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm_type: str, scale: float
+) -> tuple[Tensor, Tensor]:
     """Returns the output [s/c, b, a, d] and the log-sum-exp of each row, [b, a, s/c]."""
     total: Attended | None = None
     for source, keys_values in EXCHANGES[comm_type].parts(torch.stack((key, value)), group):
@@ -113,7 +142,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, comm
 
 def merge_(total: Attended, part: Attended) -> None:
     """Merges into `total` the attention of the same queries to other keys, `part`, in place."""
-    total.output.lerp_(part.output.to(total.output.dtype), torch.sigmoid(part.lse - total.lse).unsqueeze(-1))
+    total.output.lerp_(
+        part.output.to(total.output.dtype), torch.sigmoid(part.lse - total.lse).unsqueeze(-1)
+    )
     torch.logaddexp(total.lse, part.lse, out=total.lse)
 
 
@@ -127,14 +158,18 @@ def heads_last(tensor: Tensor) -> Tensor:
     return tensor.permute(2, 0, 1, 3)
 
 
-def _attend_in_named_group(query: Tensor, key: Tensor, value: Tensor, group: str, comm_type: str,
-                           scale: float) -> tuple[Tensor, Tensor]:
+def _attend_in_named_group(
+    query: Tensor, key: Tensor, value: Tensor, group: str, comm_type: str, scale: float
+) -> tuple[Tensor, Tensor]:
     return _attend(query, key, value, _resolve_process_group(cast(Any, group)), comm_type, scale)
 
 
 # As one operator, a selective checkpoint can keep the result like that of a kernel. The replay then
 # issues no collective.
 _OPERATORS = torch.library.Library("megatron_lite", "DEF")
-_OPERATORS.define("context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str comm_type, float scale)"
-                  " -> (Tensor, Tensor)")
+_OPERATORS.define(
+    "context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str "
+    "comm_type, float scale)"
+    " -> (Tensor, Tensor)"
+)
 _OPERATORS.impl("context_parallel_attention", _attend_in_named_group, "CompositeExplicitAutograd")

@@ -50,16 +50,25 @@ def parse_data_path(words: Sequence[str]) -> DataPath:
     if all(number is None for number in numbers):
         return DataPath(tuple(words), None)
     shown = " ".join(words)
-    if len(words) % 2 or any((number is None) == (place % 2 == 0) for place, number in enumerate(numbers)):
-        raise InputError(f"--data-path {shown}: give prefixes only, or a weight before every prefix, such as "
-                         "0.3 first 0.7 second")
+    if len(words) % 2 or any(
+        (number is None) == (place % 2 == 0) for place, number in enumerate(numbers)
+    ):
+        raise InputError(
+            f"--data-path {shown}: give prefixes only, or a weight before every prefix, such as "
+            "0.3 first 0.7 second"
+        )
     weights = [number for number in numbers[::2] if number is not None]
     if not all(0.0 < weight < math.inf for weight in weights):
-        raise InputError(f"--data-path {shown}: every weight must be above 0 (leave the prefix out instead)")
+        raise InputError(
+            f"--data-path {shown}: every weight must be above 0 (leave the prefix out instead)"
+        )
     shares = normalized(weights)
     if not all(share > 0.0 for share in shares):
-        raise InputError(f"--data-path {shown}: the weights are too large or too far apart, a share comes out as 0: give such as "
-                         "0.3 first 0.7 second")
+        raise InputError(
+            f"--data-path {shown}: the weights are too large or too far apart, a share comes "
+            "out as 0: give such as "
+            "0.3 first 0.7 second"
+        )
     return DataPath(tuple(words[1::2]), shares)
 
 
@@ -92,7 +101,8 @@ def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     chosen, samples = array("h"), array("q")
     for n in range(size):
         scale = float(n or 1)
-        errors = [weight * scale - count for weight, count in zip(weights, counts)]  # noqa: B905 strict=True makes it a quarter slower
+        # strict=True makes this a quarter slower.
+        errors = [weight * scale - count for weight, count in zip(weights, counts)]  # noqa: B905
         dataset = errors.index(max(errors))
         chosen.append(dataset)
         samples.append(counts[dataset])

@@ -63,6 +63,7 @@ def replacing(path: str) -> Iterator[str]:
 def read_up_to(file: IO[bytes], limit: int) -> bytes | None:
     """Returns the rest of an open file; None if it is longer than `limit` bytes."""
     data = bytearray()
-    while len(data) <= limit and (part := file.read(limit + 1 - len(data))):  # an unbuffered file may return less
+    # an unbuffered file may return less
+    while len(data) <= limit and (part := file.read(limit + 1 - len(data))):
         data += part
     return bytes(data) if len(data) <= limit else None

@@ -24,8 +24,8 @@ def unigram_entropy(prefix: str) -> float:
         raise InputError(f"{prefix}.bin holds no tokens")
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, len(tokens), BLOCK):
-        block = np.bincount(tokens[start:start + BLOCK], minlength=len(counts))
-        block[:len(counts)] += counts
+        block = np.bincount(tokens[start : start + BLOCK], minlength=len(counts))
+        block[: len(counts)] += counts
         counts = block
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())

@@ -28,8 +28,17 @@ class GPTDataset:
     id outside the vocabulary.
     """
 
-    def __init__(self, indexed: IndexedDataset, *, documents: tuple[int, int], num_samples: int | None, seq_length: int,
-                 seed: int, vocab_size: int, cache_path: str | None = None) -> None:
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        *,
+        documents: tuple[int, int],
+        num_samples: int | None,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        cache_path: str | None = None,
+    ) -> None:
         self.indexed, self.seq_length, self.vocab_size = indexed, seq_length, vocab_size
         start, stop = documents
         lengths = indexed.sequence_lengths[start:stop]
@@ -37,23 +46,40 @@ class GPTDataset:
         # With a requested number of samples even a short text is enough, because it is read for as
         # many epochs as needed (Megatron's rule).
         if tokens < (seq_length + 1 if num_samples is None else 1):
-            raise InputError(f"{indexed.bin_path}: documents {start} to {stop - 1} hold {tokens} tokens, but one sample takes "
-                             f"--seq-length {seq_length} + 1: give more data, another --split, or a shorter --seq-length")
+            raise InputError(
+                f"{indexed.bin_path}: documents {start} to {stop - 1} hold {tokens} tokens, "
+                "but one sample takes "
+                f"--seq-length {seq_length} + 1: give more data, another --split, or a shorter "
+                "--seq-length"
+            )
 
         def build() -> Arrays:
-            return build_sample_index(lengths, first_document=start, num_samples=num_samples, seq_length=seq_length,
-                                      seed=seed)._asdict()
+            return build_sample_index(
+                lengths,
+                first_document=start,
+                num_samples=num_samples,
+                seq_length=seq_length,
+                seed=seed,
+            )._asdict()
 
         def fault(arrays: Arrays) -> str | None:
             return sample_index_fault(arrays, lengths, first_document=start)
 
-        key = {"kind": "GPT sample index 1", "data": indexed.fingerprint, "documents": [start, stop],
-               "num_samples": num_samples, "seq_length": seq_length, "seed": seed}
+        key = {
+            "kind": "GPT sample index 1",
+            "data": indexed.fingerprint,
+            "documents": [start, stop],
+            "num_samples": num_samples,
+            "seq_length": seq_length,
+            "seed": seed,
+        }
         try:
             arrays = cached_arrays(cache_path or indexed.prefix + "_cache", key, build, fault=fault)
         except OSError as error:
             if cache_path is not None:
-                raise InputError(f"--data-cache-path {cache_path} cannot be used: {error}") from error
+                raise InputError(
+                    f"--data-cache-path {cache_path} cannot be used: {error}"
+                ) from error
             arrays = build()
         self.index = SampleIndex(**arrays)
 
@@ -64,12 +90,14 @@ class GPTDataset:
         """Returns the token ids of a sample, [seq_length + 1] int64."""
         sample = int(self.index.sample_order[index])
         # A sample ends with the first token of the next sample, which is its last label.
-        (first, offset), (last, end) = self.index.sample_starts[sample:sample + 2].tolist()
-        sequences = self.index.document_order[first:last + 1].tolist()
+        (first, offset), (last, end) = self.index.sample_starts[sample : sample + 2].tolist()
+        sequences = self.index.document_order[first : last + 1].tolist()
         parts = []
         for place, sequence in enumerate(sequences, first):
             begin = offset if place == first else 0
-            parts.append(self.indexed.get(sequence, begin, end + 1 - begin if place == last else None))
+            parts.append(
+                self.indexed.get(sequence, begin, end + 1 - begin if place == last else None)
+            )
         sample_ids = np.concatenate(parts, dtype=np.int64)
         if sample_ids.max() >= self.vocab_size or sample_ids.min() < 0:
             self._refuse(sequences, parts)
@@ -81,14 +109,20 @@ class GPTDataset:
         The list also holds documents without tokens that lie between others.
         """
         sample = int(self.index.sample_order[index])
-        first, last = self.index.sample_starts[sample:sample + 2, 0].tolist()
-        sequences = self.index.document_order[first:last + 1].tolist()
-        return {self.indexed.bin_path: list(dict.fromkeys(map(self.indexed.document_of, sequences)))}
+        first, last = self.index.sample_starts[sample : sample + 2, 0].tolist()
+        sequences = self.index.document_order[first : last + 1].tolist()
+        return {
+            self.indexed.bin_path: list(dict.fromkeys(map(self.indexed.document_of, sequences)))
+        }
 
     def _refuse(self, sequences: list[int], parts: list[np.ndarray]) -> None:
         for sequence, ids in zip(sequences, parts, strict=True):
             outside = ids[(ids.astype(np.int64) >= self.vocab_size) | (ids < 0)]
             if outside.size:
-                raise InputError(f"{self.indexed.bin_path}: document {self.indexed.document_of(sequence)} holds token id "
-                                 f"{outside[0]}, but the vocabulary has {self.vocab_size} ids: use the tokenizer that wrote "
-                                 "the data, or the --vocab-size it had")
+                raise InputError(
+                    f"{self.indexed.bin_path}: document {self.indexed.document_of(sequence)} "
+                    "holds token id "
+                    f"{outside[0]}, but the vocabulary has {self.vocab_size} ids: use the "
+                    "tokenizer that wrote "
+                    "the data, or the --vocab-size it had"
+                )

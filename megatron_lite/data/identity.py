@@ -29,15 +29,24 @@ def identity_of_mock(data: DataConfig) -> DataIdentity:
     return {"source": "--mock-data", "seq_length": data.seq_length}
 
 
-def identity_of_files(data: DataConfig, path: DataPath, datasets: Sequence[IndexedDataset]) -> DataIdentity:
+def identity_of_files(
+    data: DataConfig, path: DataPath, datasets: Sequence[IndexedDataset]
+) -> DataIdentity:
     """Returns the identity of the parts of `--data-path`, in their order."""
-    return {"source": "--data-path", "seq_length": data.seq_length, "split": list(parse_split(data.split)),
-            "weights": None if path.weights is None else list(path.weights), "files": [_content(one) for one in datasets]}
+    return {
+        "source": "--data-path",
+        "seq_length": data.seq_length,
+        "split": list(parse_split(data.split)),
+        "weights": None if path.weights is None else list(path.weights),
+        "files": [_content(one) for one in datasets],
+    }
 
 
 def _content(dataset: IndexedDataset) -> str:
     digest = hashlib.sha256(dataset.fingerprint.encode())
     content = dataset.tokens.view(np.uint8)
-    for start in np.linspace(0, max(0, content.nbytes - SAMPLE_BYTES), SAMPLES, dtype=np.int64).tolist():
+    for start in np.linspace(
+        0, max(0, content.nbytes - SAMPLE_BYTES), SAMPLES, dtype=np.int64
+    ).tolist():
         digest.update(content[start : start + SAMPLE_BYTES].tobytes())
     return digest.hexdigest()[:16]

@@ -51,8 +51,14 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def cached_arrays(folder: str, key: dict[str, Any], build: Callable[[], Arrays], *,
-                  fault: Callable[[Arrays], str | None] = lambda arrays: None, say: Callable[[str], object] = _say) -> Arrays:
+def cached_arrays(
+    folder: str,
+    key: dict[str, Any],
+    build: Callable[[], Arrays],
+    *,
+    fault: Callable[[Arrays], str | None] = lambda arrays: None,
+    say: Callable[[str], object] = _say,
+) -> Arrays:
     """Returns the arrays that `build` returns, from the copy in `folder` if it is undamaged.
 
     Otherwise it builds the arrays and writes a copy to `folder`. It reads every byte of a copy
@@ -83,7 +89,9 @@ def cached_arrays(folder: str, key: dict[str, Any], build: Callable[[], Arrays],
             try:
                 arrays = _read(path, text, fault)
             except Damage as damage:
-                raise OSError(f"what was written does not come back from the disk: {damage}") from damage
+                raise OSError(
+                    f"what was written does not come back from the disk: {damage}"
+                ) from damage
         assert arrays is not None, path
         return arrays
 
@@ -105,8 +113,10 @@ def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays 
     try:
         if _content(os.path.join(path, KEY)) != key.encode():
             raise Damage(f"{os.path.join(path, KEY)} holds another key")
-        arrays = {name: _array(os.path.join(path, name + ".npy"), expected)
-                  for name, expected in _expected(os.path.join(path, LIST)).items()}
+        arrays = {
+            name: _array(os.path.join(path, name + ".npy"), expected)
+            for name, expected in _expected(os.path.join(path, LIST)).items()
+        }
     except (OSError, ValueError) as error:
         raise Damage(f"{path}: {error}") from error
     if (reason := fault(arrays)) is not None:
@@ -118,8 +128,10 @@ def _expected(path: str) -> dict[str, _Expected]:
     """Returns the list of the arrays. Raises Damage unless `_listed` would write the same bytes."""
     content = _content(path)
     try:
-        found = {name: _Expected(entry["dtype"], tuple(entry["shape"]), entry["sha256"])
-                 for name, entry in json.loads(content).items()}
+        found = {
+            name: _Expected(entry["dtype"], tuple(entry["shape"]), entry["sha256"])
+            for name, entry in json.loads(content).items()
+        }
         if _listed(found) == content and all(name.isidentifier() for name in found):
             return found
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -140,9 +152,13 @@ def _array(path: str, expected: _Expected) -> np.ndarray:
         found = _checksum(file)
     if found != expected.sha256:
         raise Damage(f"{path}: found checksum {found[:12]}, expected {expected.sha256[:12]}")
-    array: np.ndarray = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)  # np.load would open zip files too
+    # np.load would open zip files too
+    array: np.ndarray = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
     if (array.dtype.str, array.shape) != (expected.dtype, expected.shape):
-        raise Damage(f"{path}: found {array.dtype.str} {array.shape}, expected {expected.dtype} {expected.shape}")
+        raise Damage(
+            f"{path}: found {array.dtype.str} {array.shape}, expected {expected.dtype} "
+            f"{expected.shape}"
+        )
     return array
 
 
@@ -156,7 +172,11 @@ def _opened(path: str) -> BinaryIO:
 
     Raises Damage if it is a link, a device or a pipe, which could make a reader wait.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))  # noqa: SIM115
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    file = open(path, "rb", opener=opener)  # noqa: SIM115  (the caller closes it)
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()

@@ -34,7 +34,13 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_DTYPES: dict[int, np.dtype] = {
-    1: np.dtype("u1"), 2: np.dtype("i1"), 3: np.dtype("<i2"), 4: np.dtype("<i4"), 5: np.dtype("<i8"), 8: np.dtype("<u2")}
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
 FLOAT_DTYPES = {6: "float64", 7: "float32"}
 FIX = "copy the pair again, or write it again with python -m megatron_lite.tools.preprocess_data"
 
@@ -58,27 +64,41 @@ class IndexedDataset:
         self.prefix = prefix
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
-                raise InputError(f"{path}: no such file. --data-path takes the prefix of a .bin and .idx pair, such as "
-                                 "my-corpus_text_document for my-corpus_text_document.bin")
+                raise InputError(
+                    f"{path}: no such file. --data-path takes the prefix of a .bin and .idx "
+                    "pair, such as "
+                    "my-corpus_text_document for my-corpus_text_document.bin"
+                )
         self.dtype, sequences, documents = self._read_header()
         # The arrays of the .idx follow each other without gaps, so their sizes give their places.
-        ends = list(itertools.accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * documents)))
+        ends = list(
+            itertools.accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * documents))
+        )
         size = os.path.getsize(self.idx_path)
         if size not in (ends[-1], ends[-1] + sequences):
-            raise self._fault(self.idx_path, f"{size} bytes", f"{ends[-1]} bytes for {sequences} sequences and "
-                              f"{documents - 1} documents")
+            raise self._fault(
+                self.idx_path,
+                f"{size} bytes",
+                f"{ends[-1]} bytes for {sequences} sequences and {documents - 1} documents",
+            )
         with open(self.idx_path, "rb") as file:
             index_file = os.fstat(file.fileno())
             self._index = index = np.memmap(file, mode="r").view(np.ndarray)
-        self.sequence_lengths: np.ndarray = index[ends[0]:ends[1]].view("<i4")
-        self._offsets: np.ndarray = index[ends[1]:ends[2]].view("<i8")
-        self.document_indices: np.ndarray = index[ends[2]:ends[3]].view("<i8")
+        self.sequence_lengths: np.ndarray = index[ends[0] : ends[1]].view("<i4")
+        self._offsets: np.ndarray = index[ends[1] : ends[2]].view("<i8")
+        self.document_indices: np.ndarray = index[ends[2] : ends[3]].view("<i8")
         self._check_index()
         is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
-        self.tokens: np.ndarray = (np.empty(0, self.dtype) if is_empty
-                                   else np.memmap(self.bin_path, self.dtype, mode="r").view(np.ndarray))
+        self.tokens: np.ndarray = (
+            np.empty(0, self.dtype)
+            if is_empty
+            else np.memmap(self.bin_path, self.dtype, mode="r").view(np.ndarray)
+        )
         if not self._is_still(index_file):
-            raise InputError(f"{self.idx_path} was replaced while it was being read: start again when the pair is written")
+            raise InputError(
+                f"{self.idx_path} was replaced while it was being read: start again when the "
+                "pair is written"
+            )
 
     @property
     def bin_path(self) -> str:
@@ -111,10 +131,13 @@ class IndexedDataset:
         available = int(self.sequence_lengths[sequence]) - offset
         length = available if length is None else length
         if offset < 0 or not 0 <= length <= available:
-            raise IndexError(f"{self.bin_path}: tokens {offset}..{offset + length} of sequence {sequence}, which holds "
-                             f"{available + offset}")
+            raise IndexError(
+                f"{self.bin_path}: tokens {offset}..{offset + length} of sequence {sequence}, "
+                "which holds "
+                f"{available + offset}"
+            )
         start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
-        return self.tokens[start:start + length]
+        return self.tokens[start : start + length]
 
     def document_of(self, sequence: int) -> int:
         """Returns the number of the document to which a sequence belongs, counted from 0."""
@@ -134,35 +157,53 @@ class IndexedDataset:
         if not header.startswith(MAGIC):
             raise self._fault(self.idx_path, f"first bytes {header[:9]!r}", repr(MAGIC))
         if len(header) < HEADER.size:
-            raise self._fault(self.idx_path, f"{len(header)} bytes", f"a header of {HEADER.size} bytes")
+            raise self._fault(
+                self.idx_path, f"{len(header)} bytes", f"a header of {HEADER.size} bytes"
+            )
         _, version, code, sequences, documents = HEADER.unpack(header)
         if version != VERSION:
             raise self._fault(self.idx_path, f"version {version}", f"version {VERSION}")
         if code not in TOKEN_DTYPES:
             known = ", ".join(f"{key} {value.name}" for key, value in TOKEN_DTYPES.items())
-            raise self._fault(self.idx_path, f"dtype code {code} {FLOAT_DTYPES.get(code, '')}".rstrip(), f"one of {known}")
+            raise self._fault(
+                self.idx_path,
+                f"dtype code {code} {FLOAT_DTYPES.get(code, '')}".rstrip(),
+                f"one of {known}",
+            )
         if documents < 1:
-            raise self._fault(self.idx_path, "0 document indices", "one more than there are documents")
+            raise self._fault(
+                self.idx_path, "0 document indices", "one more than there are documents"
+            )
         return TOKEN_DTYPES[code], sequences, documents
 
     def _check_index(self) -> None:
         lengths, documents, count = self.sequence_lengths, self.document_indices, len(self)
         if count and lengths.min() < 0:
             sequence = int(np.argmax(lengths < 0))
-            raise self._fault(self.idx_path, f"length {lengths[sequence]} of sequence {sequence}", "a length >= 0")
+            raise self._fault(
+                self.idx_path, f"length {lengths[sequence]} of sequence {sequence}", "a length >= 0"
+            )
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         starts = ends - lengths.astype(np.int64) * self.dtype.itemsize
         if not np.array_equal(self._offsets, starts):
             sequence = int(np.argmax(self._offsets != starts))
-            raise self._fault(self.idx_path, f"offset {self._offsets[sequence]} of sequence {sequence}",
-                              f"{starts[sequence]}, where the sequence before it ends")
+            raise self._fault(
+                self.idx_path,
+                f"offset {self._offsets[sequence]} of sequence {sequence}",
+                f"{starts[sequence]}, where the sequence before it ends",
+            )
         if documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
-            raise self._fault(self.idx_path, f"document indices from {documents[0]} to {documents[-1]}"
-                              + (", not in order" if (np.diff(documents) < 0).any() else ""),
-                              f"indices in ascending order from 0 to {count}, the number of sequences")
+            raise self._fault(
+                self.idx_path,
+                f"document indices from {documents[0]} to {documents[-1]}"
+                + (", not in order" if (np.diff(documents) < 0).any() else ""),
+                f"indices in ascending order from 0 to {count}, the number of sequences",
+            )
         size, expected = os.path.getsize(self.bin_path), int(ends[-1]) if count else 0
         if size != expected:
-            raise self._fault(self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them")
+            raise self._fault(
+                self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them"
+            )
 
     def _fault(self, path: str, found: str, expected: str) -> InputError:
         return InputError(f"{path}: found {found}, expected {expected}: {FIX}")
@@ -186,7 +227,9 @@ class IndexedDatasetWriter:
         self._document_indices = [0]
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
         _remove_remains(prefix)
-        self._bin_tmp, self._idx_tmp = (f"{prefix}.{kind}.tmp-{os.getpid()}" for kind in ("bin", "idx"))
+        self._bin_tmp, self._idx_tmp = (
+            f"{prefix}.{kind}.tmp-{os.getpid()}" for kind in ("bin", "idx")
+        )
         self._file = open(self._bin_tmp, "wb")  # noqa: SIM115 closed in __exit__
         # The lock shows other writers that this file is in use. A file system may have no locks.
         with contextlib.suppress(OSError):
@@ -206,15 +249,23 @@ class IndexedDatasetWriter:
             limits = np.iinfo(self.dtype)
             low, high = ids.min(), ids.max()
             if low < max(0, limits.min) or high > limits.max:
-                raise InputError(f"{self.prefix}.bin: token id {low if low < 0 else high} of document "
-                                 f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to {limits.max}): "
-                                 "is --vocab-size the size of the tokenizer's vocabulary?")
+                raise InputError(
+                    f"{self.prefix}.bin: token id {low if low < 0 else high} of document "
+                    f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to "
+                    f"{limits.max}): "
+                    "is --vocab-size the size of the tokenizer's vocabulary?"
+                )
             with _naming(self.prefix + ".bin"):
                 self._file.write(ids.astype(self.dtype).tobytes())
             self._lengths.append(ids.size)
         self._document_indices.append(len(self._lengths))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 self._publish()
@@ -230,7 +281,9 @@ class IndexedDatasetWriter:
         lengths = np.array(self._lengths, "<i4")
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         with _naming(self.prefix + ".idx"), open(self._idx_tmp, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices)))
+            file.write(
+                HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._document_indices))
+            )
             for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
                 file.write(array.tobytes())
             sync_file(file)

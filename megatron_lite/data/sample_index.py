@@ -36,8 +36,9 @@ class SampleIndex(NamedTuple):
     sample_order: np.ndarray
 
 
-def build_sample_index(lengths: np.ndarray, *, first_document: int, num_samples: int | None, seq_length: int,
-                       seed: int) -> SampleIndex:
+def build_sample_index(
+    lengths: np.ndarray, *, first_document: int, num_samples: int | None, seq_length: int, seed: int
+) -> SampleIndex:
     """Returns the index over documents of these lengths, numbered from `first_document`.
 
     num_samples: the index holds all samples of as many epochs as this number needs; None for one
@@ -48,19 +49,28 @@ def build_sample_index(lengths: np.ndarray, *, first_document: int, num_samples:
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
     samples = (epochs * tokens - 1) // seq_length
     before_last = ((epochs - 1) * tokens - 1) // seq_length
-    last_is_apart = (num_samples is not None and epochs > 1
-                     and num_samples - before_last < int(LAST_EPOCH_THRESHOLD * ((tokens - 1) // seq_length)))
+    last_is_apart = (
+        num_samples is not None
+        and epochs > 1
+        and num_samples - before_last < int(LAST_EPOCH_THRESHOLD * ((tokens - 1) // seq_length))
+    )
     # The order of the two shuffles is Megatron's: the second continues the numbers of the first.
     random = np.random.RandomState(seed)
     documents = np.arange(first_document, first_document + len(lengths), dtype=np.int32)
-    document_order = _shuffled(random, np.tile(documents, epochs), len(documents) * (epochs - 1) if last_is_apart else None)
+    document_order = _shuffled(
+        random, np.tile(documents, epochs), len(documents) * (epochs - 1) if last_is_apart else None
+    )
     sample_starts = _sample_starts(lengths[document_order - first_document], samples, seq_length)
     order_type = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
-    sample_order = _shuffled(random, np.arange(samples, dtype=order_type), before_last if last_is_apart else None)
+    sample_order = _shuffled(
+        random, np.arange(samples, dtype=order_type), before_last if last_is_apart else None
+    )
     return SampleIndex(document_order, sample_starts, sample_order)
 
 
-def sample_index_fault(arrays: Mapping[str, np.ndarray], lengths: np.ndarray, *, first_document: int) -> str | None:
+def sample_index_fault(
+    arrays: Mapping[str, np.ndarray], lengths: np.ndarray, *, first_document: int
+) -> str | None:
     """Returns what is wrong with an index that was read from a file; None if nothing is.
 
     lengths: the lengths of the documents of the split.
@@ -73,12 +83,22 @@ def sample_index_fault(arrays: Mapping[str, np.ndarray], lengths: np.ndarray, *,
     samples = len(index.sample_order) if index.sample_order.ndim else 0
     if any(array.dtype.kind not in "iu" for array in index):
         return "an array does not hold whole numbers"
-    if index.document_order.ndim != 1 or index.sample_order.ndim != 1 or index.sample_starts.shape != (samples + 1, 2):
-        return f"found shapes {[array.shape for array in index]}, expected [tape], [samples + 1, 2] and [samples]"
+    if (
+        index.document_order.ndim != 1
+        or index.sample_order.ndim != 1
+        or index.sample_starts.shape != (samples + 1, 2)
+    ):
+        return (
+            f"found shapes {[array.shape for array in index]}, expected [tape], [samples + "
+            "1, 2] and [samples]"
+        )
     places, offsets = index.sample_starts[:, 0], index.sample_starts[:, 1]
-    bounds = (("document_order", index.document_order, first_document, first_document + len(lengths)),
-              ("sample_order", index.sample_order, 0, samples), ("sample_starts", places, 0, len(index.document_order)),
-              ("sample_starts", offsets, 0, int(lengths.max()) + 1))
+    bounds = (
+        ("document_order", index.document_order, first_document, first_document + len(lengths)),
+        ("sample_order", index.sample_order, 0, samples),
+        ("sample_starts", places, 0, len(index.document_order)),
+        ("sample_starts", offsets, 0, int(lengths.max()) + 1),
+    )
     for name, values, low, stop in bounds:
         if values.size and not (low <= values.min() and values.max() < stop):
             return f"{name} holds {values.min()} to {values.max()}, expected {low} to {stop - 1}"
@@ -104,4 +124,6 @@ def _sample_starts(tape_lengths: np.ndarray, samples: int, seq_length: int) -> n
     offsets = first_tokens - ends[places] + tape_lengths[places]
     offsets[0] = 0
     largest = max(len(tape_lengths), int(tape_lengths.max()))
-    return np.stack([places, offsets], axis=1).astype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+    return np.stack([places, offsets], axis=1).astype(
+        np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    )

@@ -15,7 +15,9 @@ starts at sample 0.
 from __future__ import annotations
 
 
-def microbatch_indices(consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, microbatch: int) -> range:
+def microbatch_indices(
+    consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int, microbatch: int
+) -> range:
     """Returns the samples of one micro-batch.
 
     consumed_samples: how many samples were consumed before the iteration.

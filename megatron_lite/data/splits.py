@@ -30,9 +30,16 @@ def parse_split(split: str) -> tuple[float, float, float]:
         weights = [float(word) for word in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or not all(weight >= 0.0 for weight in weights) or not 0.0 < sum(weights) < math.inf:
-        raise InputError(f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, of a finite sum, with commas between them: "
-                         "train, validation, test, such as '969, 30, 1'")
+    if (
+        not 1 <= len(weights) <= 3
+        or not all(weight >= 0.0 for weight in weights)
+        or not 0.0 < sum(weights) < math.inf
+    ):
+        raise InputError(
+            f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, of a finite sum, with "
+            "commas between them: "
+            "train, validation, test, such as '969, 30, 1'"
+        )
     train, valid, test = (*normalized(weights), 0.0, 0.0)[:3]
     return train, valid, test
 
@@ -52,5 +59,7 @@ def split_documents(split: str, num_documents: int) -> Splits:
 
     Each boundary is rounded to the nearest document.
     """
-    bounds = [round(share * num_documents) for share in itertools.accumulate((0.0, *parse_split(split)))]
+    bounds = [
+        round(share * num_documents) for share in itertools.accumulate((0.0, *parse_split(split)))
+    ]
     return Splits(*itertools.pairwise(bounds))

@@ -69,7 +69,10 @@ def _null(config: TokenizerConfig) -> Tokenizer:
 
 
 TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "HuggingFaceTokenizer": _hugging_face, "GPT2BPETokenizer": _gpt2_bpe, "NullTokenizer": _null}
+    "HuggingFaceTokenizer": _hugging_face,
+    "GPT2BPETokenizer": _gpt2_bpe,
+    "NullTokenizer": _null,
+}
 
 
 def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
@@ -82,8 +85,10 @@ def resolve_vocabulary(config: TokenizerConfig) -> TokenizerConfig:
     if config.tokenizer_type == "NullTokenizer":
         return config
     if config.vocab_size is not None and config.vocab_size < size:
-        raise InputError(f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "
-                         f"{config.tokenizer_type}: leave --vocab-size out, or give at least {size}")
+        raise InputError(
+            f"--vocab-size {config.vocab_size} is smaller than the {size} ids of --tokenizer-type "
+            f"{config.tokenizer_type}: leave --vocab-size out, or give at least {size}"
+        )
     return replace(config, vocab_size=config.vocab_size or size)
 
 
@@ -95,8 +100,11 @@ def check_encodes(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"character {error.start + 1} of the text is {text[error.start]!a}, which is no Unicode character: "
-                         "correct the text, it must be UTF-8") from None
+        raise InputError(
+            f"character {error.start + 1} of the text is {text[error.start]!a}, which is no "
+            "Unicode character: "
+            "correct the text, it must be UTF-8"
+        ) from None
 
 
 class NullTokenizer:
@@ -108,7 +116,10 @@ class NullTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size > LARGEST_ID:
-            raise InputError(f"--vocab-size {vocab_size} is more ids than a dataset can hold: give at most {LARGEST_ID}")
+            raise InputError(
+                f"--vocab-size {vocab_size} is more ids than a dataset can hold: give at most "
+                f"{LARGEST_ID}"
+            )
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
 
@@ -117,10 +128,14 @@ class NullTokenizer:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise InputError(f"--tokenizer-type NullTokenizer takes token ids with spaces between them: {error}") from None
+            raise InputError(
+                f"--tokenizer-type NullTokenizer takes token ids with spaces between them: {error}"
+            ) from None
         outside = [token for token in ids if not 0 <= token < self.eod]
         if outside:
-            raise InputError(f"token id {outside[0]} is not in [0, {self.eod}): give a larger --vocab-size")
+            raise InputError(
+                f"token id {outside[0]} is not in [0, {self.eod}): give a larger --vocab-size"
+            )
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -133,7 +148,9 @@ class _LibraryTokenizer:
     A subclass decides from which files it comes and which token ends a document.
     """
 
-    def __init__(self, source: str, tokenizer: tokenizers.Tokenizer, end_of_document: Sequence[str]) -> None:
+    def __init__(
+        self, source: str, tokenizer: tokenizers.Tokenizer, end_of_document: Sequence[str]
+    ) -> None:
         if tokenizer.get_vocab_size(with_added_tokens=True) == 0:
             raise InputError(f"{source}: a vocabulary without tokens")
         # A tokenizer.json can ask for truncation and padding. Both would change documents silently.
@@ -151,8 +168,11 @@ class _LibraryTokenizer:
             number = self._tokenizer.token_to_id(token)
             if number is not None:
                 return int(number)
-        raise InputError(f"{self._source} has no end-of-document token (looked for {', '.join(self._end_of_document)}): name "
-                         "one as eos_token in a tokenizer_config.json beside it")
+        raise InputError(
+            f"{self._source} has no end-of-document token (looked for "
+            f"{', '.join(self._end_of_document)}): name "
+            "one as eos_token in a tokenizer_config.json beside it"
+        )
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the ids of the text.
@@ -180,11 +200,14 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
         def load() -> tokenizers.Tokenizer:
             from tokenizers import Tokenizer
+
             return Tokenizer.from_file(file)
 
         config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
         named = _eos_token(config) if os.path.isfile(config) else None
-        super().__init__(file, _load(file, load), (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT)
+        super().__init__(
+            file, _load(file, load), (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT
+        )
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -199,24 +222,31 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 
         def load() -> tokenizers.Tokenizer:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
             tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
             return tokenizer
 
-        super().__init__(vocab_file, _load(f"{vocab_file} and {merge_file}", load), END_OF_DOCUMENT[:1])
+        super().__init__(
+            vocab_file, _load(f"{vocab_file} and {merge_file}", load), END_OF_DOCUMENT[:1]
+        )
 
 
 def _require_files(flag: str, path: str) -> None:
     if not os.path.isfile(path):
-        raise InputError(f"{flag} {path}: no such file (tokenizers are read from local files, never downloaded)")
+        raise InputError(
+            f"{flag} {path}: no such file (tokenizers are read from local files, never downloaded)"
+        )
 
 
 def _load(source: str, load: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
     try:
         return load()
     except ImportError:
-        raise InputError("this tokenizer needs the tokenizers package: pip install tokenizers") from None
+        raise InputError(
+            "this tokenizer needs the tokenizers package: pip install tokenizers"
+        ) from None
     except Exception as error:  # the library raises nothing more specific
         raise InputError(f"{source}: not a tokenizer that can be read ({error})") from error
 
@@ -231,5 +261,8 @@ def _eos_token(path: str) -> str | None:
     except (ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: not a JSON object of UTF-8 text ({error})") from error
     if name is not None and not isinstance(name, str):
-        raise InputError(f"{path}: eos_token must be a string, or an object with a string under content (found {token!r})")
+        raise InputError(
+            f"{path}: eos_token must be a string, or an object with a string under content "
+            f"(found {token!r})"
+        )
     return name

@@ -31,13 +31,25 @@ from megatron_lite.description.operations import (
 )
 from megatron_lite.description.sizes import Sizes
 
-OPERATORS = {ALL_REDUCE: "_c10d_functional.all_reduce.default",
-             ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
-             REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default"}
+OPERATORS = {
+    ALL_REDUCE: "_c10d_functional.all_reduce.default",
+    ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
+    REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
+}
 
 
-def column_linear(name: str, module: str, matmul: str, output: str, *, width: int, bias: bool, model: ModelConfig,
-                  sizes: Sizes, **others: Any) -> Operation:
+def column_linear(
+    name: str,
+    module: str,
+    matmul: str,
+    output: str,
+    *,
+    width: int,
+    bias: bool,
+    model: ModelConfig,
+    sizes: Sizes,
+    **others: Any,
+) -> Operation:
     """Returns a linear layer whose weight is split by output features: [s', b, h] -> [s, b, width].
 
     s' is s/t under sequence parallelism, else s.
@@ -49,16 +61,35 @@ def column_linear(name: str, module: str, matmul: str, output: str, *, width: in
     result = KeptTensor(output, sizes.tokens * width * sizes.element_bytes)
     product = Matmul(matmul, 2 * sizes.tokens * model.hidden_size * width)
     calls: tuple[OperatorCall, ...] = (OperatorCall(_linear(bias), (result,), (product,)),)
-    parameters = (Parameter("weight", (width, model.hidden_size)), *((Parameter("bias", (width,)),) if bias else ()))
+    parameters = (
+        Parameter("weight", (width, model.hidden_size)),
+        *((Parameter("bias", (width,)),) if bias else ()),
+    )
     if sizes.tp_size > 1 and sizes.sequence_parallel:
         gather = hidden_collective(ALL_GATHER, model, sizes)
         gathered = KeptTensor(f"gathered input of {name}", gather.num_bytes)
         calls = (OperatorCall(OPERATORS[ALL_GATHER], (gathered,), collectives=(gather,)), *calls)
-    return Operation(name, module, calls=calls, backward=column_backward(model, sizes), parameters=parameters, **others)
+    return Operation(
+        name,
+        module,
+        calls=calls,
+        backward=column_backward(model, sizes),
+        parameters=parameters,
+        **others,
+    )
 
 
-def row_linear(name: str, module: str, matmul: str, *, width: int, bias: bool, model: ModelConfig, sizes: Sizes,
-               **others: Any) -> Operation:
+def row_linear(
+    name: str,
+    module: str,
+    matmul: str,
+    *,
+    width: int,
+    bias: bool,
+    model: ModelConfig,
+    sizes: Sizes,
+    **others: Any,
+) -> Operation:
     """Returns a linear layer whose weight is split by input features: [s, b, width] -> [s', b, h].
 
     s' is s/t under sequence parallelism, else s. With several ranks the bias is added after the
@@ -71,16 +102,36 @@ def row_linear(name: str, module: str, matmul: str, *, width: int, bias: bool, m
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     summed = KeptTensor(f"{name} output", hidden)
-    calls: tuple[OperatorCall, ...] = (OperatorCall(_linear(bias), (summed,), product, output_only=True),)
+    calls: tuple[OperatorCall, ...] = (
+        OperatorCall(_linear(bias), (summed,), product, output_only=True),
+    )
     if sizes.tp_size > 1:
         (collective,) = row_forward(model, sizes)
         if sizes.sequence_parallel:
             summed = summed._replace(num_bytes=hidden // sizes.tp_size)
-        calls = (OperatorCall(_linear(False), (KeptTensor(f"partial {name} output", hidden),), product, output_only=True),
-                 OperatorCall(OPERATORS[collective.kind], (summed,), collectives=(collective,), output_only=True))
-    parameters = (Parameter("weight", (model.hidden_size, width)),
-                  *((Parameter("bias", (model.hidden_size,)),) if bias else ()))
-    return Operation(name, module, calls=calls, backward=row_backward(model, sizes), parameters=parameters, **others)
+        calls = (
+            OperatorCall(
+                _linear(False),
+                (KeptTensor(f"partial {name} output", hidden),),
+                product,
+                output_only=True,
+            ),
+            OperatorCall(
+                OPERATORS[collective.kind], (summed,), collectives=(collective,), output_only=True
+            ),
+        )
+    parameters = (
+        Parameter("weight", (model.hidden_size, width)),
+        *((Parameter("bias", (model.hidden_size,)),) if bias else ()),
+    )
+    return Operation(
+        name,
+        module,
+        calls=calls,
+        backward=row_backward(model, sizes),
+        parameters=parameters,
+        **others,
+    )
 
 
 def column_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
@@ -89,19 +140,27 @@ def column_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
         return ()
     if not sizes.sequence_parallel:
         return (hidden_collective(ALL_REDUCE, model, sizes),)
-    return hidden_collective(ALL_GATHER, model, sizes), hidden_collective(REDUCE_SCATTER, model, sizes)
+    return hidden_collective(ALL_GATHER, model, sizes), hidden_collective(
+        REDUCE_SCATTER, model, sizes
+    )
 
 
 def row_forward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
     """Returns the collective that sums the partial [s, b, h] of the ranks in the forward."""
     if sizes.tp_size == 1:
         return ()
-    return (hidden_collective(REDUCE_SCATTER if sizes.sequence_parallel else ALL_REDUCE, model, sizes),)
+    return (
+        hidden_collective(REDUCE_SCATTER if sizes.sequence_parallel else ALL_REDUCE, model, sizes),
+    )
 
 
 def row_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
     """Returns the collective of the backward of a row-parallel linear layer."""
-    return (hidden_collective(ALL_GATHER, model, sizes),) if sizes.tp_size > 1 and sizes.sequence_parallel else ()
+    return (
+        (hidden_collective(ALL_GATHER, model, sizes),)
+        if sizes.tp_size > 1 and sizes.sequence_parallel
+        else ()
+    )
 
 
 def hidden_collective(kind: str, model: ModelConfig, sizes: Sizes) -> Collective:

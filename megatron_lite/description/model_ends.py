@@ -7,7 +7,12 @@ and model/gpt.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.linears import column_backward, hidden_collective, row_backward, row_forward
+from megatron_lite.description.linears import (
+    column_backward,
+    hidden_collective,
+    row_backward,
+    row_forward,
+)
 from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -33,11 +38,23 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
         keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
     parameters = [Parameter("word_embeddings.weight", _words(model, sizes))]
     if model.positions.learned:
-        parameters.append(Parameter("position_embeddings.weight", (model.max_position_embeddings, model.hidden_size)))
+        parameters.append(
+            Parameter(
+                "position_embeddings.weight", (model.max_position_embeddings, model.hidden_size)
+            )
+        )
     if model.hidden_dropout > 0.0:
         keeps.append(KeptTensor("embedding dropout mask", sizes.local_tokens * model.hidden_size))
-    return (Operation("embedding", "embedding", tuple(keeps), calls=(OperatorCall("", (), (), row_forward(model, sizes)),),
-                      backward=row_backward(model, sizes), parameters=tuple(parameters)),)
+    return (
+        Operation(
+            "embedding",
+            "embedding",
+            tuple(keeps),
+            calls=(OperatorCall("", (), (), row_forward(model, sizes)),),
+            backward=row_backward(model, sizes),
+            parameters=tuple(parameters),
+        ),
+    )
 
 
 def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -59,24 +76,47 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         weights = () if sizes.has_embedding else (copy,)
     row = sizes.tokens * sizes.accumulate_bytes
     several = sizes.tp_size > 1
-    gathers = (hidden_collective(ALL_GATHER, model, sizes),) if several and sizes.sequence_parallel else ()
+    gathers = (
+        (hidden_collective(ALL_GATHER, model, sizes),)
+        if several and sizes.sequence_parallel
+        else ()
+    )
     logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
-    project = OperatorCall("", (), (Matmul("logits", 2 * sizes.tokens * model.hidden_size * columns),), gathers)
+    project = OperatorCall(
+        "", (), (Matmul("logits", 2 * sizes.tokens * model.hidden_size * columns),), gathers
+    )
     sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row)) if several else ()
     # With chunks no logits are kept: backward of the output layer runs the projection again.
     return (
-        Operation("final_layernorm", "decoder.final_layernorm",
-                  (KeptTensor("output of the last layer", hidden),
-                   norm_statistics("final norm", model, sizes, sizes.local_tokens)),
-                  parameters=norm_parameters(model, model.hidden_size)),
-        Operation("output_layer", "output_layer" if untied else "", (KeptTensor("normed output", hidden),), calls=(project,),
-                  backward=column_backward(model, sizes),
-                  rebuilds=project.matmuls if sizes.loss_chunk_size is not None else (),
-                  parameters=weights),
-        Operation("loss", "", (*((logits,) if sizes.loss_chunk_size is None else ()),
-                               KeptTensor("labels", 8 * sizes.tokens), KeptTensor("which labels are here", sizes.tokens),
-                               KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens)),
-                  calls=(OperatorCall("", (), (), sums),)),
+        Operation(
+            "final_layernorm",
+            "decoder.final_layernorm",
+            (
+                KeptTensor("output of the last layer", hidden),
+                norm_statistics("final norm", model, sizes, sizes.local_tokens),
+            ),
+            parameters=norm_parameters(model, model.hidden_size),
+        ),
+        Operation(
+            "output_layer",
+            "output_layer" if untied else "",
+            (KeptTensor("normed output", hidden),),
+            calls=(project,),
+            backward=column_backward(model, sizes),
+            rebuilds=project.matmuls if sizes.loss_chunk_size is not None else (),
+            parameters=weights,
+        ),
+        Operation(
+            "loss",
+            "",
+            (
+                *((logits,) if sizes.loss_chunk_size is None else ()),
+                KeptTensor("labels", 8 * sizes.tokens),
+                KeptTensor("which labels are here", sizes.tokens),
+                KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens),
+            ),
+            calls=(OperatorCall("", (), (), sums),),
+        ),
     )
 
 

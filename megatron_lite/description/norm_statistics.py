@@ -10,12 +10,17 @@ from megatron_lite.description.sizes import Sizes
 
 def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> KeptTensor:
     """Returns the statistics that a norm of `rows` rows keeps for backward."""
-    return KeptTensor(f"{name} statistics", chosen("--normalization", model.normalization, STATISTICS)(rows, model, sizes))
+    return KeptTensor(
+        f"{name} statistics",
+        chosen("--normalization", model.normalization, STATISTICS)(rows, model, sizes),
+    )
 
 
 def norm_parameters(model: ModelConfig, width: int, prefix: str = "") -> tuple[Parameter, ...]:
     """Returns the weight of a norm and, for LayerNorm, the bias. Each has `width` elements."""
-    return tuple(Parameter(f"{prefix}{name}", (width,)) for name in ("weight", "bias")[: model.norm_vectors])
+    return tuple(
+        Parameter(f"{prefix}{name}", (width,)) for name in ("weight", "bias")[: model.norm_vectors]
+    )
 
 
 def _layer_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:

@@ -161,7 +161,12 @@ class LayerDescription:
 
     def tables(self) -> dict[str, int]:
         """Returns the bytes of the tensors that this layer shares with other layers, by name."""
-        return {tensor.name: tensor.num_bytes for one in self.operations for tensor in one.keeps if tensor.shared}
+        return {
+            tensor.name: tensor.num_bytes
+            for one in self.operations
+            for tensor in one.keeps
+            if tensor.shared
+        }
 
     def inside(self, regions: Set[str]) -> Iterator[Operation]:
         """Yields the operations that lie in one of the regions."""
@@ -175,9 +180,20 @@ class LayerDescription:
 
         region: the region that is replayed, or None for the whole layer.
         """
-        within = [one for one in self.operations if one.calls and (region is None or region in one.regions)]
-        return frozenset((within[-1].name, number) for number, call in enumerate(within[-1].calls)
-                         if call.output_only) if within else frozenset()
+        within = [
+            one
+            for one in self.operations
+            if one.calls and (region is None or region in one.regions)
+        ]
+        return (
+            frozenset(
+                (within[-1].name, number)
+                for number, call in enumerate(within[-1].calls)
+                if call.output_only
+            )
+            if within
+            else frozenset()
+        )
 
 
 def rng_state(name: str, num_bytes: int) -> KeptTensor:

@@ -53,8 +53,10 @@ class Heads(NamedTuple):
     def of(cls, model: ModelConfig, sizes: Sizes) -> Heads:
         """Returns the bytes for one micro-batch of a model."""
         per_channel = sizes.tokens * sizes.element_bytes
-        return cls(per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
-                   per_channel * (model.query_groups * model.head_dim // sizes.tp_size))
+        return cls(
+            per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
+            per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
+        )
 
 
 def attention_output(model: ModelConfig, sizes: Sizes) -> KeptTensor:
@@ -77,9 +79,15 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
         rows = (heads.query + heads.kv) // sizes.element_bytes // model.head_dim
-        yield Operation("qk_layernorm", "self_attention", (*raw, norm_statistics("qk norm", model, sizes, rows)),
-                        parameters=(*norm_parameters(model, model.head_dim, "q_layernorm."),
-                                    *norm_parameters(model, model.head_dim, "k_layernorm.")))
+        yield Operation(
+            "qk_layernorm",
+            "self_attention",
+            (*raw, norm_statistics("qk norm", model, sizes, rows)),
+            parameters=(
+                *norm_parameters(model, model.head_dim, "q_layernorm."),
+                *norm_parameters(model, model.head_dim, "k_layernorm."),
+            ),
+        )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
         yield Operation("rotary", "self_attention", (shared_table("rotary tables", tables),))
@@ -88,14 +96,22 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     if rotary or normed or grouped:
         prefix = "rotated " if rotary else "normed " if normed else ""
         value = whole if normed and not apart else KeptTensor("value", heads.kv, True)
-        inputs = (KeptTensor(f"{prefix}query", heads.query, True), KeptTensor(f"{prefix}key", heads.kv, True), value)
+        inputs = (
+            KeptTensor(f"{prefix}query", heads.query, True),
+            KeptTensor(f"{prefix}key", heads.kv, True),
+            value,
+        )
     if model.builds_scores(sizes.device):
         yield _unfused(model, sizes, inputs)
     else:
-        yield _flash(model, sizes, inputs, windowed=model.layer_reach(layer, sizes.seq_length) is not None)
+        yield _flash(
+            model, sizes, inputs, windowed=model.layer_reach(layer, sizes.seq_length) is not None
+        )
 
 
-def _flash(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], *, windowed: bool) -> Operation:
+def _flash(
+    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], *, windowed: bool
+) -> Operation:
     """Returns core attention by a flash kernel.
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
@@ -104,18 +120,47 @@ def _flash(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], *, 
     dropout on CUDA: torch's own function keeps the mask.
     """
     attended = attention_output(model, sizes)
-    rows = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
+    rows = (
+        sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
+    )
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    kernel = "flash_attention_for_cpu" if sizes.device == "cpu" else "efficient_attention" if windowed else "flash_attention"
-    operator = f"aten._scaled_dot_product_{kernel}.default" if sizes.cp_size == 1 else CONTEXT_PARALLEL_ATTENTION
+    kernel = (
+        "flash_attention_for_cpu"
+        if sizes.device == "cpu"
+        else "efficient_attention"
+        if windowed
+        else "flash_attention"
+    )
+    operator = (
+        f"aten._scaled_dot_product_{kernel}.default"
+        if sizes.cp_size == 1
+        else CONTEXT_PARALLEL_ATTENTION
+    )
     scores, context = _matmuls(model, sizes)
     forward, backward = _exchange(model, sizes)
     # No policy may keep a result that depends on random numbers: the replay would not draw them,
     # and all later draws would differ.
-    call = OperatorCall("" if model.attention_dropout > 0.0 else operator, (attended, log_sum_exp), (scores, context), forward)
-    mask = (KeptTensor("window mask", sizes.seq_length**2 * sizes.element_bytes),) if windowed and model.attention_dropout else ()
-    return Operation(CORE, "self_attention.core_attention", (*inputs, attended, log_sum_exp, *mask), (CORE_ATTENTION,),
-                     (RegionEntry(CORE_ATTENTION, inputs),), (call,), backward, rebuilds=(scores,))
+    call = OperatorCall(
+        "" if model.attention_dropout > 0.0 else operator,
+        (attended, log_sum_exp),
+        (scores, context),
+        forward,
+    )
+    mask = (
+        (KeptTensor("window mask", sizes.seq_length**2 * sizes.element_bytes),)
+        if windowed and model.attention_dropout
+        else ()
+    )
+    return Operation(
+        CORE,
+        "self_attention.core_attention",
+        (*inputs, attended, log_sum_exp, *mask),
+        (CORE_ATTENTION,),
+        (RegionEntry(CORE_ATTENTION, inputs),),
+        (call,),
+        backward,
+        rebuilds=(scores,),
+    )
 
 
 def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -> Operation:
@@ -129,28 +174,68 @@ def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -
     repeated = attended.num_bytes * sizes.cp_size
     heads = inputs
     if model.query_groups < model.num_attention_heads:
-        heads = (inputs[0], KeptTensor("repeated key", repeated), KeptTensor("repeated value", repeated))
+        heads = (
+            inputs[0],
+            KeptTensor("repeated key", repeated),
+            KeptTensor("repeated value", repeated),
+        )
     elif sizes.cp_size > 1:
         heads = (inputs[0], KeptTensor("gathered key and value", 2 * repeated))
-    elements = (sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
-                * sizes.seq_length)
-    softmax = max(4, sizes.element_bytes) if model.attention_softmax_in_fp32 else sizes.element_bytes
+    elements = (
+        sizes.micro_batch_size
+        * model.num_attention_heads
+        // sizes.tp_size
+        * sizes.own_seq_length
+        * sizes.seq_length
+    )
+    softmax = (
+        max(4, sizes.element_bytes) if model.attention_softmax_in_fp32 else sizes.element_bytes
+    )
     kept = [KeptTensor("softmax", elements * softmax, True)]
     if model.attention_dropout > 0.0:
-        kept += [KeptTensor("softmax dropout mask", elements, True),
-                 KeptTensor("dropped softmax", elements * sizes.element_bytes, True)]
+        kept += [
+            KeptTensor("softmax dropout mask", elements, True),
+            KeptTensor("dropped softmax", elements * sizes.element_bytes, True),
+        ]
     # A float32 softmax is cast before the product with V, which saves the cast tensor.
     elif softmax != sizes.element_bytes:
         kept += [KeptTensor("cast softmax", elements * sizes.element_bytes)]
     scores, context = _matmuls(model, sizes)
     forward, backward = _exchange(model, sizes)
-    gathers = (OperatorCall(OPERATORS[ALL_GATHER], (KeptTensor("gathered key and value", forward[0].num_bytes),),
-                    collectives=forward),) if forward else ()
-    calls = (*gathers, OperatorCall("aten.baddbmm.default", (KeptTensor("scores", elements * sizes.element_bytes),), (scores,)),
-             OperatorCall("aten.bmm.default", (attended._replace(name="attention output by head"),), (context,),
-                          output_only=True))
-    return Operation(CORE, "self_attention.core_attention", (*heads, *kept), (CORE_ATTENTION,),
-                     (RegionEntry(CORE_ATTENTION, inputs),), calls, backward)
+    gathers = (
+        (
+            OperatorCall(
+                OPERATORS[ALL_GATHER],
+                (KeptTensor("gathered key and value", forward[0].num_bytes),),
+                collectives=forward,
+            ),
+        )
+        if forward
+        else ()
+    )
+    calls = (
+        *gathers,
+        OperatorCall(
+            "aten.baddbmm.default",
+            (KeptTensor("scores", elements * sizes.element_bytes),),
+            (scores,),
+        ),
+        OperatorCall(
+            "aten.bmm.default",
+            (attended._replace(name="attention output by head"),),
+            (context,),
+            output_only=True,
+        ),
+    )
+    return Operation(
+        CORE,
+        "self_attention.core_attention",
+        (*heads, *kept),
+        (CORE_ATTENTION,),
+        (RegionEntry(CORE_ATTENTION, inputs),),
+        calls,
+        backward,
+    )
 
 
 def _matmuls(model: ModelConfig, sizes: Sizes) -> tuple[Matmul, Matmul]:
@@ -163,15 +248,25 @@ def _matmuls(model: ModelConfig, sizes: Sizes) -> tuple[Matmul, Matmul]:
     return Matmul("scores", flops), Matmul("context", flops)
 
 
-def _exchange(model: ModelConfig, sizes: Sizes) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def _exchange(
+    model: ModelConfig, sizes: Sizes
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the forward and the backward collectives of attention over context-parallel ranks."""
     if sizes.cp_size == 1:
         return (), ()
     part = 2 * Heads.of(model, sizes).kv
-    gather, scatter = Collective(ALL_GATHER, sizes.cp_size * part), Collective(REDUCE_SCATTER, sizes.cp_size * part)
+    gather, scatter = (
+        Collective(ALL_GATHER, sizes.cp_size * part),
+        Collective(REDUCE_SCATTER, sizes.cp_size * part),
+    )
     if model.builds_scores(sizes.device):
         return (gather,), (scatter,)
     shift = Collective(SHIFT, part)
-    return chosen("--cp-comm-type", sizes.cp_comm_type, {
-        "p2p": ((shift,) * (sizes.cp_size - 1), (shift,) * (2 * sizes.cp_size - 1)),
-        "allgather": ((gather,), (gather, scatter))})
+    return chosen(
+        "--cp-comm-type",
+        sizes.cp_comm_type,
+        {
+            "p2p": ((shift,) * (sizes.cp_size - 1), (shift,) * (2 * sizes.cp_size - 1)),
+            "allgather": ((gather,), (gather, scatter)),
+        },
+    )

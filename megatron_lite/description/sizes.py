@@ -51,14 +51,21 @@ class Sizes:
         Raises ValueError if the size of the vocabulary is not known.
         """
         tp_size = config.parallel.tensor_model_parallel_size
-        return cls(micro_batch_size=config.training.micro_batch_size, seq_length=config.data.seq_length,
-                   padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size,
-                   sequence_parallel=config.parallel.sequence_parallel, cp_size=config.parallel.context_parallel_size,
-                   cp_comm_type=config.parallel.cp_comm_type, device=device,
-                   element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
-                   loss_chunk_size=config.training.loss_chunk_size,
-                   has_embedding=stage is None or stage.is_first, has_head=stage is None or stage.is_last,
-                   first_layer=0 if stage is None else stage.first_layer)
+        return cls(
+            micro_batch_size=config.training.micro_batch_size,
+            seq_length=config.data.seq_length,
+            padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size),
+            tp_size=tp_size,
+            sequence_parallel=config.parallel.sequence_parallel,
+            cp_size=config.parallel.context_parallel_size,
+            cp_comm_type=config.parallel.cp_comm_type,
+            device=device,
+            element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
+            loss_chunk_size=config.training.loss_chunk_size,
+            has_embedding=stage is None or stage.is_first,
+            has_head=stage is None or stage.is_last,
+            first_layer=0 if stage is None else stage.first_layer,
+        )
 
     @property
     def tokens(self) -> int:

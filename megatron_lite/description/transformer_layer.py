@@ -9,12 +9,20 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
 from megatron_lite.description.linears import column_linear, row_linear
 from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
-from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation, RegionEntry, rng_state
+from megatron_lite.description.operations import (
+    KeptTensor,
+    LayerDescription,
+    Operation,
+    RegionEntry,
+    rng_state,
+)
 from megatron_lite.description.self_attention import attention_operations, attention_output
 from megatron_lite.description.sizes import Sizes
 
 
-def describe_layers(model: ModelConfig, sizes: Sizes, num_layers: int) -> tuple[LayerDescription, ...]:
+def describe_layers(
+    model: ModelConfig, sizes: Sizes, num_layers: int
+) -> tuple[LayerDescription, ...]:
     """Returns the descriptions of `num_layers` layers that begin with layer `sizes.first_layer`.
 
     Layers that are alike share one description.
@@ -29,7 +37,9 @@ def describe_layers(model: ModelConfig, sizes: Sizes, num_layers: int) -> tuple[
     return tuple(layers)
 
 
-def describe_kinds(model: ModelConfig, sizes: Sizes, num_layers: int) -> list[tuple[LayerDescription, int]]:
+def describe_kinds(
+    model: ModelConfig, sizes: Sizes, num_layers: int
+) -> list[tuple[LayerDescription, int]]:
     """Returns each kind of layer among `num_layers` with how many there are, for sums over them.
 
     A model whose layers are all alike is described once, however many layers it has.
@@ -38,7 +48,9 @@ def describe_kinds(model: ModelConfig, sizes: Sizes, num_layers: int) -> list[tu
         return [(describe_layer(model, sizes, sizes.first_layer), num_layers)]
     layers = describe_layers(model, sizes, num_layers)
     counts = Counter(map(id, layers))
-    return [(layer, counts[number]) for number, layer in {id(layer): layer for layer in layers}.items()]
+    return [
+        (layer, counts[number]) for number, layer in {id(layer): layer for layer in layers}.items()
+    ]
 
 
 def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDescription:
@@ -56,26 +68,76 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
     shape: dict[str, Any] = dict(model=model, sizes=sizes)
     # Under sequence parallelism linear_qkv and linear_fc1 keep only this rank's 1/t of their input
     # and gather it again in backward (2205.05198, section 4.2.2). Their inputs are `hidden` bytes.
-    return LayerDescription((
-        _norm("input_layernorm", KeptTensor("layer input", hidden, True), "normed layer input", "input norm", **shape),
-        column_linear("linear_qkv", "self_attention.linear_qkv", "qkv", "query, key and value", width=qkv_width,
-                      bias=model.add_bias_linear or model.add_qkv_bias,
-                      keeps=(KeptTensor("normed layer input", hidden, True),), **shape),
-        *attention_operations(model, sizes, layer),
-        row_linear("linear_proj", "self_attention.linear_proj", "projection",
-                   width=model.num_attention_heads * d // tp_size, bias=model.add_bias_linear,
-                   keeps=(attention_output(model, sizes),), **shape),
-        _dropout("attention", **shape),
-        _norm("pre_mlp_layernorm", KeptTensor("mlp residual", hidden, True), normed_mlp.name, "mlp norm", **shape),
-        column_linear("linear_fc1", "mlp.linear_fc1", "fc1", intermediate.name, width=fc1_width,
-                      bias=model.add_bias_linear, keeps=(normed_mlp,), regions=(MLP_REGION,),
-                      enters=(RegionEntry(MLP_REGION, (normed_mlp,)),), **shape),
-        Operation("activation", "mlp", (intermediate,), (MLP_REGION, ACTIVATION),
-                  (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),)),
-        row_linear("linear_fc2", "mlp.linear_fc2", "fc2", width=fc2_width, bias=model.add_bias_linear,
-                   keeps=(activated,), regions=(MLP_REGION,), **shape),
-        _dropout("mlp", **shape),
-    ), _peculiarity(model, sizes, layer))
+    return LayerDescription(
+        (
+            _norm(
+                "input_layernorm",
+                KeptTensor("layer input", hidden, True),
+                "normed layer input",
+                "input norm",
+                **shape,
+            ),
+            column_linear(
+                "linear_qkv",
+                "self_attention.linear_qkv",
+                "qkv",
+                "query, key and value",
+                width=qkv_width,
+                bias=model.add_bias_linear or model.add_qkv_bias,
+                keeps=(KeptTensor("normed layer input", hidden, True),),
+                **shape,
+            ),
+            *attention_operations(model, sizes, layer),
+            row_linear(
+                "linear_proj",
+                "self_attention.linear_proj",
+                "projection",
+                width=model.num_attention_heads * d // tp_size,
+                bias=model.add_bias_linear,
+                keeps=(attention_output(model, sizes),),
+                **shape,
+            ),
+            _dropout("attention", **shape),
+            _norm(
+                "pre_mlp_layernorm",
+                KeptTensor("mlp residual", hidden, True),
+                normed_mlp.name,
+                "mlp norm",
+                **shape,
+            ),
+            column_linear(
+                "linear_fc1",
+                "mlp.linear_fc1",
+                "fc1",
+                intermediate.name,
+                width=fc1_width,
+                bias=model.add_bias_linear,
+                keeps=(normed_mlp,),
+                regions=(MLP_REGION,),
+                enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),
+                **shape,
+            ),
+            Operation(
+                "activation",
+                "mlp",
+                (intermediate,),
+                (MLP_REGION, ACTIVATION),
+                (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
+            ),
+            row_linear(
+                "linear_fc2",
+                "mlp.linear_fc2",
+                "fc2",
+                width=fc2_width,
+                bias=model.add_bias_linear,
+                keeps=(activated,),
+                regions=(MLP_REGION,),
+                **shape,
+            ),
+            _dropout("mlp", **shape),
+        ),
+        _peculiarity(model, sizes, layer),
+    )
 
 
 def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
@@ -87,10 +149,23 @@ def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
     return ", ".join(words)
 
 
-def _norm(name: str, residual: KeptTensor, output: str, statistics: str, *, model: ModelConfig,
-          sizes: Sizes) -> Operation:
-    return Operation(name, name, (residual, norm_statistics(statistics, model, sizes, sizes.local_tokens)), (LAYERNORM,),
-                     (RegionEntry(LAYERNORM, (residual,), (output,)),), parameters=norm_parameters(model, model.hidden_size))
+def _norm(
+    name: str,
+    residual: KeptTensor,
+    output: str,
+    statistics: str,
+    *,
+    model: ModelConfig,
+    sizes: Sizes,
+) -> Operation:
+    return Operation(
+        name,
+        name,
+        (residual, norm_statistics(statistics, model, sizes, sizes.local_tokens)),
+        (LAYERNORM,),
+        (RegionEntry(LAYERNORM, (residual,), (output,)),),
+        parameters=norm_parameters(model, model.hidden_size),
+    )
 
 
 def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
@@ -102,4 +177,6 @@ def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
         return Operation(f"{branch} dropout", "", regions=(DROPOUT,))
     mask = KeptTensor(f"{branch} dropout mask", sizes.local_tokens * model.hidden_size, True)
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
-    return Operation(f"{branch} dropout", "", (mask,), (DROPOUT,), (RegionEntry(DROPOUT, (state,)),))
+    return Operation(
+        f"{branch} dropout", "", (mask,), (DROPOUT,), (RegionEntry(DROPOUT, (state,)),)
+    )

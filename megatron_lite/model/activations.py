@@ -51,8 +51,13 @@ class _CpuTanhGELU(torch.autograd.Function):
     def forward(ctx: Any, intermediate: Tensor) -> Tensor:
         ctx.save_for_backward(intermediate)
         output = torch.empty_like(intermediate, memory_format=torch.contiguous_format)
-        slope, dtype = (8.0 / math.pi) ** 0.5, torch.promote_types(intermediate.dtype, torch.float32)
-        for part, into in zip(intermediate.reshape(-1).split(CHUNK), output.view(-1).split(CHUNK), strict=True):
+        slope, dtype = (
+            (8.0 / math.pi) ** 0.5,
+            torch.promote_types(intermediate.dtype, torch.float32),
+        )
+        for part, into in zip(
+            intermediate.reshape(-1).split(CHUNK), output.view(-1).split(CHUNK), strict=True
+        ):
             x = part.to(dtype)
             into.copy_((x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x))
         return output
@@ -96,8 +101,12 @@ class _SquaredReLU(torch.autograd.Function):
 
 def activation_function(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """Returns the activation of the MLP: [.., fc1_blocks * f / t] -> [.., f / t]."""
-    return chosen("the activation", config.activation, {
-        "gelu": tanh_gelu if config.bias_gelu_fusion else F.gelu,
-        "swiglu": swiglu,
-        "squared_relu": squared_relu,
-    })
+    return chosen(
+        "the activation",
+        config.activation,
+        {
+            "gelu": tanh_gelu if config.bias_gelu_fusion else F.gelu,
+            "swiglu": swiglu,
+            "squared_relu": squared_relu,
+        },
+    )

@@ -48,18 +48,38 @@ class SelfAttention(nn.Module):
         self.groups = config.query_groups // context.size
         self.queries_per_group = config.num_attention_heads // config.query_groups
         qkv_size = (config.num_attention_heads + 2 * config.query_groups) * config.head_dim
-        self.linear_qkv = ColumnParallelLinear(config.hidden_size, qkv_size, bias=config.add_bias_linear or config.add_qkv_bias,
-                                               init_std=config.init_method_std, context=context,
-                                               matrices=(self.queries_per_group * config.head_dim, config.head_dim,
-                                                         config.head_dim))
-        self.linear_proj = RowParallelLinear(config.num_attention_heads * config.head_dim, config.hidden_size,
-                                             bias=config.add_bias_linear, init_std=config.output_init_std, context=context)
-        # One weight for all heads: each rank's gradient covers its own heads, with or without sequence parallelism.
-        self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
-        self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True) if config.qk_layernorm else None
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            qkv_size,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            init_std=config.init_method_std,
+            context=context,
+            matrices=(self.queries_per_group * config.head_dim, config.head_dim, config.head_dim),
+        )
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=config.output_init_std,
+            context=context,
+        )
+        # One weight for all heads: each rank's gradient covers its own heads, with or without
+        # sequence parallelism.
+        self.q_layernorm = (
+            Norm(config.head_dim, config, context, partial_grad=True)
+            if config.qk_layernorm
+            else None
+        )
+        self.k_layernorm = (
+            Norm(config.head_dim, config, context, partial_grad=True)
+            if config.qk_layernorm
+            else None
+        )
         self.core_attention = CoreAttention(config, context.rng, context.cp, layer=layer)
 
-    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+    ) -> Tensor:
         query, key, value = self._split_heads(self.linear_qkv(hidden_states))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
@@ -79,7 +99,11 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         q, d = self.queries_per_group, self.config.head_dim
         grouped = qkv.view(s, b, self.groups, q + 2, d)
-        query, key, value = grouped[..., :q, :].reshape(s, b, self.groups * q, d), grouped[..., q, :], grouped[..., q + 1, :]
+        query, key, value = (
+            grouped[..., :q, :].reshape(s, b, self.groups * q, d),
+            grouped[..., q, :],
+            grouped[..., q + 1, :],
+        )
         copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
         if q > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
@@ -115,7 +139,9 @@ class CoreAttention(nn.Module):
     each layer with a window keeps a mask of its own.
     """
 
-    def __init__(self, config: ModelConfig, rng: RngStreams, cp: ContextParallel | None = None, *, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, rng: RngStreams, cp: ContextParallel | None = None, *, layer: int
+    ) -> None:
         super().__init__()
         self.window = config.layer_window(layer)
         self.always_unfused = config.always_unfused
@@ -141,7 +167,9 @@ class CoreAttention(nn.Module):
             return self._flash(query, key, value, dropout_p)
         if dropout_p > 0.0 or self._reach(query) is not None or not has_kernel(query):
             return self._unfused(query, key, value, dropout_p, skip_tail)
-        return context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale).flatten(2)
+        return context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale).flatten(
+            2
+        )
 
     def _reach(self, query: Tensor) -> int | None:
         return reach(self.window, query.shape[0] * self.cp.size)
@@ -150,27 +178,48 @@ class CoreAttention(nn.Module):
         mask = None
         if (limit := self._reach(query)) is not None:
             if dropout_p == 0.0 and has_kernel(query):
-                return windowed_attention(query, key, value, reach=limit, scale=self.scale).flatten(2)
+                return windowed_attention(query, key, value, reach=limit, scale=self.scale).flatten(
+                    2
+                )
             mask = window_mask(query, limit)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
-            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p,
-                                                     is_causal=mask is None, scale=self.scale,
-                                                     enable_gqa=query.shape[1] != key.shape[1])
+            attended = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout_p,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         return attended.permute(2, 0, 1, 3).flatten(2)
 
-    def _unfused(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, skip_tail: bool) -> Tensor:
+    def _unfused(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, skip_tail: bool
+    ) -> Tensor:
         s, b, heads, _ = query.shape
         hidden = self._hidden(query)
         if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
-            key, value = gather_from_sequence_parallel_region(torch.stack((key, value), 1), self.cp.group).unbind(1)
+            key, value = gather_from_sequence_parallel_region(
+                torch.stack((key, value), 1), self.cp.group
+            ).unbind(1)
         if heads > key.shape[2]:
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
-        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))  # [b a/t, s, d]
-        scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=self.scale)  # [b a/t, s, s]
-        dtype = torch.float32 if self.softmax_in_fp32 and scores.dtype != torch.float64 else scores.dtype
+        # [b a/t, s, d]
+        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
+        # [b a/t, s, s]
+        scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=self.scale)
+        dtype = (
+            torch.float32
+            if self.softmax_in_fp32 and scores.dtype != torch.float64
+            else scores.dtype
+        )
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
-        attended = weighted_sum(dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, skip_tail=skip_tail)
+        attended = weighted_sum(
+            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, skip_tail=skip_tail
+        )
         return attended.transpose(0, 1).reshape(s, b, -1)
 
     def _hidden(self, query: Tensor) -> Tensor:
@@ -181,7 +230,11 @@ class CoreAttention(nn.Module):
         """
         s, limit = query.shape[0], self._reach(query)
         if self.cp.group is None:
-            return query.new_full((s, s), -torch.inf).triu_(1) if limit is None else window_mask(query, limit)
+            return (
+                query.new_full((s, s), -torch.inf).triu_(1)
+                if limit is None
+                else window_mask(query, limit)
+            )
         positions = self.cp.positions_by_rank(s, query.device)
         keys, queries = positions.flatten(), positions[self.cp.rank].unsqueeze(1)
         hidden = keys > queries
@@ -211,4 +264,8 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, value = ctx.saved_tensors
-        return torch.bmm(grad_output, value.transpose(1, 2)), torch.bmm(weights.transpose(1, 2), grad_output), None
+        return (
+            torch.bmm(grad_output, value.transpose(1, 2)),
+            torch.bmm(weights.transpose(1, 2), grad_output),
+            None,
+        )

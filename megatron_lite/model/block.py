@@ -25,7 +25,9 @@ class TransformerBlock(nn.Module):
     InputError: the plan names operators that torch does not have, or whose results cannot be kept.
     """
 
-    def __init__(self, config: ModelConfig, context: RankContext, plan: RecomputePlan, stage: Stage) -> None:
+    def __init__(
+        self, config: ModelConfig, context: RankContext, plan: RecomputePlan, stage: Stage
+    ) -> None:
         super().__init__()
         for segment in plan.segments:
             find_operators(segment.ops)
@@ -33,10 +35,24 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleList()
         for number in range(stage.first_layer, stage.first_layer + stage.num_layers):
             self.layers.add_module(str(number), TransformerLayer(config, context, number))
-        self.final_layernorm = (Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
-                                if stage.is_last else None)
+        self.final_layernorm = (
+            Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+            if stage.is_last
+            else None
+        )
 
-    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, plan: RecomputePlan | None = None) -> Tensor:
-        hidden_states = run_layers(plan or self.plan, list(self.layers), hidden_states, rotary, rng=self.context.rng,
-                                   tp_group=self.context.group, stores=self.stores)
-        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+    def forward(
+        self, hidden_states: Tensor, rotary: RotaryTables | None, plan: RecomputePlan | None = None
+    ) -> Tensor:
+        hidden_states = run_layers(
+            plan or self.plan,
+            list(self.layers),
+            hidden_states,
+            rotary,
+            rng=self.context.rng,
+            tp_group=self.context.group,
+            stores=self.stores,
+        )
+        return (
+            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+        )

@@ -33,8 +33,15 @@ def dropout(tensor: Tensor, probability: float, rng: RngStreams, stream: str) ->
         return torch.native_dropout(tensor, probability, True)[0]
 
 
-def add_dropped_out(residual: Tensor, branch: Tensor, probability: float, regions: Regions, stream: str, *,
-                    skip_tail: bool = False) -> Tensor:
+def add_dropped_out(
+    residual: Tensor,
+    branch: Tensor,
+    probability: float,
+    regions: Regions,
+    stream: str,
+    *,
+    skip_tail: bool = False,
+) -> Tensor:
     """Returns residual + dropout(branch).
 
     Keeps a bool mask, or only the stream's state if `regions` rebuild the mask. At p = 0 it keeps
@@ -44,7 +51,11 @@ def add_dropped_out(residual: Tensor, branch: Tensor, probability: float, region
     if probability == 0.0 and not skip_tail:
         return residual + branch
     # The redraw takes only a description of the branch. It would keep the branch itself alive.
-    redraw = regions.redraw(DROPOUT, partial(_draw_mask, _Like.of(branch), probability)) if probability else None
+    redraw = (
+        regions.redraw(DROPOUT, partial(_draw_mask, _Like.of(branch), probability))
+        if probability
+        else None
+    )
     with regions.rng.fork(stream) if probability else nullcontext():
         return _AddDroppedOut.apply(residual, branch, probability, skip_tail, redraw)
 
@@ -62,8 +73,14 @@ def draw_keep_mask(shape: torch.Size, probability: float) -> KeepMask:
     An element is dropped if its 16-bit number is among the lowest p * 2^16 numbers.
     """
     dropped = _dropped_of_2_16(probability)
-    numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    return KeepMask((numbers[: shape.numel()] >= dropped - 2**15).view(shape), 2**16 / (2**16 - dropped))
+    numbers = (
+        torch.empty(-(-shape.numel() // 4), dtype=torch.int64)
+        .random_(-(2**63), None)
+        .view(torch.int16)
+    )
+    return KeepMask(
+        (numbers[: shape.numel()] >= dropped - 2**15).view(shape), 2**16 / (2**16 - dropped)
+    )
 
 
 def _dropped_of_2_16(probability: float) -> int:
@@ -88,7 +105,9 @@ def _draw_mask(like: _Like, probability: float) -> Tensor:
         return draw_keep_mask(like.shape, probability).mask
     # The kernel assigns its numbers by memory layout. `_drop_out` runs it on a contiguous tensor,
     # so only another contiguous tensor gets the same mask.
-    return torch.native_dropout(torch.empty(like.shape, dtype=like.dtype, device=like.device), probability, True)[1]
+    return torch.native_dropout(
+        torch.empty(like.shape, dtype=like.dtype, device=like.device), probability, True
+    )[1]
 
 
 def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
@@ -129,11 +148,26 @@ class _AddDroppedOut(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, branch: Tensor, probability: float, skip_tail: bool, redraw: Redraw | None) -> Tensor:
-        ctx.branch_dtype, ctx.redraw, ctx.scale = branch.dtype, redraw, _keep_scale(probability, branch.device)
+    def forward(
+        ctx: Any,
+        residual: Tensor,
+        branch: Tensor,
+        probability: float,
+        skip_tail: bool,
+        redraw: Redraw | None,
+    ) -> Tensor:
+        ctx.branch_dtype, ctx.redraw, ctx.scale = (
+            branch.dtype,
+            redraw,
+            _keep_scale(probability, branch.device),
+        )
         if probability:
             state = None if redraw is None else redraw.rng.state()
-            branch, mask = (branch, _draw_mask(_Like.of(branch), probability)) if skip_tail else _drop_out(branch, probability)
+            branch, mask = (
+                (branch, _draw_mask(_Like.of(branch), probability))
+                if skip_tail
+                else _drop_out(branch, probability)
+            )
             ctx.save_for_backward(mask if redraw is None else state)
             if redraw is not None:
                 redraw.made(mask)

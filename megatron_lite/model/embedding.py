@@ -22,8 +22,11 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
-        spec = ParameterSpec(global_shape=(config.max_position_embeddings, config.hidden_size),
-                             init_std=config.init_method_std, sum_grad_over_tp=context.sequence_parallel)
+        spec = ParameterSpec(
+            global_shape=(config.max_position_embeddings, config.hidden_size),
+            init_std=config.init_method_std,
+            sum_grad_over_tp=context.sequence_parallel,
+        )
         self.weight = new_parameter(spec, context)
 
     def forward(self, start: int, length: int) -> Tensor:
@@ -36,29 +39,46 @@ class LanguageModelEmbedding(nn.Module):
     The embedding adds the learned positions, if the model has them, and applies dropout.
     """
 
-    def __init__(self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+    def __init__(
+        self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int
+    ) -> None:
         super().__init__()
         self.context = context
         self.hidden_dropout = config.hidden_dropout
-        self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size,
-                                                      init_std=config.init_method_std, context=context)
-        self.position_embeddings = PositionEmbedding(config, context) if config.positions.learned else None
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            padded_vocab_size=padded_vocab_size,
+            init_std=config.init_method_std,
+            context=context,
+        )
+        self.position_embeddings = (
+            PositionEmbedding(config, context) if config.positions.learned else None
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             hidden_states = hidden_states + self._positions(hidden_states.shape[0])
-        return dropout(hidden_states, self.hidden_dropout if self.training else 0.0, self.context.rng,
-                       self.context.residual_stream)
+        return dropout(
+            hidden_states,
+            self.hidden_dropout if self.training else 0.0,
+            self.context.rng,
+            self.context.residual_stream,
+        )
 
     def _positions(self, length: int) -> Tensor:
         """Returns the position embeddings of this rank's tokens, [length, 1, h]."""
         assert self.position_embeddings is not None
         # Context parallelism may give a rank two separate stretches of the sequence.
         context = self.context
-        start, shards = (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
-        stretches = [self.position_embeddings(span.start, span.stop - span.start)
-                     for span in part_of(context.cp.spans(shards * length), start, length)]
+        start, shards = (
+            (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
+        )
+        stretches = [
+            self.position_embeddings(span.start, span.stop - span.start)
+            for span in part_of(context.cp.spans(shards * length), start, length)
+        ]
         return stretches[0] if len(stretches) == 1 else torch.cat(stretches)
 
 
@@ -69,7 +89,14 @@ class OutputEmbedding(nn.Module):
     gradient: the sum of the two stages' gradients.
     """
 
-    def __init__(self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int) -> None:
+    def __init__(
+        self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int
+    ) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(vocab_size, config.hidden_size, padded_vocab_size=padded_vocab_size,
-                                                      init_std=config.init_method_std, context=context)
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            padded_vocab_size=padded_vocab_size,
+            init_std=config.init_method_std,
+            context=context,
+        )

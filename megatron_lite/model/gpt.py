@@ -1,4 +1,5 @@
-"""The GPT language model, or one pipeline stage of it, sharded over the TP ranks, with Megatron's parameter names."""
+"""The GPT language model, or one pipeline stage of it, sharded over the TP ranks, with Megatron's
+parameter names."""
 
 from __future__ import annotations
 
@@ -40,8 +41,17 @@ class GPTModel(nn.Module):
         embedding.word_embeddings.weight.
     """
 
-    def __init__(self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int,
-                 plan: RecomputePlan | None = None, loss_chunk_size: int | None = None, stage: Stage | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: RankContext,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        plan: RecomputePlan | None = None,
+        loss_chunk_size: int | None = None,
+        stage: Stage | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.context = context
@@ -51,13 +61,29 @@ class GPTModel(nn.Module):
         untied = config.untie_embeddings_and_output_weights
         self.embedding: LanguageModelEmbedding | OutputEmbedding | None = None
         if stage.is_first:
-            self.embedding = LanguageModelEmbedding(config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
+            self.embedding = LanguageModelEmbedding(
+                config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
+            )
         elif stage.is_last and not untied:
-            self.embedding = OutputEmbedding(config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size)
-        self.decoder = TransformerBlock(config, context, plan or keep_everything(stage.num_layers), stage)
-        self.output_layer = ColumnParallelLinear(
-            config.hidden_size, vocab_size, bias=False, init_std=config.init_method_std, context=context,
-            padded_output_size=padded_vocab_size, matrices=()) if untied and stage.is_last else None
+            self.embedding = OutputEmbedding(
+                config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
+            )
+        self.decoder = TransformerBlock(
+            config, context, plan or keep_everything(stage.num_layers), stage
+        )
+        self.output_layer = (
+            ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                bias=False,
+                init_std=config.init_method_std,
+                context=context,
+                padded_output_size=padded_vocab_size,
+                matrices=(),
+            )
+            if untied and stage.is_last
+            else None
+        )
         # Two stages hold a tied weight. The mark makes the optimizer add their gradients, and count
         # the weight only once in norms.
         if stage.count > 1 and not untied and self.embedding is not None:
@@ -68,7 +94,11 @@ class GPTModel(nn.Module):
         columns = padded_vocab_size // context.size
         self.first_id = context.rank * columns
         self.num_ids = max(0, min(columns, vocab_size - self.first_id))
-        self._rotates = any(map(config.layer_rotates, range(stage.first_layer, stage.first_layer + stage.num_layers)))
+        self._rotates = any(
+            map(
+                config.layer_rotates, range(stage.first_layer, stage.first_layer + stage.num_layers)
+            )
+        )
         self._rotary: RotaryTables | None = None
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -79,7 +109,9 @@ class GPTModel(nn.Module):
         """
         return self.losses(self.hidden_states(tokens), labels)
 
-    def run_stage(self, inputs: Tensor, labels: Tensor | None, plan: RecomputePlan | None = None) -> Tensor:
+    def run_stage(
+        self, inputs: Tensor, labels: Tensor | None, plan: RecomputePlan | None = None
+    ) -> Tensor:
         """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
 
         inputs: the tokens on the first stage; on other stages the hidden states that the stage
@@ -95,12 +127,26 @@ class GPTModel(nn.Module):
         """
         labels, group = labels.t(), self.context.group
         if self.loss_chunk_size is None:
-            losses = vocab_parallel_cross_entropy(self._logits(hidden_states), labels, tp_group=group, first_id=self.first_id,
-                                                  num_ids=self.num_ids)
+            losses = vocab_parallel_cross_entropy(
+                self._logits(hidden_states),
+                labels,
+                tp_group=group,
+                first_id=self.first_id,
+                num_ids=self.num_ids,
+            )
         else:
-            losses = self._project(partial(
-                vocab_parallel_linear_cross_entropy, labels=labels, chunk_size=self.loss_chunk_size, tp_group=group,
-                sequence_parallel=self.context.sequence_parallel, first_id=self.first_id, num_ids=self.num_ids), hidden_states)
+            losses = self._project(
+                partial(
+                    vocab_parallel_linear_cross_entropy,
+                    labels=labels,
+                    chunk_size=self.loss_chunk_size,
+                    tp_group=group,
+                    sequence_parallel=self.context.sequence_parallel,
+                    first_id=self.first_id,
+                    num_ids=self.num_ids,
+                ),
+                hidden_states,
+            )
         return losses.t()
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -108,7 +154,9 @@ class GPTModel(nn.Module):
 
         tokens: [b, s]. Gathers the logits over the TP ranks.
         """
-        logits = gather_from_tensor_parallel_region(self._logits(self.hidden_states(tokens)), self.context.group)
+        logits = gather_from_tensor_parallel_region(
+            self._logits(self.hidden_states(tokens)), self.context.group
+        )
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def constants(self) -> tuple[Tensor, ...]:
@@ -124,16 +172,28 @@ class GPTModel(nn.Module):
         if isinstance(self.embedding, LanguageModelEmbedding):
             seq_length, hidden_states = inputs.shape[1], self.embedding(inputs)
         else:
-            seq_length, hidden_states = inputs.shape[0] * (self.context.size if self.context.sequence_parallel else 1), inputs
+            seq_length, hidden_states = (
+                inputs.shape[0] * (self.context.size if self.context.sequence_parallel else 1),
+                inputs,
+            )
         rotary = self._rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Returns the logits of this rank's part of the vocabulary, [s, b, padded V / t]."""
-        return self._project(partial(column_parallel_linear, bias=None, tp_group=self.context.group,
-                                     sequence_parallel=self.context.sequence_parallel), hidden_states)
+        return self._project(
+            partial(
+                column_parallel_linear,
+                bias=None,
+                tp_group=self.context.group,
+                sequence_parallel=self.context.sequence_parallel,
+            ),
+            hidden_states,
+        )
 
-    def _project(self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    def _project(
+        self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor
+    ) -> Tensor:
         """Returns `function(hidden_states, weight)` with the output weight [padded V / t, h]."""
         # FSDP2 and ZeRO-1 complete a module's weight before the module's forward. An output layer
         # is therefore called as a module. A tied weight is read with weight_of, which completes it.
@@ -149,7 +209,14 @@ class GPTModel(nn.Module):
         """
         if self._rotary is None or self._rotary.cos.shape[0] != seq_length:
             cp = self.context.cp
-            whole = rotary_tables(cp.size * seq_length, self.config.rotary_dim, self.config.rotary_base,
-                                  device=self.context.device, dtype=self.context.params_dtype)
-            self._rotary = RotaryTables(*(select(table, cp.spans(seq_length), 0) for table in whole))
+            whole = rotary_tables(
+                cp.size * seq_length,
+                self.config.rotary_dim,
+                self.config.rotary_base,
+                device=self.context.device,
+                dtype=self.context.params_dtype,
+            )
+            self._rotary = RotaryTables(
+                *(select(table, cp.spans(seq_length), 0) for table in whole)
+            )
         return self._rotary

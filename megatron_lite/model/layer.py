@@ -1,4 +1,5 @@
-"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), dropout before each addition."""
+"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), dropout before
+each addition."""
 
 from __future__ import annotations
 
@@ -28,17 +29,31 @@ class TransformerLayer(nn.Module):
         partial_grad = context.sequence_parallel
         self.input_layernorm = Norm(config.hidden_size, config, context, partial_grad=partial_grad)
         self.self_attention = SelfAttention(config, context, number)
-        self.pre_mlp_layernorm = Norm(config.hidden_size, config, context, partial_grad=partial_grad)
+        self.pre_mlp_layernorm = Norm(
+            config.hidden_size, config, context, partial_grad=partial_grad
+        )
         self.mlp = MLP(config, context)
 
-    def forward(self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+    ) -> Tensor:
         normed = regions.run_discarding(LAYERNORM, self.input_layernorm, hidden_states)
-        hidden_states = self._add(hidden_states, self.self_attention(normed, rotary, regions), regions)
+        hidden_states = self._add(
+            hidden_states, self.self_attention(normed, rotary, regions), regions
+        )
         normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, hidden_states)
         skip_tail = regions.skip_layer_tail
         branch = regions.run(MLP_REGION, self.mlp, normed, regions, skip_tail=skip_tail)
         return self._add(hidden_states, branch, regions, skip_tail=skip_tail)
 
-    def _add(self, residual: Tensor, branch: Tensor, regions: Regions, *, skip_tail: bool = False) -> Tensor:
-        return add_dropped_out(residual, branch, self.hidden_dropout if self.training else 0.0, regions,
-                               self.context.residual_stream, skip_tail=skip_tail)
+    def _add(
+        self, residual: Tensor, branch: Tensor, regions: Regions, *, skip_tail: bool = False
+    ) -> Tensor:
+        return add_dropped_out(
+            residual,
+            branch,
+            self.hidden_dropout if self.training else 0.0,
+            regions,
+            self.context.residual_stream,
+            skip_tail=skip_tail,
+        )

@@ -23,14 +23,27 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = activation_function(config)
         blocks = config.fc1_blocks
-        self.linear_fc1 = ColumnParallelLinear(config.hidden_size, blocks * config.ffn_size, bias=config.add_bias_linear,
-                                               init_std=config.init_method_std, context=context, tp_blocks=blocks)
-        self.linear_fc2 = RowParallelLinear(config.ffn_size, config.hidden_size, bias=config.add_bias_linear,
-                                            init_std=config.output_init_std, context=context)
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            blocks * config.ffn_size,
+            bias=config.add_bias_linear,
+            init_std=config.init_method_std,
+            context=context,
+            tp_blocks=blocks,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=config.output_init_std,
+            context=context,
+        )
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
         """Runs the MLP. skip_tail: the output's values are never read; linear_fc2 is skipped."""
-        activated = regions.run_discarding(ACTIVATION, self._activate, self.linear_fc1(hidden_states))
+        activated = regions.run_discarding(
+            ACTIVATION, self._activate, self.linear_fc1(hidden_states)
+        )
         regions.enter_tail()
         return self.linear_fc2(activated, skip_tail)
 

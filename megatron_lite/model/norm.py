@@ -28,13 +28,25 @@ class Norm(nn.Module):
     InputError: the flags ask for apex, and it has no kernel that can run.
     """
 
-    def __init__(self, size: int, config: ModelConfig, context: RankContext, *, partial_grad: bool) -> None:
+    def __init__(
+        self, size: int, config: ModelConfig, context: RankContext, *, partial_grad: bool
+    ) -> None:
         super().__init__()
-        self.normalize = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(config, context.device.type)
+        self.normalize = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(
+            config, context.device.type
+        )
         self.epsilon = config.norm_epsilon
-        self.weight = new_parameter(ParameterSpec(global_shape=(size,), init_value=1.0, sum_grad_over_tp=partial_grad), context)
-        self.bias = new_parameter(ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad),
-                                  context) if config.norm_vectors == 2 else None
+        self.weight = new_parameter(
+            ParameterSpec(global_shape=(size,), init_value=1.0, sum_grad_over_tp=partial_grad),
+            context,
+        )
+        self.bias = (
+            new_parameter(
+                ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad), context
+            )
+            if config.norm_vectors == 2
+            else None
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.normalize(hidden_states, self.weight, self.bias, self.epsilon)
@@ -56,9 +68,15 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        rows, dtype = hidden_states.reshape(-1, hidden_states.shape[-1]), torch.promote_types(hidden_states.dtype, torch.float32)
+        rows, dtype = (
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            torch.promote_types(hidden_states.dtype, torch.float32),
+        )
         output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        output_rows, scale = output.view(rows.shape), rows.new_empty((rows.shape[0], 1), dtype=dtype)
+        output_rows, scale = (
+            output.view(rows.shape),
+            rows.new_empty((rows.shape[0], 1), dtype=dtype),
+        )
         for block in _blocks(rows):
             x = rows[block].to(dtype)
             torch.rsqrt(x.square().mean(-1, keepdim=True).add_(epsilon), out=scale[block])
@@ -71,7 +89,10 @@ class _CpuRMSNorm(torch.autograd.Function):
         hidden_states, weight, scale = ctx.saved_tensors
         rows, grad_rows = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, grad_output))
         grad_input = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        grad_input_rows, grad_weight = grad_input.view(rows.shape), torch.zeros_like(weight, dtype=scale.dtype)
+        grad_input_rows, grad_weight = (
+            grad_input.view(rows.shape),
+            torch.zeros_like(weight, dtype=scale.dtype),
+        )
         # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
         for block in _blocks(rows):
             grad, normed = grad_rows[block].to(scale.dtype), rows[block] * scale[block]
@@ -82,7 +103,9 @@ class _CpuRMSNorm(torch.autograd.Function):
         return grad_input, grad_weight.to(weight.dtype), None
 
 
-def _layer_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+def _layer_norm(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> Tensor:
     return F.layer_norm(hidden_states, weight.shape, weight, bias, epsilon)
 
 
@@ -91,7 +114,8 @@ def _rms_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilo
     return rms_norm(hidden_states, weight, epsilon)
 
 
-Function = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]  # of the input, weight, bias if the norm has one, epsilon
+# of the input, weight, bias if the norm has one, epsilon
+Function = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 NORMS: dict[str, Function] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
 APEX_NORMS = {"LayerNorm": apex.layer_norm, "RMSNorm": apex.rms_norm}
 
@@ -103,9 +127,13 @@ def torch_norm(config: ModelConfig, device_type: str) -> Function:
 
 def apex_norm(config: ModelConfig, device_type: str) -> Function:
     """Returns the norm by NVIDIA apex's kernel. InputError: the kernel cannot run here."""
-    kernel = apex.require(chosen("--normalization", config.normalization, APEX_NORMS)(device_type), "--norm-impl").apply
+    kernel = apex.require(
+        chosen("--normalization", config.normalization, APEX_NORMS)(device_type), "--norm-impl"
+    ).apply
 
-    def normalize(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    def normalize(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+    ) -> Tensor:
         affine = (weight,) if bias is None else (weight, bias)
         output: Tensor = kernel(hidden_states, *affine, weight.shape, epsilon)
         return output

@@ -15,7 +15,9 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
-def rotary_tables(seq_length: int, rotary_dim: int, base: float, *, device: torch.device, dtype: torch.dtype) -> RotaryTables:
+def rotary_tables(
+    seq_length: int, rotary_dim: int, base: float, *, device: torch.device, dtype: torch.dtype
+) -> RotaryTables:
     """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
 
     The angles are computed in float32.

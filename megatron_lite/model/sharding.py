@@ -22,10 +22,24 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
 
     dtype = model.context.params_dtype
     rounded = dtype in (torch.bfloat16, torch.float16)
-    own = dict(embedding=None if model.embedding is None else "embedding.word_embeddings",
-               output=None if model.output_layer is None else "output_layer")
-    wrapping = Wrapping(layers="decoder.layers", reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
-                        **(own if config.fsdp_memory_efficient_wrapping else {}))
-    fully_shard_(model, parallel.dp_cp_mesh, wrapping, compute_dtype=dtype if rounded else None,
-                 reduce_dtype=torch.bfloat16 if config.grad_reduce_in_bf16 else torch.float32 if rounded else None,
-                 forward_methods=("loss",) if model.stage.count == 1 else ("run_stage",))
+    own = dict(
+        embedding=None if model.embedding is None else "embedding.word_embeddings",
+        output=None if model.output_layer is None else "output_layer",
+    )
+    wrapping = Wrapping(
+        layers="decoder.layers",
+        reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
+        **(own if config.fsdp_memory_efficient_wrapping else {}),
+    )
+    fully_shard_(
+        model,
+        parallel.dp_cp_mesh,
+        wrapping,
+        compute_dtype=dtype if rounded else None,
+        reduce_dtype=torch.bfloat16
+        if config.grad_reduce_in_bf16
+        else torch.float32
+        if rounded
+        else None,
+        forward_methods=("loss",) if model.stage.count == 1 else ("run_stage",),
+    )

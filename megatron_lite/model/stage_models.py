@@ -22,8 +22,9 @@ class ModelStages(nn.Module):
     def __iter__(self) -> Iterator[GPTModel]:
         return iter(self.chunks)  # type: ignore[arg-type]
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True,
-                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         for chunk in self.chunks:
             yield from chunk.named_parameters(prefix, recurse, remove_duplicate)
 

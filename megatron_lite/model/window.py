@@ -18,11 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.context_parallel.attention_kernels import Attended, attend, attend_backward, in_autocast_dtype
+from megatron_lite.context_parallel.attention_kernels import (
+    Attended,
+    attend,
+    attend_backward,
+    in_autocast_dtype,
+)
 from megatron_lite.context_parallel.sharded_attention import heads_first, heads_last
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, *, reach: int, scale: float) -> Tensor:
+def windowed_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, reach: int, scale: float
+) -> Tensor:
     """Attention in a window: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t, d].
 
     Query i reads the keys i - reach to i. Needs `has_kernel(query)`.
@@ -44,16 +51,27 @@ def window_mask(query: Tensor, reach: int) -> Tensor:
     The mask is added to scores. query: [s, ..].
     """
     s = query.shape[0]
-    later, earlier = query.new_full((s, s), -torch.inf).triu_(1), query.new_full((s, s), -torch.inf).tril_(-reach - 1)
+    later, earlier = (
+        query.new_full((s, s), -torch.inf).triu_(1),
+        query.new_full((s, s), -torch.inf).tril_(-reach - 1),
+    )
     return later.add_(earlier)
 
 
 class _WindowedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: int, scale: float
+    ) -> Tensor:
         # One call of torch's kernel: an ops(attention) policy can keep its result.
-        attended = attend(heads_first(query), heads_first(key), heads_first(value), causal=True, scale=scale,
-                          mask=window_mask(query, reach))
+        attended = attend(
+            heads_first(query),
+            heads_first(key),
+            heads_first(value),
+            causal=True,
+            scale=scale,
+            mask=window_mask(query, reach),
+        )
         ctx.reach, ctx.scale = reach, scale
         output = heads_last(attended.output)
         ctx.save_for_backward(query, key, value, output, attended.lse)
@@ -63,7 +81,14 @@ class _WindowedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        grads = attend_backward(heads_first(grad_output.contiguous()), heads_first(query), heads_first(key), heads_first(value),
-                                Attended(heads_first(output), lse), causal=True, scale=ctx.scale,
-                                mask=window_mask(query, ctx.reach))
+        grads = attend_backward(
+            heads_first(grad_output.contiguous()),
+            heads_first(query),
+            heads_first(key),
+            heads_first(value),
+            Attended(heads_first(output), lse),
+            causal=True,
+            scale=ctx.scale,
+            mask=window_mask(query, ctx.reach),
+        )
         return *map(heads_last, grads), None, None

@@ -30,14 +30,22 @@ class AdamW:
     It issues no collective.
     """
 
-    def __init__(self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device) -> None:
+    def __init__(
+        self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
+    ) -> None:
         pieces = list(pieces)
         groups = _weight_decay_groups(pieces, config.weight_decay)
         self._kernel = adam_update(groups, config, device) if groups else None
         self.states = {piece.name: self._new_states(piece.master) for piece in pieces}
 
     @classmethod
-    def of(cls, layout: Layout, _: Mapping[str, ParameterSpec], config: OptimizerConfig, parallel: ParallelState) -> AdamW:
+    def of(
+        cls,
+        layout: Layout,
+        _: Mapping[str, ParameterSpec],
+        config: OptimizerConfig,
+        parallel: ParallelState,
+    ) -> AdamW:
         """Returns the rule for all pieces of a layout."""
         return cls(layout.pieces, config, parallel.device)
 
@@ -64,8 +72,12 @@ class AdamW:
 
 def _weight_decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, object]]:
     groups: list[dict[str, object]] = [
-        {"params": [piece.master for piece in pieces if piece.decays], "weight_decay": weight_decay},
-        {"params": [piece.master for piece in pieces if not piece.decays], "weight_decay": 0.0}]
+        {
+            "params": [piece.master for piece in pieces if piece.decays],
+            "weight_decay": weight_decay,
+        },
+        {"params": [piece.master for piece in pieces if not piece.decays], "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 
@@ -85,7 +97,9 @@ class AdamUpdate(Protocol):
         """Sets how many updates the moments have seen. Their bias correction depends on it."""
 
 
-def adam_update(groups: Sequence[Group], config: OptimizerConfig, device: torch.device) -> AdamUpdate:
+def adam_update(
+    groups: Sequence[Group], config: OptimizerConfig, device: torch.device
+) -> AdamUpdate:
     """Returns the implementation that the configuration asks for.
 
     InputError: it asks for apex, and apex has no kernel that can run.
@@ -97,9 +111,16 @@ def adam_update(groups: Sequence[Group], config: OptimizerConfig, device: torch.
 class TorchAdamW:
     """The update by torch.optim.AdamW(fused=True)."""
 
-    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device) -> None:
-        self._adam = torch.optim.AdamW([dict(group) for group in groups], lr=0.0, betas=(config.adam_beta1, config.adam_beta2),
-                                       eps=config.adam_eps, fused=True)
+    def __init__(
+        self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device
+    ) -> None:
+        self._adam = torch.optim.AdamW(
+            [dict(group) for group in groups],
+            lr=0.0,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,
+        )
 
     def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """See AdamUpdate."""
@@ -128,11 +149,28 @@ class ApexFusedAdam:
     an optimizer of its own.
     """
 
-    def __init__(self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device
+    ) -> None:
         fused = require(fused_adam(device.type), "--optimizer-impl")
-        self._adams = [fused([dict(group)], lr=0.0, bias_correction=True, betas=(config.adam_beta1, config.adam_beta2),
-                             eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0, capturable=True) for group in groups]
-        self._of = {master: adam for adam, group in zip(self._adams, groups, strict=True) for master in group["params"]}
+        self._adams = [
+            fused(
+                [dict(group)],
+                lr=0.0,
+                bias_correction=True,
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_eps,
+                adam_w_mode=True,
+                weight_decay=0.0,
+                capturable=True,
+            )
+            for group in groups
+        ]
+        self._of = {
+            master: adam
+            for adam, group in zip(self._adams, groups, strict=True)
+            for master in group["params"]
+        }
         self._last_skipped = torch.zeros(1, dtype=torch.int32, device=device)
         self.set_num_updates(0)
 

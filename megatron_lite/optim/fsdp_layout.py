@@ -34,14 +34,20 @@ class FullySharded:
         self.gradients = self
         self.own_norm: Tensor | None = None
         self.replicates_weights = False
-        self.keeps_masters = any(gathered_dtype(parameter) != parameter.dtype for parameter in model.parameters())
-        self._parameters = {name: _sharded(name, parameter) for name, parameter in model.named_parameters()}
+        self.keeps_masters = any(
+            gathered_dtype(parameter) != parameter.dtype for parameter in model.parameters()
+        )
+        self._parameters = {
+            name: _sharded(name, parameter) for name, parameter in model.named_parameters()
+        }
         self.pieces: list[Piece] = []
         for name, parameter in model.named_parameters():
             rows = self._rows(name)
             start = sum(self._lengths(name)[: parallel.dp_cp_rank])
             if rows.numel():
-                self.pieces.append(new_piece(name, parameter, rows, start=start, stop=start + rows.numel()))
+                self.pieces.append(
+                    new_piece(name, parameter, rows, start=start, stop=start + rows.numel())
+                )
 
     def watch(self) -> None:
         """Does nothing: FSDP2 sums the gradients before anyone can read them."""
@@ -64,12 +70,18 @@ class FullySharded:
         # A parameter that took no part in the step has no gradient. Its piece gets zeros.
         for piece in self.pieces:
             grad = self._parameters[piece.name].grad
-            piece.master.grad = grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.master)
+            piece.master.grad = (
+                grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.master)
+            )
         partial = [piece.grad for piece in self.pieces if piece.spec.sum_grad_over_tp]
         if partial and self._parallel.tp_group is not None:
-            summed = all_reduce_(torch.cat([grad.reshape(-1) for grad in partial]), self._parallel.tp_group)
+            summed = all_reduce_(
+                torch.cat([grad.reshape(-1) for grad in partial]), self._parallel.tp_group
+            )
             parts = summed.split([grad.numel() for grad in partial])
-            torch._foreach_copy_(partial, [part.view(grad.shape) for part, grad in zip(parts, partial, strict=True)])
+            torch._foreach_copy_(
+                partial, [part.view(grad.shape) for part, grad in zip(parts, partial, strict=True)]
+            )
         for piece in self.pieces:
             if piece.spec.tied:
                 all_reduce_(piece.grad, self._parallel.embedding_group)
@@ -83,7 +95,9 @@ class FullySharded:
     def whole(self, name: str, value: Tensor | None) -> Tensor:
         """See Layout. One all-gather."""
         parameter = self._parameters[name]
-        return gather_parts(value, self._lengths(name), self.shard_group, like=parameter).view(parameter.shape)
+        return gather_parts(value, self._lengths(name), self.shard_group, like=parameter).view(
+            parameter.shape
+        )
 
     def weight(self, name: str) -> Tensor:
         """See Layout. One all-gather."""

@@ -25,7 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.parallel.collectives import Started, all_reduce_, start_all_reduce_, start_reduce_scatter_own_part_
+from megatron_lite.parallel.collectives import (
+    Started,
+    all_reduce_,
+    start_all_reduce_,
+    start_reduce_scatter_own_part_,
+)
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 
@@ -41,8 +46,16 @@ class Bucket:
     awaited: the parameters whose last gradient of the step has not arrived.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, device: torch.device, rank: int, shards: int) -> None:
-        ordered = sorted(parameters.items(), key=lambda item: not spec_of(item[1]).sum_grad_over_tp)  # stable
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        device: torch.device,
+        rank: int,
+        shards: int,
+    ) -> None:
+        # stable
+        ordered = sorted(parameters.items(), key=lambda item: not spec_of(item[1]).sum_grad_over_tp)
         self.places: dict[str, slice] = {}
         self.num_partial = total = 0
         for name, parameter in ordered:
@@ -53,7 +66,9 @@ class Bucket:
         # Every rank's share must be equally long, and each must start at an aligned element.
         total = _round_up(total, ALIGNMENT * shards) if shards > 1 else total
         self.tied = any(spec_of(parameter).tied for parameter in parameters.values())
-        self.flat = torch.zeros(total, dtype=torch.promote_types(torch.float32, ordered[0][1].dtype), device=device)
+        self.flat = torch.zeros(
+            total, dtype=torch.promote_types(torch.float32, ordered[0][1].dtype), device=device
+        )
         self.own = slice(rank * total // shards, (rank + 1) * total // shards)
         self.awaited = set(parameters)
         self.started: Started | None = None
@@ -77,14 +92,25 @@ class GradBuffer:
     own_norm: see Gradients. It costs another pass over the gradients, so it needs `watch`.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], parallel: ParallelState,
-                 config: DataParallelConfig | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        parallel: ParallelState,
+        config: DataParallelConfig | None = None,
+    ) -> None:
         self._parallel, self._config = parallel, config or DataParallelConfig()
         self._overlaps = self._config.overlap_grad_reduce and parallel.dp_cp_group is not None
         self.shards = parallel.dp_cp_size if self._config.use_distributed_optimizer else 1
         size = self._config.bucket_size(parallel.dp_cp_size) if self._overlaps else None
-        self.buckets = [Bucket(chosen, device=parallel.device, rank=parallel.dp_cp_rank if self.shards > 1 else 0,
-                               shards=self.shards) for chosen in _by_bucket(parameters, size)]
+        self.buckets = [
+            Bucket(
+                chosen,
+                device=parallel.device,
+                rank=parallel.dp_cp_rank if self.shards > 1 else 0,
+                shards=self.shards,
+            )
+            for chosen in _by_bucket(parameters, size)
+        ]
         self._parameters = dict(parameters)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
         self.grads: dict[str, Tensor] = {}
@@ -117,7 +143,11 @@ class GradBuffer:
         parameters: None for all.
         """
         if self._overlaps:
-            self._last.update(self._names.values() if parameters is None else (self._names[one] for one in parameters))
+            self._last.update(
+                self._names.values()
+                if parameters is None
+                else (self._names[one] for one in parameters)
+            )
 
     def reduce_(self) -> None:
         """Completes the gradients after the last backward.
@@ -154,12 +184,15 @@ class GradBuffer:
         for bucket in self.buckets:
             first, last, _ = (bucket.own if part is None else part).indices(bucket.flat.numel())
             if first < bucket.num_partial:
-                all_reduce_(bucket.flat[first : min(last, bucket.num_partial)], self._parallel.tp_group)
+                all_reduce_(
+                    bucket.flat[first : min(last, bucket.num_partial)], self._parallel.tp_group
+                )
             if bucket.tied:
                 all_reduce_(bucket.flat[first:last], self._parallel.embedding_group)
 
     def _accumulate(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
         """Registers the hook that puts every gradient of the parameter into the view."""
+
         # For a 16-bit parameter in a torch without grad_dtype: `.grad` has the parameter's dtype,
         # so the hook adds it to the float32 view and frees it.
         def add_and_drop(owner: Tensor) -> None:
@@ -191,11 +224,17 @@ class GradBuffer:
         """
         bucket = self.bucket_of[name]
         if bucket.started is not None:
-            raise RuntimeError(f"--overlap-grad-reduce: another gradient of {name} came after its bucket was sent: a parameter "
-                               "must get all of its gradient at once in the last micro-batch of a step")
+            raise RuntimeError(
+                f"--overlap-grad-reduce: another gradient of {name} came after its bucket was "
+                "sent: a parameter "
+                "must get all of its gradient at once in the last micro-batch of a step"
+            )
         if name in self._last:
             bucket.awaited.discard(name)
-            while self._num_started < len(self.buckets) and not self.buckets[self._num_started].awaited:
+            while (
+                self._num_started < len(self.buckets)
+                and not self.buckets[self._num_started].awaited
+            ):
                 self._watch(self.buckets[self._num_started])
                 self._start(self.buckets[self._num_started])
                 self._num_started += 1
@@ -210,7 +249,11 @@ class GradBuffer:
         It is a reduce-scatter with a distributed optimizer, else an all-reduce.
         """
         group = self._parallel.dp_cp_group
-        sent = bucket.flat.bfloat16() if self._config.grad_reduce_in_bf16 and group is not None else bucket.flat
+        sent = (
+            bucket.flat.bfloat16()
+            if self._config.grad_reduce_in_bf16 and group is not None
+            else bucket.flat
+        )
         if group is not None and self.shards > 1:
             bucket.started = start_reduce_scatter_own_part_(sent, group)
         else:
@@ -224,7 +267,9 @@ class GradBuffer:
         bucket.started, bucket.awaited = None, set(bucket.places)
 
 
-def _by_bucket(parameters: Mapping[str, nn.Parameter], size: int | None) -> list[dict[str, nn.Parameter]]:
+def _by_bucket(
+    parameters: Mapping[str, nn.Parameter], size: int | None
+) -> list[dict[str, nn.Parameter]]:
     """Splits the parameters into buckets.
 
     size: None puts all into one bucket. Otherwise the parameters go in reverse order, and a bucket
@@ -241,7 +286,11 @@ def _by_bucket(parameters: Mapping[str, nn.Parameter], size: int | None) -> list
         buckets[-1][name] = parameter
     # On the first stage the embedding's gradient arrives last, so its bucket comes last. The two
     # stages reduce over different groups of ranks, so their orders need not match.
-    return [bucket for bucket in (*buckets, *({name: parameter} for name, parameter in tied.items())) if bucket]
+    return [
+        bucket
+        for bucket in (*buckets, *({name: parameter} for name, parameter in tied.items()))
+        if bucket
+    ]
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -30,8 +30,14 @@ class Norms(NamedTuple):
     pieces: Tensor
 
 
-def global_norms(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState, shard_group: ProcessGroup | None, *,
-                 loss: Tensor | None = None) -> Norms:
+def global_norms(
+    pieces: Sequence[Piece],
+    values: Sequence[Tensor],
+    parallel: ParallelState,
+    shard_group: ProcessGroup | None,
+    *,
+    loss: Tensor | None = None,
+) -> Norms:
     """Returns the true 2-norm of the pieces' `values` (gradients, or the masters themselves).
 
     The norm is NaN or infinite if any value of any rank is, or the loss (0-d) of any rank.
@@ -40,19 +46,33 @@ def global_norms(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: Pa
     number over this group, over the TP group and over the pipeline each.
     """
     norms = torch._foreach_norm(list(values)) if values else ()
-    counted = [norm for piece, norm in zip(pieces, norms, strict=True) if _counts_here(piece.spec, parallel)]
-    others = [norm for piece, norm in zip(pieces, norms, strict=True) if not _counts_here(piece.spec, parallel)]
+    counted = [
+        norm
+        for piece, norm in zip(pieces, norms, strict=True)
+        if _counts_here(piece.spec, parallel)
+    ]
+    others = [
+        norm
+        for piece, norm in zip(pieces, norms, strict=True)
+        if not _counts_here(piece.spec, parallel)
+    ]
     empty = torch.zeros(1, device=parallel.device)
     total = (torch.stack(counted) if counted else empty).square().sum()
     if others:
         total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN if one is not finite
     if loss is not None:
         total = total + loss.to(total.dtype) * 0.0
-    return Norms(_sum_over_model(total, parallel, shard_group).sqrt(), torch.stack(norms) if norms else empty)
+    return Norms(
+        _sum_over_model(total, parallel, shard_group).sqrt(), torch.stack(norms) if norms else empty
+    )
 
 
-def count_zeros(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: ParallelState,
-                shard_group: ProcessGroup | None) -> Tensor:
+def count_zeros(
+    pieces: Sequence[Piece],
+    values: Sequence[Tensor],
+    parallel: ParallelState,
+    shard_group: ProcessGroup | None,
+) -> Tensor:
     """Returns how many elements of the values are 0, over the whole model without padding.
 
     The number is 0-d int64. The function issues the same all-reduces as `global_norms`.
@@ -65,7 +85,9 @@ def count_zeros(pieces: Sequence[Piece], values: Sequence[Tensor], parallel: Par
     return _sum_over_model(zeros, parallel, shard_group)
 
 
-def _sum_over_model(value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None) -> Tensor:
+def _sum_over_model(
+    value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None
+) -> Tensor:
     for group in (shard_group, parallel.tp_group, parallel.pp_group):
         value = all_reduce_(value, group)
     return value
@@ -78,9 +100,16 @@ def _without_padding(piece: Piece, value: Tensor, parallel: ParallelState) -> li
         return [value]
     assert spec.tp_dim == 0, "a vocabulary is padded along dim 0"
     row = math.prod(spec.global_shape[1:])
-    ranges = [(max(span.local_start * row, piece.start), min((span.local_start + span.length) * row, piece.stop))
-              for span in spec.spans(parallel.tp_rank, parallel.tp_size)]
-    return [value[start - piece.start : stop - piece.start] for start, stop in ranges if start < stop]
+    ranges = [
+        (
+            max(span.local_start * row, piece.start),
+            min((span.local_start + span.length) * row, piece.stop),
+        )
+        for span in spec.spans(parallel.tp_rank, parallel.tp_size)
+    ]
+    return [
+        value[start - piece.start : stop - piece.start] for start, stop in ranges if start < stop
+    ]
 
 
 def _counts_here(spec: ParameterSpec, parallel: ParallelState) -> bool:

@@ -56,8 +56,11 @@ class LossScaleState:
             scale = plain.finite(found, "scale")
             if not 0.0 < scale <= torch.finfo(torch.float32).max:
                 raise ValueError(f"scale must be above 0 and within float32 (got {scale})")
-            return cls(scale=scale, good_steps=plain.whole(found, "good_steps", 0, MOST_STEPS),
-                       patience=plain.whole(found, "patience", -MOST_STEPS, MOST_STEPS))
+            return cls(
+                scale=scale,
+                good_steps=plain.whole(found, "good_steps", 0, MOST_STEPS),
+                patience=plain.whole(found, "patience", -MOST_STEPS, MOST_STEPS),
+            )
         except ValueError as error:
             raise ValueError(f"no state of a loss scale: {error}") from error
 
@@ -75,8 +78,15 @@ class LossScale:
     def __init__(self, config: LossScaleConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self.is_dynamic = config.loss_scale is None
-        self._set(config.initial_loss_scale if config.loss_scale is None else config.loss_scale, 0, config.hysteresis)
-        self.minimum = torch.tensor(config.min_loss_scale).item() if self.is_dynamic else self.scale.item()  # in float32
+        self._set(
+            config.initial_loss_scale if config.loss_scale is None else config.loss_scale,
+            0,
+            config.hysteresis,
+        )
+        # in float32
+        self.minimum = (
+            torch.tensor(config.min_loss_scale).item() if self.is_dynamic else self.scale.item()
+        )
 
     def inverse(self) -> Tensor:
         """Returns 1 / scale, in float32 like Megatron's."""
@@ -95,7 +105,11 @@ class LossScale:
         # `>=`, since a run resumed with a shorter window may start beyond it.
         grows = good_steps >= int(self._config.loss_scale_window)
         lowered = (self.scale * BACKOFF_FACTOR).clamp(min=self.minimum)
-        self.scale = torch.where(bad & (patience <= 0), lowered, torch.where(grows, self.scale * GROWTH_FACTOR, self.scale))
+        self.scale = torch.where(
+            bad & (patience <= 0),
+            lowered,
+            torch.where(grows, self.scale * GROWTH_FACTOR, self.scale),
+        )
         self._good_steps = good_steps.masked_fill(grows, 0)
         self._patience = patience.masked_fill(grows, self._config.hysteresis)
 
@@ -103,7 +117,9 @@ class LossScale:
         """Returns the state for `restore`; None for a constant scale. Waits for the device."""
         if not self.is_dynamic:
             return None
-        return LossScaleState(scale=self.scale.item(), good_steps=int(self._good_steps), patience=int(self._patience))
+        return LossScaleState(
+            scale=self.scale.item(), good_steps=int(self._good_steps), patience=int(self._patience)
+        )
 
     def restore(self, state: LossScaleState | None) -> None:
         """Continues from a state. Does nothing if the scale is constant or the state is None."""
@@ -112,4 +128,6 @@ class LossScale:
 
     def _set(self, scale: float, good_steps: int, patience: int) -> None:
         self.scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
-        self._good_steps, self._patience = (torch.tensor(number, device=self._device) for number in (good_steps, patience))
+        self._good_steps, self._patience = (
+            torch.tensor(number, device=self._device) for number in (good_steps, patience)
+        )

@@ -44,18 +44,34 @@ class Muon:
     over the TP ranks, of bfloat16 unless `--muon-fp32-matmul-prec high`.
     """
 
-    def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec], config: OptimizerConfig,
-                 parallel: ParallelState) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        specs: Mapping[str, ParameterSpec],
+        config: OptimizerConfig,
+        parallel: ParallelState,
+    ) -> None:
         self._layout, self._config = layout, config
         self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
         self._scale = chosen("--muon-scale-mode", config.muon_scale_mode, SCALES)
-        self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(config.muon_num_ns_steps)
+        self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(
+            config.muon_num_ns_steps
+        )
         self._matrices = {name: spec for name, spec in specs.items() if spec.matrices}
-        self._pieces = {piece.name: piece for piece in layout.pieces if piece.name in self._matrices}
-        self._adam = AdamW((piece for piece in layout.pieces if piece.name not in self._matrices), config, parallel.device)
+        self._pieces = {
+            piece.name: piece for piece in layout.pieces if piece.name in self._matrices
+        }
+        self._adam = AdamW(
+            (piece for piece in layout.pieces if piece.name not in self._matrices),
+            config,
+            parallel.device,
+        )
         self.states: dict[str, dict[str, Tensor]] = {
-            piece.name: {MOMENTUM: torch.zeros_like(piece.master)} if piece.name in self._matrices
-            else self._adam.states[piece.name] for piece in layout.pieces}
+            piece.name: {MOMENTUM: torch.zeros_like(piece.master)}
+            if piece.name in self._matrices
+            else self._adam.states[piece.name]
+            for piece in layout.pieces
+        }
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         """See UpdateRule."""
@@ -68,11 +84,19 @@ class Muon:
         stays = skipped.bool()
         for name, spec in self._matrices.items():
             piece = self._pieces.get(name)
-            direction = self._layout.whole(name, None if piece is None else self._direction(piece, stays))
+            direction = self._layout.whole(
+                name, None if piece is None else self._direction(piece, stays)
+            )
             if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
                 continue
-            update = self._update(direction, spec).reshape(-1)[piece.start : piece.stop].view(piece.master.shape)
-            moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(update, alpha=-learning_rate)
+            update = (
+                self._update(direction, spec)
+                .reshape(-1)[piece.start : piece.stop]
+                .view(piece.master.shape)
+            )
+            moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
+                update, alpha=-learning_rate
+            )
             torch.where(stays, piece.master, moved, out=piece.master)
 
     def set_num_updates(self, number: int) -> None:
@@ -81,14 +105,19 @@ class Muon:
 
     def _direction(self, piece: Piece, stays: Tensor) -> Tensor:
         """Moves the momentum, unless the step is skipped. Returns this piece's direction."""
-        grad, momentum, beta = piece.grad, self.states[piece.name][MOMENTUM], self._config.muon_momentum
+        grad, momentum, beta = (
+            piece.grad,
+            self.states[piece.name][MOMENTUM],
+            self._config.muon_momentum,
+        )
         torch.where(stays, momentum, momentum.lerp(grad, 1.0 - beta), out=momentum)
         return grad.lerp(momentum, beta) if self._config.muon_nesterov else momentum
 
     def _update(self, direction: Tensor, spec: ParameterSpec) -> Tensor:
         """Returns the update of a direction. Both are this TP rank's shard, [m, n]."""
         rows = spec.matrices if self._config.muon_split_qkv else (1,)
-        parts = direction.view(-1, sum(rows), direction.shape[1]).split(rows, 1)  # [groups, rows of one matrix in each, n]
+        # [groups, rows of one matrix in each, n]
+        parts = direction.view(-1, sum(rows), direction.shape[1]).split(rows, 1)
         updates = [self._scaled(part.flatten(0, 1), spec.tp_dim).view(part.shape) for part in parts]
         return torch.cat(updates, 1).view(direction.shape)
 
@@ -99,7 +128,9 @@ class Muon:
         orthogonal = orthogonalize(whole := _gathered(iterated, tp_dim, group), self._steps)
         if group is not None and tp_dim is not None:
             orthogonal = orthogonal.chunk(group.size(), tp_dim)[group.rank()]
-        return orthogonal.to(shard.dtype) * (self._scale(*whole.shape) * self._config.muon_extra_scale_factor)
+        return orthogonal.to(shard.dtype) * (
+            self._scale(*whole.shape) * self._config.muon_extra_scale_factor
+        )
 
 
 def _gathered(shard: Tensor, tp_dim: int | None, group: ProcessGroup | None) -> Tensor:
@@ -108,4 +139,8 @@ def _gathered(shard: Tensor, tp_dim: int | None, group: ProcessGroup | None) -> 
     Rows may stand in another order than in the global weight, as gate and up do under swiglu.
     That is harmless: orthogonalizing commutes with a permutation of rows.
     """
-    return all_gather_first_dim(shard.T, group).T if tp_dim == 1 else all_gather_first_dim(shard, group)
+    return (
+        all_gather_first_dim(shard.T, group).T
+        if tp_dim == 1
+        else all_gather_first_dim(shard, group)
+    )

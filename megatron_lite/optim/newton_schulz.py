@@ -30,13 +30,24 @@ class Coefficients(NamedTuple):
 # Keller Jordan, kellerjordan.github.io/posts/muon: the steepest polynomial at 0, in every step.
 SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),)
 # leloykun.github.io/ponder/muon-opt-coeffs: five steps to a narrow band of singular values.
-QUINTIC = (Coefficients(4.0848, -6.8946, 2.9270), Coefficients(3.9505, -6.3029, 2.6377), Coefficients(3.7418, -5.5913, 2.3037),
-           Coefficients(2.8769, -3.1427, 1.2046), Coefficients(2.8366, -3.0525, 1.2012))
+QUINTIC = (
+    Coefficients(4.0848, -6.8946, 2.9270),
+    Coefficients(3.9505, -6.3029, 2.6377),
+    Coefficients(3.7418, -5.5913, 2.3037),
+    Coefficients(2.8769, -3.1427, 1.2046),
+    Coefficients(2.8366, -3.0525, 1.2012),
+)
 # arXiv 2505.16932, with its safety factor of 1.01: the last step repeats.
-POLAR_EXPRESS = (Coefficients(8.2051, -22.9019, 16.4607), Coefficients(4.0664, -2.8612, 0.5184),
-                 Coefficients(3.9096, -2.8234, 0.5250), Coefficients(3.2856, -2.4153, 0.4853),
-                 Coefficients(2.2779, -1.6198, 0.3985), Coefficients(1.8726, -1.2307, 0.3585),
-                 Coefficients(1.8564, -1.2132, 0.3568), Coefficients(1.8750, -1.2500, 0.3750))
+POLAR_EXPRESS = (
+    Coefficients(8.2051, -22.9019, 16.4607),
+    Coefficients(4.0664, -2.8612, 0.5184),
+    Coefficients(3.9096, -2.8234, 0.5250),
+    Coefficients(3.2856, -2.4153, 0.4853),
+    Coefficients(2.2779, -1.6198, 0.3985),
+    Coefficients(1.8726, -1.2307, 0.3585),
+    Coefficients(1.8564, -1.2132, 0.3568),
+    Coefficients(1.8750, -1.2500, 0.3750),
+)
 # By the name of --muon-coefficient-type: the coefficients of the first so many steps.
 STEPS: Mapping[str, Callable[[int], tuple[Coefficients, ...]]] = {
     "simple": lambda number: SIMPLE * number,

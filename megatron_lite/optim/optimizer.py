@@ -36,7 +36,9 @@ from megatron_lite.parallel.state import ParallelState
 
 # By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
 # which the rank has no piece.
-NewRule = Callable[[Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState], UpdateRule]
+NewRule = Callable[
+    [Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState], UpdateRule
+]
 RULES: Mapping[str, NewRule] = {"adam": AdamW.of, "muon": Muon}
 
 
@@ -62,9 +64,16 @@ class Optimizer:
     spikes: decides whether a loss is a spike; None: no loss is one.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: ParallelState,
-                 data_parallel: DataParallelConfig | None = None, *, loss_scale: LossScale | None = None,
-                 spikes: SpikeGuard | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        parallel: ParallelState,
+        data_parallel: DataParallelConfig | None = None,
+        *,
+        loss_scale: LossScale | None = None,
+        spikes: SpikeGuard | None = None,
+    ) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
         self.loss_scale, self.spikes = loss_scale, spikes
@@ -105,14 +114,18 @@ class Optimizer:
         grads = [piece.grad for piece in self._pieces]
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, self.loss_scale.inverse())
-        grad_norm, piece_norms = global_norms(self._pieces, grads, self._parallel, self.layout.shard_group, loss=loss)
+        grad_norm, piece_norms = global_norms(
+            self._pieces, grads, self._parallel, self.layout.shard_group, loss=loss
+        )
         # `skipped` stays on the device: reading it would make the host wait for backward. A spike
         # must not lower the loss scale, so the scale is updated before the spike is judged.
         skipped = torch.isfinite(grad_norm).logical_not().float()
         if self.loss_scale is not None:
             self.loss_scale.update(skipped)
         if self.spikes is not None and loss is not None:
-            skipped = self.spikes.judge(all_reduce(loss, self._parallel.tp_group, dist.ReduceOp.MAX), skipped)
+            skipped = self.spikes.judge(
+                all_reduce(loss, self._parallel.tp_group, dist.ReduceOp.MAX), skipped
+            )
         # A norm that is not finite spoils the gradients here. That is harmless: the rule skips the
         # step, and the next step begins with new gradients.
         if self._clip_grad > 0.0 and grads:
@@ -136,11 +149,21 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """Returns the 2-norm of all weights, 0-d."""
-        return global_norms(self._pieces, [piece.master for piece in self._pieces], self._parallel, self.layout.shard_group).whole
+        return global_norms(
+            self._pieces,
+            [piece.master for piece in self._pieces],
+            self._parallel,
+            self.layout.shard_group,
+        ).whole
 
     def num_zeros_in_grad(self) -> Tensor:
         """Returns the number of zeros in the gradients of the last step, 0-d int64."""
-        return count_zeros(self._pieces, [piece.grad for piece in self._pieces], self._parallel, self.layout.shard_group)
+        return count_zeros(
+            self._pieces,
+            [piece.grad for piece in self._pieces],
+            self._parallel,
+            self.layout.shard_group,
+        )
 
     def weight(self, name: str) -> Tensor:
         """Returns a whole parameter in the model's dtype, as a checkpoint holds it.

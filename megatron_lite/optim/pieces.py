@@ -132,13 +132,21 @@ class Layout(Protocol):
         """Overwrites a weight with a whole tensor, and its master without rounding."""
 
 
-def new_piece(name: str, parameter: nn.Parameter, master: Tensor, *, start: int, stop: int) -> Piece:
+def new_piece(
+    name: str, parameter: nn.Parameter, master: Tensor, *, start: int, stop: int
+) -> Piece:
     """Returns a piece of a parameter.
 
     By Megatron's rule biases and one-dimensional parameters (norms) do not decay.
     """
-    return Piece(name=name, spec=spec_of(parameter), start=start, stop=stop, master=master,
-                 decays=parameter.dim() > 1 and not name.endswith(".bias"))
+    return Piece(
+        name=name,
+        spec=spec_of(parameter),
+        start=start,
+        stop=stop,
+        master=master,
+        decays=parameter.dim() > 1 and not name.endswith(".bias"),
+    )
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
@@ -146,7 +154,9 @@ def is_rounded(dtype: torch.dtype) -> bool:
     return torch.promote_types(dtype, torch.float32) != dtype
 
 
-def gather_parts(part: Tensor | None, lengths: Sequence[int], group: ProcessGroup, *, like: Tensor) -> Tensor:
+def gather_parts(
+    part: Tensor | None, lengths: Sequence[int], group: ProcessGroup, *, like: Tensor
+) -> Tensor:
     """Returns the parts of all ranks one after the other: [sum of lengths].
 
     The function issues one all-gather of parts padded to the longest length.

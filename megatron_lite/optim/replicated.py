@@ -17,23 +17,31 @@ class Replicated:
     It issues one all-reduce for each bucket of gradients, and no collective after the step.
     """
 
-    def __init__(self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> None:
+    def __init__(
+        self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig
+    ) -> None:
         self._parameters = dict(model.named_parameters())
         self.shard_group, self.replicates_weights = None, True
         self.gradients = GradBuffer(self._parameters, parallel, config)
         masters = {name: _master_of(parameter) for name, parameter in self._parameters.items()}
         for name, master in masters.items():
             master.grad = self.gradients.grads[name]
-        self.pieces = [new_piece(name, parameter, masters[name], start=0, stop=parameter.numel())
-                       for name, parameter in self._parameters.items()]
-        self._rounded = {name: master for name, master in masters.items() if master is not self._parameters[name]}
+        self.pieces = [
+            new_piece(name, parameter, masters[name], start=0, stop=parameter.numel())
+            for name, parameter in self._parameters.items()
+        ]
+        self._rounded = {
+            name: master for name, master in masters.items() if master is not self._parameters[name]
+        }
         self.keeps_masters = bool(self._rounded)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds the masters of a 16-bit model into its parameters."""
         if self._rounded:
-            torch._foreach_copy_([self._parameters[name] for name in self._rounded], list(self._rounded.values()))
+            torch._foreach_copy_(
+                [self._parameters[name] for name in self._rounded], list(self._rounded.values())
+            )
 
     def finish(self) -> None:
         """Does nothing, because `publish` starts no collective."""

@@ -37,7 +37,9 @@ class MeanLossState:
         try:
             found = plain.as_object(values, "mean_loss")
             plain.check_names(found, [field.name for field in fields(cls)], "mean_loss")
-            return cls(mean=plain.finite(found, "mean"), count=plain.whole(found, "count", 0, WINDOW))
+            return cls(
+                mean=plain.finite(found, "mean"), count=plain.whole(found, "count", 0, WINDOW)
+            )
         except ValueError as error:
             raise ValueError(f"no running mean of a loss: {error}") from error
 
@@ -63,7 +65,9 @@ class SpikeGuard:
         skipped: 0-d, 1.0 if the update is skipped for another reason, else 0.0.
         """
         loss = loss.double()
-        skipped = torch.maximum(skipped, ((self._count >= SETTLED) & (loss > self.ratio * self.mean)).float())
+        skipped = torch.maximum(
+            skipped, ((self._count >= SETTLED) & (loss > self.ratio * self.mean)).float()
+        )
         count = (self._count + 1).clamp(max=WINDOW)
         moved = self.mean + (loss - self.mean) / count
         self.mean = torch.where(skipped.bool(), self.mean, moved)

@@ -59,25 +59,37 @@ class _Weights:
 class Zero1:
     """The Layout of ZeRO-1. A step issues one reduce-scatter and one all-gather for each bucket."""
 
-    def __init__(self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> None:
+    def __init__(
+        self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig
+    ) -> None:
         assert parallel.dp_cp_group is not None
         self._parameters = dict(model.named_parameters())
         self._rank, self.shard_group = parallel.dp_cp_rank, parallel.dp_cp_group
         self._overlaps, self.replicates_weights = config.overlap_param_gather, True
         self.gradients = GradBuffer(self._parameters, parallel, config)
         with torch.no_grad():
-            self._weights = {id(bucket): _Weights(bucket, self._parameters) for bucket in self.gradients.buckets}
-        self.keeps_masters = any(weights.masters is not weights.own for weights in self._weights.values())
+            self._weights = {
+                id(bucket): _Weights(bucket, self._parameters) for bucket in self.gradients.buckets
+            }
+        self.keeps_masters = any(
+            weights.masters is not weights.own for weights in self._weights.values()
+        )
         self.pieces = []
         for name, parameter in self._parameters.items():
             bucket = self.gradients.bucket_of[name]
             # The share's border may cut the parameter, or leave this rank none of it.
             part = bucket.own_part(name)
             if part.start < part.stop:
-                place = slice(bucket.places[name].start + part.start, bucket.places[name].start + part.stop)
-                master = self._of(name).masters[place.start - bucket.own.start : place.stop - bucket.own.start]
+                place = slice(
+                    bucket.places[name].start + part.start, bucket.places[name].start + part.stop
+                )
+                master = self._of(name).masters[
+                    place.start - bucket.own.start : place.stop - bucket.own.start
+                ]
                 master.grad = bucket.flat[place]
-                self.pieces.append(new_piece(name, parameter, master, start=part.start, stop=part.stop))
+                self.pieces.append(
+                    new_piece(name, parameter, master, start=part.start, stop=part.stop)
+                )
         if self._overlaps:
             self._wait_before_use(model)
 
@@ -103,7 +115,9 @@ class Zero1:
         bucket, parameter = self.gradients.bucket_of[name], self._parameters[name]
         parts = [bucket.own_part(name, rank) for rank in range(self.shard_group.size())]
         lengths = [max(part.stop - part.start, 0) for part in parts]
-        return gather_parts(value, lengths, self.shard_group, like=bucket.flat).view(parameter.shape)
+        return gather_parts(value, lengths, self.shard_group, like=bucket.flat).view(
+            parameter.shape
+        )
 
     def weight(self, name: str) -> Tensor:
         """Returns the parameter itself, once its gather is complete."""
@@ -129,7 +143,9 @@ class Zero1:
         """
         names = {parameter: name for name, parameter in self._parameters.items()}
         for module in model.modules():
-            awaited = list(dict.fromkeys(self._of(names[one]) for one in module.parameters(recurse=False)))
+            awaited = list(
+                dict.fromkeys(self._of(names[one]) for one in module.parameters(recurse=False))
+            )
             if awaited:
                 module.register_forward_pre_hook(partial(_finish_before_forward, awaited))
                 module.__dict__[READER] = partial(_finish_and_read, awaited, module)

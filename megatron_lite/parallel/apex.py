@@ -31,8 +31,11 @@ from megatron_lite.config.checks import InputError
 DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
 # Releases of apex have put their extension modules at the top level or inside the package.
 FOLDERS = ("", "apex._extensions.")
-INSTALL = ("install NVIDIA's apex (in a clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v "
-           "--no-build-isolation . ; the apex on PyPI is another package; see docs/apex.md)")
+INSTALL = (
+    "install NVIDIA's apex (in a clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
+    "APEX_CUDA_EXT=1 pip install -v "
+    "--no-build-isolation . ; the apex on PyPI is another package; see docs/apex.md)"
+)
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,24 @@ def weight_gradient_kernel(device_type: str) -> Kernel:
 
 def layer_norm(device_type: str) -> Kernel:
     """Finds the autograd Function of (input, weight, bias, normalized_shape, eps)."""
-    return _needs("fused_layer_norm_cuda", ("forward_affine", "backward_affine"), device_type,
-                  "apex.normalization.fused_layer_norm", "FusedLayerNormAffineFunction")
+    return _needs(
+        "fused_layer_norm_cuda",
+        ("forward_affine", "backward_affine"),
+        device_type,
+        "apex.normalization.fused_layer_norm",
+        "FusedLayerNormAffineFunction",
+    )
 
 
 def rms_norm(device_type: str) -> Kernel:
     """Finds the autograd Function of (input, weight, normalized_shape, eps)."""
-    return _needs("fused_layer_norm_cuda", ("rms_forward_affine", "rms_backward_affine"), device_type,
-                  "apex.normalization.fused_layer_norm", "FusedRMSNormAffineFunction")
+    return _needs(
+        "fused_layer_norm_cuda",
+        ("rms_forward_affine", "rms_backward_affine"),
+        device_type,
+        "apex.normalization.fused_layer_norm",
+        "FusedRMSNormAffineFunction",
+    )
 
 
 def fused_adam(device_type: str) -> Kernel:
@@ -83,17 +96,28 @@ def fused_adam(device_type: str) -> Kernel:
     Its release must have a capturable mode, which can skip a step on the device without waiting for
     the device.
     """
-    kernel = _needs("amp_C", ("multi_tensor_adam", "multi_tensor_adam_capturable"), device_type, "apex.optimizers", "FusedAdam")
+    kernel = _needs(
+        "amp_C",
+        ("multi_tensor_adam", "multi_tensor_adam_capturable"),
+        device_type,
+        "apex.optimizers",
+        "FusedAdam",
+    )
     if kernel.value is not None and "capturable" not in inspect.signature(kernel.value).parameters:
-        return Kernel(reason="this release of apex is too old: its FusedAdam has no capturable mode, without which a step cannot "
-                             "be skipped on the device")
+        return Kernel(
+            reason="this release of apex is too old: its FusedAdam has no capturable mode, "
+            "without which a step cannot "
+            "be skipped on the device"
+        )
     return kernel
 
 
 def require(kernel: Kernel, flag: str) -> Any:
     """Returns the kernel's value. Raises InputError with the reason if it has none."""
     if kernel.value is None:
-        raise InputError(f"{flag} apex cannot be used: {kernel.reason}. Give {flag} torch, or {kernel.remedy}")
+        raise InputError(
+            f"{flag} apex cannot be used: {kernel.reason}. Give {flag} torch, or {kernel.remedy}"
+        )
     return kernel.value
 
 
@@ -104,7 +128,10 @@ def installed_package() -> Package:
     beside the program.
     """
     if (loaded := sys.modules.get("apex")) is not None:
-        folders, place = [str(folder) for folder in getattr(loaded, "__path__", ())], getattr(loaded, "__file__", None)
+        folders, place = (
+            [str(folder) for folder in getattr(loaded, "__path__", ())],
+            getattr(loaded, "__file__", None),
+        )
     else:
         try:
             spec = importlib.util.find_spec("apex")
@@ -113,7 +140,9 @@ def installed_package() -> Package:
         if spec is None or spec.origin is None:
             return Package("absent")
         folders, place = list(spec.submodule_search_locations or ()), spec.origin
-    is_nvidia = "apex.optimizers" in sys.modules or any((Path(folder) / "optimizers").is_dir() for folder in folders)
+    is_nvidia = "apex.optimizers" in sys.modules or any(
+        (Path(folder) / "optimizers").is_dir() for folder in folders
+    )
     return Package("nvidia" if is_nvidia else "other", folders[0] if folders else str(place))
 
 
@@ -122,11 +151,16 @@ def notice() -> str | None:
     package = installed_package()
     if package.kind != "other":
         return None
-    return (f"the package apex in {package.place} is not NVIDIA's and is not used: PyPI has an unrelated toolkit for Pyramid "
-            "under this name (docs/apex.md has how to install NVIDIA's)")
+    return (
+        f"the package apex in {package.place} is not NVIDIA's and is not used: PyPI has an "
+        "unrelated toolkit for Pyramid "
+        "under this name (docs/apex.md has how to install NVIDIA's)"
+    )
 
 
-def _needs(extension: str, symbols: Sequence[str], device_type: str, module: str, symbol: str) -> Kernel:
+def _needs(
+    extension: str, symbols: Sequence[str], device_type: str, module: str, symbol: str
+) -> Kernel:
     """Finds a symbol of one of apex's Python modules.
 
     The symbol works only if the extension module has all of `symbols` too.
@@ -142,10 +176,16 @@ def _needs(extension: str, symbols: Sequence[str], device_type: str, module: str
 def _found(device_type: str, extension: str, symbols: Sequence[str]) -> Kernel:
     """Finds the first of `symbols` in an extension module that has all of them."""
     if device_type != DEVICE_TYPE:
-        return Kernel(reason=f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}",
-                      remedy="run it on a GPU")
+        return Kernel(
+            reason=f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}",
+            remedy="run it on a GPU",
+        )
     kind = installed_package().kind
-    kernels = [_symbol(folder + extension, *symbols) for folder in FOLDERS if not folder or kind == "nvidia"]
+    kernels = [
+        _symbol(folder + extension, *symbols)
+        for folder in FOLDERS
+        if not folder or kind == "nvidia"
+    ]
     for kernel in kernels:
         if kernel.value is not None:
             return kernel
@@ -159,12 +199,18 @@ def _symbol(module_name: str, *symbols: str) -> Kernel:
     if isinstance(module, BaseException):
         error = " ".join(str(module).split()) or "no message"
         missing = isinstance(module, ModuleNotFoundError) and module.name == module_name
-        return Kernel(reason=f"apex is installed without {module_name}, as it is without its CUDA extensions" if missing else
-                             f"importing {module_name} fails ({type(module).__name__}: {error[:200]})")
+        return Kernel(
+            reason=f"apex is installed without {module_name}, as it is without its CUDA extensions"
+            if missing
+            else f"importing {module_name} fails ({type(module).__name__}: {error[:200]})"
+        )
     lacking = [symbol for symbol in symbols if getattr(module, symbol, None) is None]
     if lacking:
-        return Kernel(reason=f"{module_name} in {getattr(module, '__file__', None) or 'this environment'} has no "
-                             f"{' and no '.join(lacking)}: it is of another release of apex")
+        return Kernel(
+            reason=f"{module_name} in "
+            f"{getattr(module, '__file__', None) or 'this environment'} has no "
+            f"{' and no '.join(lacking)}: it is of another release of apex"
+        )
     return Kernel(getattr(module, symbols[0]))
 
 
@@ -184,4 +230,8 @@ def _exists(name: str) -> bool:
 
 def _without_package() -> str:
     package = installed_package()
-    return f"the package apex in {package.place} is not NVIDIA's" if package.kind == "other" else "NVIDIA apex is not installed"
+    return (
+        f"the package apex in {package.place} is not NVIDIA's"
+        if package.kind == "other"
+        else "NVIDIA apex is not installed"
+    )

@@ -41,8 +41,12 @@ class ContextParallel:
     def positions_by_rank(self, num_tokens: int, device: torch.device) -> Tensor:
         """Returns the position of every token of every rank, [c, num_tokens] int64."""
         places = torch.arange(self.size * num_tokens, device=device)
-        return torch.stack([select(places, spans_of(self.size * num_tokens, rank=rank, size=self.size), 0)
-                            for rank in range(self.size)])
+        return torch.stack(
+            [
+                select(places, spans_of(self.size * num_tokens, rank=rank, size=self.size), 0)
+                for rank in range(self.size)
+            ]
+        )
 
 
 def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
@@ -54,7 +58,9 @@ def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
         return (slice(0, seq_length),)
     assert seq_length % (2 * size) == 0, (seq_length, size)
     length = seq_length // (2 * size)
-    return tuple(slice(chunk * length, (chunk + 1) * length) for chunk in (rank, 2 * size - 1 - rank))
+    return tuple(
+        slice(chunk * length, (chunk + 1) * length) for chunk in (rank, 2 * size - 1 - rank)
+    )
 
 
 def part_of(spans: Sequence[slice], start: int, length: int) -> tuple[slice, ...]:
@@ -73,4 +79,6 @@ def part_of(spans: Sequence[slice], start: int, length: int) -> tuple[slice, ...
 
 def select(tensor: Tensor, spans: Sequence[slice], dim: int) -> Tensor:
     """Returns a contiguous copy of the spans of `dim`, one after the other."""
-    return torch.cat([tensor.narrow(dim, span.start, span.stop - span.start) for span in spans], dim)
+    return torch.cat(
+        [tensor.narrow(dim, span.start, span.stop - span.start) for span in spans], dim
+    )

@@ -44,22 +44,29 @@ def results_may_be_kept() -> bool:
     """
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, (KeepsResults, _CachingTorchDispatchMode, _CachedTorchDispatchMode))
-        for mode in _get_current_dispatch_mode_stack())
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
-def all_reduce_(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce_(
+    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Reduces contiguous `tensor` over the group in place and returns it.
 
     Each of the n ranks moves 2(n-1)/n of the tensor's bytes.
     """
     if group is not None:
-        assert not results_may_be_kept(), "a selective checkpoint does not see what a collective writes in place: use all_reduce"
+        assert not results_may_be_kept(), (
+            "a selective checkpoint does not see what a collective writes in place: use all_reduce"
+        )
         with WAITING:
             dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
-def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(
+    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
     """Returns the reduction of `tensor` over the group as a new tensor.
 
     For a group of one rank it returns the tensor itself.
@@ -67,7 +74,9 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.Red
     if group is None:
         return tensor
     if results_may_be_kept():
-        return _waited(_functional.all_reduce(tensor.contiguous(), op.name.lower(), group.group_name))
+        return _waited(
+            _functional.all_reduce(tensor.contiguous(), op.name.lower(), group.group_name)
+        )
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
@@ -88,7 +97,9 @@ class Started(NamedTuple):
 
 def start_all_reduce_(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins to sum contiguous `tensor` over the group, in place."""
-    return Started(tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True))
+    return Started(
+        tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+    )
 
 
 def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
@@ -107,7 +118,9 @@ def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -
     _check_divisible(tensor, group)
     operand = tensor.contiguous()
     scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    return Started(scattered, _reduce_scatter(scattered, operand, group=group, async_op=True), operand)
+    return Started(
+        scattered, _reduce_scatter(scattered, operand, group=group, async_op=True), operand
+    )
 
 
 def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Started:
@@ -137,7 +150,9 @@ def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     Each rank receives (size - 1) shards.
     """
     if group is not None and results_may_be_kept():
-        return _waited(_functional.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
+        return _waited(
+            _functional.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
+        )
     return start_all_gather_first_dim(tensor, group).wait()
 
 
@@ -148,7 +163,11 @@ def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tens
     """
     if group is not None and results_may_be_kept():
         _check_divisible(tensor, group)
-        return _waited(_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", group.size(), group.group_name))
+        return _waited(
+            _functional.reduce_scatter_tensor(
+                tensor.contiguous(), "sum", group.size(), group.group_name
+            )
+        )
     return start_reduce_scatter_first_dim(tensor, group).wait()
 
 
@@ -200,7 +219,9 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
         return [data]
     lengths = all_gather_first_dim(torch.tensor([len(data)]), group).tolist()
     padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    padded[: len(data)] = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+    )
     rows = all_gather_first_dim(padded, group).view(len(lengths), -1)
     return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
@@ -215,7 +236,10 @@ def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int 
 
 def _check_divisible(tensor: Tensor, group: ProcessGroup) -> None:
     if tensor.shape[0] % group.size():
-        raise ValueError(f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group size {group.size()}")
+        raise ValueError(
+            f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group "
+            f"size {group.size()}"
+        )
 
 
 def _is_staged(tensor: Tensor) -> bool:

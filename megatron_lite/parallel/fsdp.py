@@ -27,7 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.parallel.fsdp_buffers import UnitGradients, bound_buffers_
@@ -53,8 +58,15 @@ class Wrapping:
     reshard_after_forward: bool = True
 
 
-def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, compute_dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None, forward_methods: Sequence[str] = ()) -> None:
+def fully_shard_(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    wrapping: Wrapping,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    forward_methods: Sequence[str] = (),
+) -> None:
     """Shards every parameter of `model` over the d ranks of the 1-D `mesh`, as DTensors.
 
     Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged. Raises
@@ -67,8 +79,15 @@ def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, comp
     """
     layers = _layers(model, wrapping.layers)
     embedding, output = _module(model, wrapping.embedding), _module(model, wrapping.output)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    unit = partial(_unit, mesh=mesh, mp_policy=policy, row_dtype=None if compute_dtype is None else torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
+    unit = partial(
+        _unit,
+        mesh=mesh,
+        mp_policy=policy,
+        row_dtype=None if compute_dtype is None else torch.float32,
+    )
     # The root comes last: fully_shard gives a module the parameters that no unit inside it has.
     for layer in layers:
         unit([layer], reshard_after_forward=wrapping.reshard_after_forward)
@@ -92,8 +111,14 @@ def fully_shard_(model: nn.Module, mesh: DeviceMesh, wrapping: Wrapping, *, comp
         setattr(model, name, partial(_call_and_reshard, model, getattr(model, name)))
 
 
-def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, row_dtype: torch.dtype | None,
-          reshard_after_forward: bool | None) -> FSDPModule:
+def _unit(
+    modules: list[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    row_dtype: torch.dtype | None,
+    reshard_after_forward: bool | None,
+) -> FSDPModule:
     """Makes one FSDP2 unit of `modules`. Each sharded parameter gets its parameter's spec."""
     # fully_shard makes the rows in the parameters' dtype, and replaces the parameter objects. The
     # dtype is therefore set before it, and the specs are attached again after it.
@@ -101,12 +126,18 @@ def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisi
     for parameter in before.values():
         if row_dtype is not None:
             parameter.data = parameter.data.to(row_dtype)
-    specs = {place: getattr(parameter, "parameter_spec", None) for place, parameter in before.items()}
+    specs = {
+        place: getattr(parameter, "parameter_spec", None) for place, parameter in before.items()
+    }
     # This hook runs before FSDP2's, because it is registered first: FSDP2 sees no view.
     for module in modules:
         module.register_forward_hook(_without_view)
-    fully_shard(modules[0] if len(modules) == 1 else modules, mesh=mesh, mp_policy=mp_policy,
-                reshard_after_forward=reshard_after_forward)
+    fully_shard(
+        modules[0] if len(modules) == 1 else modules,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+    )
     for (number, name), spec in specs.items():
         rows = modules[number].get_parameter(name)
         setattr(rows, GATHERED_DTYPE, mp_policy.param_dtype or rows.dtype)
@@ -122,7 +153,9 @@ def _unit(modules: list[nn.Module], *, mesh: DeviceMesh, mp_policy: MixedPrecisi
     bound_buffers_(unit, gradients)
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
     for module in modules:
-        module.register_forward_pre_hook(lambda *_: gradients.watch(_whole_parameters(modules).values()))
+        module.register_forward_pre_hook(
+            lambda *_: gradients.watch(_whole_parameters(modules).values())
+        )
     return unit
 
 
@@ -130,7 +163,9 @@ def _call_without_view(method: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return _without_view(method(*args, **kwargs))
 
 
-def _call_and_reshard(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_and_reshard(
+    model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     result = method(*args, **kwargs)
     _reshard_unless_backward_follows(model)
     return result
@@ -155,7 +190,11 @@ def _without_view(*forward: Any) -> Any:
     and FSDP2 warns.
     """
     output = forward[-1]
-    return output.clone() if isinstance(output, Tensor) and output.requires_grad and output._base is not None else output
+    return (
+        output.clone()
+        if isinstance(output, Tensor) and output.requires_grad and output._base is not None
+        else output
+    )
 
 
 class _StandIns:
@@ -183,8 +222,12 @@ def _whole_parameters(modules: list[nn.Module]) -> dict[tuple[int, str], nn.Para
 
     The keys are the number of the module and the parameter's name in it.
     """
-    return {(number, name): parameter for number, module in enumerate(modules)
-            for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
+    return {
+        (number, name): parameter
+        for number, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if not isinstance(parameter, DTensor)
+    }
 
 
 def _read_for_output(embedding: nn.Module) -> Tensor:
@@ -230,15 +273,26 @@ def _module(model: nn.Module, name: str | None) -> nn.Module | None:
     try:
         return model.get_submodule(name)
     except AttributeError:
-        known = [known for known, module in model.named_modules() if known and next(module.parameters(False), None) is not None]
-        raise ValueError(f"the model has no module {name!r}; those with parameters of their own are {', '.join(known)}") from None
+        known = [
+            known
+            for known, module in model.named_modules()
+            if known and next(module.parameters(False), None) is not None
+        ]
+        raise ValueError(
+            f"the model has no module {name!r}; those with parameters of their own are "
+            f"{', '.join(known)}"
+        ) from None
 
 
 def _layers(model: nn.Module, name: str) -> list[nn.Module]:
-    lists = {known: list(module.children()) for known, module in model.named_modules()
-             if isinstance(module, (nn.ModuleList, nn.ModuleDict))}
+    lists = {
+        known: list(module.children())
+        for known, module in model.named_modules()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    }
     if name not in lists:
-        raise ValueError(f"{name!r} is no list of modules in the model; its lists are {', '.join(lists) or 'none'}")
+        raise ValueError(
+            f"{name!r} is no list of modules in the model; its lists are "
+            f"{', '.join(lists) or 'none'}"
+        )
     return lists[name]
-
-

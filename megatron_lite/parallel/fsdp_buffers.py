@@ -63,7 +63,11 @@ class UnitGradients:
         noted, self._gradients = self._gradients, []
         for reference in noted:
             gradient = reference()
-            if gradient is not None and sys.getrefcount(gradient) <= FREE_TO_DROP and _owns_storage_alone(gradient):
+            if (
+                gradient is not None
+                and sys.getrefcount(gradient) <= FREE_TO_DROP
+                and _owns_storage_alone(gradient)
+            ):
                 gradient.untyped_storage().resize_(0)
             del gradient
 
@@ -89,7 +93,13 @@ class _Buffers:
 
 
 class _AllGather(_Buffers):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
         """Implements FSDP2's AllGather. Ignores async_op: it returns a finished collective.
 
         On a GPU the collective runs on the stream that FSDP2 has chosen.
@@ -101,8 +111,14 @@ class _ReduceScatter(_Buffers):
     def __init__(self, gradients: UnitGradients) -> None:
         self._gradients = gradients
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any,
-                 async_op: bool = False) -> dist.Work | None:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
         """Implements FSDP2's ReduceScatter for sums. Frees the copied gradients first."""
         assert op == torch.distributed.ReduceOp.SUM, op
         self._gradients.free_()

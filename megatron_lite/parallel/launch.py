@@ -38,7 +38,9 @@ class Launch:
     agent_owns_store: bool = False
 
 
-def read_launch(environ: Mapping[str, str] | None = None, *, local_rank: int | None = None) -> Launch:
+def read_launch(
+    environ: Mapping[str, str] | None = None, *, local_rank: int | None = None
+) -> Launch:
     """Returns the launch that the environment describes.
 
     Raises InputError if the environment is incomplete or contradicts itself. Slurm's variables
@@ -53,15 +55,24 @@ def read_launch(environ: Mapping[str, str] | None = None, *, local_rank: int | N
     if local_rank is not None:
         return replace(read_launch(env), local_rank=_agreed_local_rank(env, local_rank))
     if ("RANK" in env) != ("WORLD_SIZE" in env):
-        raise InputError("of RANK and WORLD_SIZE only one is set: start with torchrun or srun, or unset it for one process")
+        raise InputError(
+            "of RANK and WORLD_SIZE only one is set: start with torchrun or srun, or unset it "
+            "for one process"
+        )
     if "RANK" in env:
         launch = _from_torchrun(env)
-    elif "SLURM_PROCID" in env and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP:
+    elif (
+        "SLURM_PROCID" in env
+        and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP
+    ):
         launch = _from_slurm(env)
     else:
         return Launch(launcher="single")
     if not 0 <= launch.rank < launch.world_size:
-        raise InputError(f"rank {launch.rank} is not in [0, {launch.world_size}), the world size that {launch.launcher} gives")
+        raise InputError(
+            f"rank {launch.rank} is not in [0, {launch.world_size}), the world size that "
+            f"{launch.launcher} gives"
+        )
     if not 0 <= launch.master_port < 2**16:
         raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
     return launch
@@ -73,12 +84,21 @@ def _agreed_local_rank(env: Mapping[str, str], local_rank: int) -> int:
     Raises InputError if it is negative, or if a variable of the launcher has another value.
     """
     if local_rank < 0:
-        raise InputError(f"--local-rank must be at least 0 (got {local_rank}): leave it out where no launcher passes it")
-    in_step = "SLURM_PROCID" in env and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP
+        raise InputError(
+            f"--local-rank must be at least 0 (got {local_rank}): leave it out where no "
+            "launcher passes it"
+        )
+    in_step = (
+        "SLURM_PROCID" in env
+        and _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) < FIRST_RESERVED_STEP
+    )
     name = "SLURM_LOCALID" if in_step and "RANK" not in env else "LOCAL_RANK"
     if env.get(name) and _integer(env, name) != local_rank:
-        raise InputError(f"--local-rank {local_rank} contradicts {name} {_integer(env, name)} of the environment: leave the flag "
-                         "out, or unset the variable")
+        raise InputError(
+            f"--local-rank {local_rank} contradicts {name} {_integer(env, name)} of the "
+            "environment: leave the flag "
+            "out, or unset the variable"
+        )
     return local_rank
 
 
@@ -106,8 +126,12 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
         local_rank=_integer(env, "SLURM_LOCALID", 0),
         master_addr=env.get("MASTER_ADDR") or first_host(nodes),
         # One port per job and step: two jobs that share a node must not meet.
-        master_port=_integer(env, "MASTER_PORT", 20000 + (_integer(env, "SLURM_JOB_ID", 0) * 7
-                                                          + _integer(env, "SLURM_STEP_ID", 0)) % 12000),
+        master_port=_integer(
+            env,
+            "MASTER_PORT",
+            20000
+            + (_integer(env, "SLURM_JOB_ID", 0) * 7 + _integer(env, "SLURM_STEP_ID", 0)) % 12000,
+        ),
         restart_count=_integer(env, "SLURM_RESTART_COUNT", 0),
     )
 
@@ -119,13 +143,18 @@ def first_host(nodelist: str) -> str:
     """
     match = re.match(r"((?:[^\[\],\s]|\[\d[^\[\]]*\])+)(?:,|$)", nodelist.strip())
     if match is None:
-        raise InputError(f"cannot read the first host of the Slurm node list {nodelist!r}: set MASTER_ADDR")
+        raise InputError(
+            f"cannot read the first host of the Slurm node list {nodelist!r}: set MASTER_ADDR"
+        )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[1])
 
 
 def _text(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
-        raise InputError(f"{name} is not set, but this process was started as one of several: start it with torchrun or srun")
+        raise InputError(
+            f"{name} is not set, but this process was started as one of several: start it with "
+            "torchrun or srun"
+        )
     return env[name]
 
 

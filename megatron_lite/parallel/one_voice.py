@@ -36,7 +36,11 @@ def silent_unless(speaks: bool) -> Iterator[None]:
     if speaks:
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         yield
 
 
@@ -45,7 +49,9 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def print_fault(message: object, rank: int, *, program: str = "", always_named: bool = False) -> None:
+def print_fault(
+    message: object, rank: int, *, program: str = "", always_named: bool = False
+) -> None:
     """Prints `PROGRAM: [rank 3] error: MESSAGE` on standard error.
 
     Rank 0 is named only if `always_named` is true.

@@ -66,7 +66,10 @@ class ParameterSpec:
             return self.global_shape
         length = self._padded()
         if length % (tp_size * self.tp_blocks):
-            raise ValueError(f"a dim of {length} in {self.tp_blocks} blocks is not divisible by tensor-parallel size {tp_size}")
+            raise ValueError(
+                f"a dim of {length} in {self.tp_blocks} blocks is not divisible by "
+                f"tensor-parallel size {tp_size}"
+            )
         shape = list(self.global_shape)
         shape[self.tp_dim] = length // tp_size
         return tuple(shape)

@@ -20,4 +20,6 @@ def ranks_text(ranks: Iterable[int], *, at_most: int | None = None) -> str:
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in named]
     more = sum(map(len, runs)) - sum(map(len, named))
     several = sum(map(len, runs)) > 1
-    return f"rank{'s' if several else ''} {', '.join(parts)}" + (f" and {more} more" if more else "")
+    return f"rank{'s' if several else ''} {', '.join(parts)}" + (
+        f" and {more} more" if more else ""
+    )

@@ -22,10 +22,10 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.one_voice import print_line
 
-RESOLVE_S = 10.0    # a name server may learn of a host a little after the host has started
+RESOLVE_S = 10.0  # a name server may learn of a host a little after the host has started
 HANDSHAKE_S = 60.0  # limit for an answer after a connection was accepted
 NOTICE_EVERY_S = 30.0
-PAUSE_S = 0.2       # between two attempts
+PAUSE_S = 0.2  # between two attempts
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,9 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def join_store(launch: Launch, timeout: timedelta, *, say: Callable[[str], object] = print_line) -> dist.TCPStore:
+def join_store(
+    launch: Launch, timeout: timedelta, *, say: Callable[[str], object] = print_line
+) -> dist.TCPStore:
     """Returns the store of this run. Rank 0 makes it, unless its launcher has made it.
 
     Ranks that do not make it wait up to `timeout` for a listener. The first rank of each host
@@ -78,16 +80,31 @@ def join_store(launch: Launch, timeout: timedelta, *, say: Callable[[str], objec
     # torch's client ignores its own timeout while a listener stays silent: `within` is the limit.
     seconds = max(1.0, min(HANDSHAKE_S, deadline - time.monotonic()))
     try:
-        store = within(seconds + 1.0, lambda: dist.TCPStore(
-            launch.master_addr, launch.master_port, launch.world_size, timeout=timedelta(seconds=seconds), is_master=is_master,
-            wait_for_workers=False))
+        store = within(
+            seconds + 1.0,
+            lambda: dist.TCPStore(
+                launch.master_addr,
+                launch.master_port,
+                launch.world_size,
+                timeout=timedelta(seconds=seconds),
+                is_master=is_master,
+                wait_for_workers=False,
+            ),
+        )
     except (OutOfTime, RuntimeError) as error:
         if is_master:
-            raise InputError(f"rank 0 cannot make the store where the ranks meet at {_place(launch)} "
-                             f"({str(error).splitlines()[0]}): set MASTER_ADDR to its host and MASTER_PORT to a free port of "
-                             "it") from error
-        raise InputError(f"what listens at {_place(launch)} does not answer within {seconds:.0f} s as the store of the ranks "
-                         "does: another program may hold that port. Set MASTER_PORT to a free port of rank 0's host") from error
+            raise InputError(
+                f"rank 0 cannot make the store where the ranks meet at {_place(launch)} "
+                f"({str(error).splitlines()[0]}): set MASTER_ADDR to its host and MASTER_PORT "
+                "to a free port of "
+                "it"
+            ) from error
+        raise InputError(
+            f"what listens at {_place(launch)} does not answer within {seconds:.0f} s as the "
+            "store of the ranks "
+            "does: another program may hold that port. Set MASTER_PORT to a free port of rank "
+            "0's host"
+        ) from error
     store.set_timeout(timeout)
     return store
 
@@ -96,19 +113,27 @@ def _resolve(launch: Launch, deadline: float) -> None:
     stop = min(deadline, time.monotonic() + RESOLVE_S)
     while True:
         try:
-            within(max(0.1, stop - time.monotonic()), lambda: socket.getaddrinfo(launch.master_addr, launch.master_port))
+            within(
+                max(0.1, stop - time.monotonic()),
+                lambda: socket.getaddrinfo(launch.master_addr, launch.master_port),
+            )
             return
         except OutOfTime:
             reason = "its name server does not answer"
         except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
             reason = getattr(error, "strerror", None) or str(error)
         if time.monotonic() + PAUSE_S > stop:
-            raise InputError(f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()} ({reason}): set it "
-                             "to a name or an address of rank 0's host that every host knows")
+            raise InputError(
+                f"MASTER_ADDR {launch.master_addr} cannot be resolved on "
+                f"{socket.gethostname()} ({reason}): set it "
+                "to a name or an address of rank 0's host that every host knows"
+            )
         time.sleep(PAUSE_S)
 
 
-def _await_listener(launch: Launch, timeout: timedelta, deadline: float, say: Callable[[str], object]) -> None:
+def _await_listener(
+    launch: Launch, timeout: timedelta, deadline: float, say: Callable[[str], object]
+) -> None:
     """Returns once a program accepts connections at the port.
 
     It closes its connection at once, which does not disturb a store.
@@ -117,18 +142,27 @@ def _await_listener(launch: Launch, timeout: timedelta, deadline: float, say: Ca
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((launch.master_addr, launch.master_port), timeout=max(0.1, min(left, 5.0))).close()
+            socket.create_connection(
+                (launch.master_addr, launch.master_port), timeout=max(0.1, min(left, 5.0))
+            ).close()
             return
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() + PAUSE_S > deadline:
-            raise InputError(f"nobody listens at {_place(launch)} after {timeout.total_seconds() / 60.0:g} minutes "
-                             f"(--distributed-timeout-minutes; {reason}): see what rank 0 says, and whether MASTER_ADDR is its "
-                             "host and MASTER_PORT open between the hosts")
+            raise InputError(
+                f"nobody listens at {_place(launch)} after {timeout.total_seconds() / 60.0:g} "
+                "minutes "
+                f"(--distributed-timeout-minutes; {reason}): see what rank 0 says, and whether "
+                "MASTER_ADDR is its "
+                "host and MASTER_PORT open between the hosts"
+            )
         waited = time.monotonic() - began
         if waited > (notices + 1) * NOTICE_EVERY_S and launch.local_rank == 0:  # one line per host
             notices += 1
-            say(f"[rank {launch.rank}] waiting for rank 0 to listen at {_place(launch)} ({waited:.0f} s)")
+            say(
+                f"[rank {launch.rank}] waiting for rank 0 to listen at {_place(launch)} "
+                f"({waited:.0f} s)"
+            )
         time.sleep(PAUSE_S)
 
 

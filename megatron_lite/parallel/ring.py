@@ -38,6 +38,10 @@ def start_shift(tensor: Tensor, group: ProcessGroup) -> Shift:
     """
     rank, size = group.rank(), group.size()
     received = torch.empty_like(tensor)
-    works = dist.batch_isend_irecv([P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size),
-                                    P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size)])
+    works = dist.batch_isend_irecv(
+        [
+            P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size),
+            P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+    )
     return Shift(received, works, tensor)

@@ -64,13 +64,23 @@ class RngStreams:
     pp_rank: this rank's place among the ranks that hold different layers.
     """
 
-    def __init__(self, device: torch.device, *, seed: int, tp_rank: int = 0, dp_rank: int = 0, pp_rank: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        seed: int,
+        tp_rank: int = 0,
+        dp_rank: int = 0,
+        pp_rank: int = 0,
+    ) -> None:
         self.device = device
         self.current = DEFAULT
         self._states: dict[str, Tensor] = {}
         # DEFAULT comes last, so that the generator is left in the state of the current stream.
         for name, rank in ((TENSOR_PARALLEL, tp_rank), (DEFAULT, 0)):
-            self._seed(derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else [])))
+            self._seed(
+                derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else []))
+            )
             self._states[name] = self._get()
 
     @contextmanager
@@ -112,7 +122,10 @@ class RngStreams:
         Raises ValueError if the snapshot has other stream names.
         """
         if set(snapshot.states) != set(self._states):
-            raise ValueError(f"snapshot has the streams {sorted(snapshot.states)}, this rank has {sorted(self._states)}")
+            raise ValueError(
+                f"snapshot has the streams {sorted(snapshot.states)}, this rank has "
+                f"{sorted(self._states)}"
+            )
         self._states = dict(snapshot.states)
         self.current = snapshot.current
         self._set(self._states[self.current])
@@ -127,7 +140,11 @@ class RngStreams:
 
     # The state of a CUDA generator is in host memory: none of these methods waits for the device.
     def _get(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        return (
+            torch.cuda.get_rng_state(self.device)
+            if self.device.type == "cuda"
+            else torch.get_rng_state()
+        )
 
     def _set(self, state: Tensor) -> None:
         if self.device.type == "cuda":

@@ -35,6 +35,7 @@ def stoppable() -> Iterator[None]:
     The block can clean up in its `finally` clauses. Later signals are ignored, since they would
     interrupt the cleanup.
     """
+
     def stop(number: int, _: object) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
@@ -42,7 +43,11 @@ def stoppable() -> Iterator[None]:
 
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # only this thread may set a handler
-        before = {number: signal.signal(number, stop) for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN}
+        before = {
+            number: signal.signal(number, stop)
+            for number in STOPPING
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
     try:
         yield
     finally:

@@ -56,9 +56,12 @@ class Arrival:
     @classmethod
     def here(cls, settings: Mapping[str, str]) -> Arrival:
         """Returns the arrival of this process."""
-        return cls(host=socket.gethostname(), gloo_address=None if os.environ.get("GLOO_SOCKET_IFNAME") else own_address(),
-                   interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
-                   digest=hashlib.sha256(_settings_text(settings).encode()).hexdigest())
+        return cls(
+            host=socket.gethostname(),
+            gloo_address=None if os.environ.get("GLOO_SOCKET_IFNAME") else own_address(),
+            interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
+            digest=hashlib.sha256(_settings_text(settings).encode()).hexdigest(),
+        )
 
 
 def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
@@ -66,9 +69,22 @@ def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
 
     They are the flags, the world size, torch's version and a digest of this package's code.
     """
-    flags = {} if run is None else {flag(name): str(value) for topic in asdict(run).values() for name, value in topic.items()
-                                    if name not in MAY_DIFFER}
-    return {"WORLD_SIZE": str(world_size), "torch": torch.__version__, "the code of megatron_lite": _code_digest(), **flags}
+    flags = (
+        {}
+        if run is None
+        else {
+            flag(name): str(value)
+            for topic in asdict(run).values()
+            for name, value in topic.items()
+            if name not in MAY_DIFFER
+        }
+    )
+    return {
+        "WORLD_SIZE": str(world_size),
+        "torch": torch.__version__,
+        "the code of megatron_lite": _code_digest(),
+        **flags,
+    }
 
 
 def own_address() -> str:
@@ -82,9 +98,17 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
-def check_start(store: dist.Store, launch: Launch, settings: Mapping[str, str], *, tp_size: int, timeout: timedelta,
-                arrival: Arrival | None = None, notice_every: timedelta = NOTICE_EVERY,
-                say: Callable[[str], object] = print_line) -> None:
+def check_start(
+    store: dist.Store,
+    launch: Launch,
+    settings: Mapping[str, str],
+    *,
+    tp_size: int,
+    timeout: timedelta,
+    arrival: Arrival | None = None,
+    notice_every: timedelta = NOTICE_EVERY,
+    say: Callable[[str], object] = print_line,
+) -> None:
     """Returns once every rank has arrived with the same settings, at an address others can reach.
 
     If a check fails, rank 0 raises InputError and the other ranks raise PeerError. The other ranks
@@ -101,7 +125,10 @@ def check_start(store: dist.Store, launch: Launch, settings: Mapping[str, str], 
         return
     try:
         _await_arrivals(store, launch.world_size, timeout, notice_every, say)
-        arrivals = [_read(value) for value in store.multi_get([_key(rank) for rank in range(launch.world_size)])]
+        arrivals = [
+            _read(value)
+            for value in store.multi_get([_key(rank) for rank in range(launch.world_size)])
+        ]
         _check_settings(store, arrivals)
         _check_addresses(arrivals)
     except InputError as error:
@@ -119,31 +146,50 @@ def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> list[str]:
 
     hosts: the host of each rank.
     """
-    groups = [range(first, min(first + tp_size, len(hosts))) for first in range(0, len(hosts), tp_size)]
+    groups = [
+        range(first, min(first + tp_size, len(hosts))) for first in range(0, len(hosts), tp_size)
+    ]
     spread = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
     if not spread:
         return []
     names = ", ".join(dict.fromkeys(hosts[rank] for rank in spread[0]))
-    return [f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first of them "
-            f"{ranks_text(spread[0])} on {names}: what each layer exchanges goes over the network. Start a multiple of "
-            f"--tensor-model-parallel-size {tp_size} ranks on each host"]
+    return [
+        f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first "
+        "of them "
+        f"{ranks_text(spread[0])} on {names}: what each layer exchanges goes over the network. "
+        "Start a multiple of "
+        f"--tensor-model-parallel-size {tp_size} ranks on each host"
+    ]
 
 
-def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta, notice_every: timedelta,
-                    say: Callable[[str], object]) -> None:
+def _await_arrivals(
+    store: dist.Store,
+    world_size: int,
+    timeout: timedelta,
+    notice_every: timedelta,
+    say: Callable[[str], object],
+) -> None:
     started, missing = time.monotonic(), list(range(1, world_size))
     while missing:
         left = timeout.total_seconds() - (time.monotonic() - started)
         if left <= 0.0:
-            raise InputError(f"{ranks_text(missing)} of {world_size} have not joined within {_minutes(timeout)} "
-                             "(--distributed-timeout-minutes): see what those processes or their hosts say")
+            raise InputError(
+                f"{ranks_text(missing)} of {world_size} have not joined within {_minutes(timeout)} "
+                "(--distributed-timeout-minutes): see what those processes or their hosts say"
+            )
         try:
-            store.wait([_key(rank) for rank in missing], timedelta(seconds=min(left, notice_every.total_seconds())))
+            store.wait(
+                [_key(rank) for rank in missing],
+                timedelta(seconds=min(left, notice_every.total_seconds())),
+            )
             return
         except dist.DistStoreError:  # the wait has timed out
             missing = [rank for rank in missing if not store.check([_key(rank)])]
         if missing:
-            say(f"waiting for {ranks_text(missing)} of {world_size} ({time.monotonic() - started:.0f} s)")
+            say(
+                f"waiting for {ranks_text(missing)} of {world_size} "
+                f"({time.monotonic() - started:.0f} s)"
+            )
 
 
 def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
@@ -151,10 +197,14 @@ def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> Non
         store.wait([VERDICT], timeout + NOTICE_EVERY)  # longer than rank 0 waits: it reports first
         verdict = store.get(VERDICT).decode()
     except dist.DistStoreError as error:
-        raise InputError(f"rank 0 of {launch.world_size} has not joined within {_minutes(timeout)} "
-                         "(--distributed-timeout-minutes)") from error
+        raise InputError(
+            f"rank 0 of {launch.world_size} has not joined within {_minutes(timeout)} "
+            "(--distributed-timeout-minutes)"
+        ) from error
     except RuntimeError as error:
-        raise PeerError("the start: rank 0, which holds the store, is gone, and says why") from error
+        raise PeerError(
+            "the start: rank 0, which holds the store, is gone, and says why"
+        ) from error
     if verdict:
         store.set(_heard_key(launch.rank), "")
         raise PeerError("the start: rank 0 has found a fault, and says which")
@@ -176,11 +226,19 @@ def _check_settings(store: dist.Store, arrivals: Sequence[Arrival]) -> None:
         ranks_with.setdefault(arrival.digest, []).append(rank)
     if len(ranks_with) == 1:
         return
-    found = [(ranks, json.loads(store.get(_settings_key(ranks[0])))) for ranks in ranks_with.values()]
+    found = [
+        (ranks, json.loads(store.get(_settings_key(ranks[0])))) for ranks in ranks_with.values()
+    ]
     names = dict.fromkeys(name for _, settings in found for name in settings)
-    lines = [line for name in names if (line := _difference(name, [(ranks, settings.get(name)) for ranks, settings in found]))]
-    raise InputError("the ranks were not started alike: give all of them the same flags and the same code\n  "
-                     + "\n  ".join(lines))
+    lines = [
+        line
+        for name in names
+        if (line := _difference(name, [(ranks, settings.get(name)) for ranks, settings in found]))
+    ]
+    raise InputError(
+        "the ranks were not started alike: give all of them the same flags and the same code\n  "
+        + "\n  ".join(lines)
+    )
 
 
 def _difference(name: str, found: Sequence[tuple[list[int], str | None]]) -> str | None:
@@ -198,11 +256,20 @@ def _difference(name: str, found: Sequence[tuple[list[int], str | None]]) -> str
 def _check_addresses(arrivals: Sequence[Arrival]) -> None:
     hosts = dict.fromkeys(one.host for one in arrivals)
     for one in arrivals:
-        if len(hosts) > 1 and one.gloo_address is not None and ipaddress.ip_address(one.gloo_address).is_loopback:
+        if (
+            len(hosts) > 1
+            and one.gloo_address is not None
+            and ipaddress.ip_address(one.gloo_address).is_loopback
+        ):
             others = [host for host in hosts if host != one.host]
-            raise InputError(f"gloo would listen at {one.gloo_address} on {one.host}, to which the host's name resolves there, "
-                             f"and {others[0]} cannot reach it: set GLOO_SOCKET_IFNAME on every host to its interface in their "
-                             f"network ({one.host} has {', '.join(one.interfaces) or 'only lo'}), or mend /etc/hosts")
+            raise InputError(
+                f"gloo would listen at {one.gloo_address} on {one.host}, to which the host's "
+                "name resolves there, "
+                f"and {others[0]} cannot reach it: set GLOO_SOCKET_IFNAME on every host to its "
+                "interface in their "
+                f"network ({one.host} has {', '.join(one.interfaces) or 'only lo'}), or mend "
+                "/etc/hosts"
+            )
 
 
 def _read(value: bytes) -> Arrival:
@@ -229,7 +296,9 @@ def _settings_text(settings: Mapping[str, str]) -> str:
 def _code_digest() -> str:
     package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
+        digest.update(
+            f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes()
+        )
     return digest.hexdigest()[:12]
 
 

@@ -78,7 +78,9 @@ class ParallelState:
 
         TP ranks are neighbours (one node); pipeline ranks are farthest apart.
         """
-        return ((self.pp_rank * self.dp_size + self.dp_rank) * self.cp_size + self.cp_rank) * self.tp_size + self.tp_rank
+        return (
+            (self.pp_rank * self.dp_size + self.dp_rank) * self.cp_size + self.cp_rank
+        ) * self.tp_size + self.tp_rank
 
     @property
     def world_size(self) -> int:
@@ -100,7 +102,9 @@ class ParallelState:
         """`dp_cp_group` as a mesh with one axis, or None if that group is None."""
         if self.mesh is None or self.dp_cp_group is None:
             return None
-        return self.mesh["data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"]
+        return self.mesh[
+            "data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"
+        ]
 
     @property
     def world_group(self) -> ProcessGroup | None:
@@ -134,12 +138,15 @@ class ParallelState:
             return result
         if failure is None:
             raise PeerError(f"{what}: another rank failed, and says why")
-        raise failure if isinstance(failure, InputError) else InputError(f"{what}: {failure}") from failure
+        raise (
+            failure if isinstance(failure, InputError) else InputError(f"{what}: {failure}")
+        ) from failure
 
 
 @contextmanager
-def parallel_state(config: ParallelConfig, *, seed: int, launch: Launch | None = None, run: RunConfig | None = None,
-                   ) -> Iterator[ParallelState]:
+def parallel_state(
+    config: ParallelConfig, *, seed: int, launch: Launch | None = None, run: RunConfig | None = None
+) -> Iterator[ParallelState]:
     """Joins the run, yields this rank's state, and destroys the process groups on exit.
 
     If torch.distributed is initialised already (tests, notebooks), its default group is used and
@@ -171,46 +178,79 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
 
     Raises InputError if the backend is nccl without a GPU, or if this local rank has no own GPU.
     """
-    wants_gpu = chosen("--distributed-backend", config.distributed_backend, {"auto": None, "gloo": False, "nccl": True})
+    wants_gpu = chosen(
+        "--distributed-backend",
+        config.distributed_backend,
+        {"auto": None, "gloo": False, "nccl": True},
+    )
     if wants_gpu is False or not torch.cuda.is_available():
         if wants_gpu:
-            raise InputError("--distributed-backend nccl needs CUDA devices, and torch sees none: use gloo (or auto)")
+            raise InputError(
+                "--distributed-backend nccl needs CUDA devices, and torch sees none: use gloo "
+                "(or auto)"
+            )
         return torch.device("cpu")
     count = torch.cuda.device_count()
     # Slurm may show each task only its own GPU (--gpus-per-task). That GPU has number 0 for every
     # local rank.
     if launch.local_rank >= count and not (count == 1 and launch.launcher == "slurm"):
-        raise InputError(f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. Start at most "
-                         f"{count} processes per node, or use --distributed-backend gloo")
+        raise InputError(
+            f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. "
+            "Start at most "
+            f"{count} processes per node, or use --distributed-backend gloo"
+        )
     device = torch.device("cuda", launch.local_rank if launch.local_rank < count else 0)
     torch.cuda.set_device(device)
     return device
 
 
-def _join(config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None) -> None:
+def _join(
+    config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None
+) -> None:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     store = join_store(launch, timeout)
     # A restarted run must not read the addresses that the run before it left in a shared store.
     prefixed = dist.PrefixStore(f"attempt{launch.restart_count}", store)
     limit = timeout + NOTICE_EVERY + READERS_HAVE + SLACK
     try:
-        within(limit.total_seconds(), lambda: check_start(
-            dist.PrefixStore("start", prefixed), launch, settings_of(run, launch.world_size),
-            tp_size=config.tensor_model_parallel_size, timeout=timeout))
+        within(
+            limit.total_seconds(),
+            lambda: check_start(
+                dist.PrefixStore("start", prefixed),
+                launch,
+                settings_of(run, launch.world_size),
+                tp_size=config.tensor_model_parallel_size,
+                timeout=timeout,
+            ),
+        )
     except OutOfTime as error:  # a request to a store has no time limit of its own
-        raise InputError(f"the store at {launch.master_addr}:{launch.master_port} does not answer any more "
-                         f"(--distributed-timeout-minutes {config.distributed_timeout_minutes}): see what happened to rank 0's "
-                         "host") from error
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=prefixed, rank=launch.rank,
-                            world_size=launch.world_size, timeout=timeout,
-                            device_id=device if device.type == "cuda" else None)
+        raise InputError(
+            f"the store at {launch.master_addr}:{launch.master_port} does not answer any more "
+            f"(--distributed-timeout-minutes {config.distributed_timeout_minutes}): see what "
+            "happened to rank 0's "
+            "host"
+        ) from error
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=prefixed,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
-def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_size: int, seed: int) -> ParallelState:
+def _build(
+    config: ParallelConfig, device: torch.device, *, dp_size: int, world_size: int, seed: int
+) -> ParallelState:
     if world_size == 1:
         return ParallelState(device=device, rng=RngStreams(device, seed=seed))
-    sizes = {"pp": config.pipeline_model_parallel_size, "dp": dp_size, "cp": config.context_parallel_size,
-             "tp": config.tensor_model_parallel_size}
+    sizes = {
+        "pp": config.pipeline_model_parallel_size,
+        "dp": dp_size,
+        "cp": config.context_parallel_size,
+        "tp": config.tensor_model_parallel_size,
+    }
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     ranks = {axis: mesh.get_local_rank(axis) for axis in sizes}
     groups = {axis: mesh.get_group(axis) if size > 1 else None for axis, size in sizes.items()}
@@ -219,17 +259,29 @@ def _build(config: ParallelConfig, device: torch.device, *, dp_size: int, world_
     # not in. The order of the calls below is therefore the same on all ranks.
     return ParallelState(
         device=device,
-        rng=RngStreams(device, seed=seed, tp_rank=ranks["tp"], dp_rank=dp_cp_rank, pp_rank=ranks["pp"]),
-        mesh=mesh, dp_cp_group=_dp_cp_group(mesh, groups),
-        pp_lanes=_lanes(mesh, config), embedding_group=_embedding_group(mesh, groups["pp"]),
-        saver_group=dist.new_group(backend="gloo" if device.type == "cuda" else None, group_desc=SAVER,
-                                   timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes)),
-        **{f"{axis}_{what}": values[axis] for what, values in (("group", groups), ("rank", ranks), ("size", sizes))
-           for axis in sizes},  # type: ignore[arg-type]
+        rng=RngStreams(
+            device, seed=seed, tp_rank=ranks["tp"], dp_rank=dp_cp_rank, pp_rank=ranks["pp"]
+        ),
+        mesh=mesh,
+        dp_cp_group=_dp_cp_group(mesh, groups),
+        pp_lanes=_lanes(mesh, config),
+        embedding_group=_embedding_group(mesh, groups["pp"]),
+        saver_group=dist.new_group(
+            backend="gloo" if device.type == "cuda" else None,
+            group_desc=SAVER,
+            timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+        ),
+        **{
+            f"{axis}_{what}": values[axis]
+            for what, values in (("group", groups), ("rank", ranks), ("size", sizes))
+            for axis in sizes
+        },  # type: ignore[arg-type]
     )
 
 
-def _dp_cp_group(mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]) -> ProcessGroup | None:
+def _dp_cp_group(
+    mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]
+) -> ProcessGroup | None:
     if groups["dp"] is not None and groups["cp"] is not None:
         return mesh["dp", "cp"]._flatten("data").get_group()
     return groups["dp"] or groups["cp"]

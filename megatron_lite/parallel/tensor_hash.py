@@ -21,7 +21,9 @@ from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 
 CHUNK = 2**16  # words; the intermediate tensors of a chunk fit into a CPU's cache
 LARGE_CHUNK = 2**22
-GOLDEN, FIRST, SECOND = (value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN, FIRST, SECOND = (
+    value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
@@ -47,7 +49,8 @@ def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:
 
     Issues one all-reduce of 16 bytes per hash. Does not wait for the device.
     """
-    extremes = all_reduce_(torch.cat([hashes, ~hashes]), group, ReduceOp.MAX)  # ~x is largest where x is smallest
+    # ~x is largest where x is smallest
+    extremes = all_reduce_(torch.cat([hashes, ~hashes]), group, ReduceOp.MAX)
     largest, smallest = extremes.chunk(2)
     return (largest == ~smallest).all()
 
@@ -60,7 +63,9 @@ def odd_ones_out(hashes: Tensor, group: ProcessGroup | None) -> list[int]:
     size = 1 if group is None else group.size()
     gathered = all_gather_first_dim(hashes, group).view(size, -1)
     agreeing = (gathered == hashes).sum(0)
-    return [number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size and size > 1]
+    return [
+        number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size and size > 1
+    ]
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -20,4 +20,6 @@ def by_rank(texts: list[str], *, at_most: int = 8) -> str:
     at_most: the greatest number of texts; the rest is counted.
     """
     told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    return "; ".join(told[:at_most]) + (f"; and {len(told) - at_most} more ranks" if len(told) > at_most else "")
+    return "; ".join(told[:at_most]) + (
+        f"; and {len(told) - at_most} more ranks" if len(told) > at_most else ""
+    )

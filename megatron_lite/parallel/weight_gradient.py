@@ -29,7 +29,9 @@ FUSED, FUSED_PROJECTION = "fused", "fused projection"
 MOST_NAMES = 2  # more weights than these are counted, not named
 
 
-def accumulate_with_(kernel: AccumulatingKernel, totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+def accumulate_with_(
+    kernel: AccumulatingKernel, totals: Iterable[tuple[nn.Parameter, Tensor]]
+) -> None:
     """Makes backward add the gradient of each of these linear weights to its float32 total.
 
     The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
@@ -38,17 +40,24 @@ def accumulate_with_(kernel: AccumulatingKernel, totals: Iterable[tuple[nn.Param
     the gradient (the lookup of a tied embedding), it adds that part to the same total.
     """
     for parameter, total in totals:
-        assert total.dtype == torch.float32 and total.is_contiguous() and can_be_summed(parameter.dtype)
+        assert (
+            total.dtype == torch.float32
+            and total.is_contiguous()
+            and can_be_summed(parameter.dtype)
+        )
         setattr(parameter, ATTRIBUTE, partial(_add, kernel, total))
 
 
 def can_be_summed(dtype: torch.dtype) -> bool:
     """Returns whether a weight of this dtype can have the float32 `.grad` that the kernel needs."""
-    return dtype == torch.float32 or (dtype in (torch.bfloat16, torch.float16) and hasattr(Tensor, "grad_dtype"))
+    return dtype == torch.float32 or (
+        dtype in (torch.bfloat16, torch.float16) and hasattr(Tensor, "grad_dtype")
+    )
 
 
 def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-    """Returns f(x, dy) that adds dy^T x to the weight's float32 sum, or None if autograd accumulates.
+    """Returns f(x, dy) that adds dy^T x to the weight's float32 sum, or None if autograd
+    accumulates.
 
     Call it in forward: saved-tensor hooks may give backward a different tensor object, without the
     attribute.
@@ -57,7 +66,9 @@ def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
     return None if add is None else partial(add, weight)
 
 
-def weight_gradient(add: Callable[[Tensor, Tensor], None] | None, hidden_states: Tensor, grad_output: Tensor) -> Tensor | None:
+def weight_gradient(
+    add: Callable[[Tensor, Tensor], None] | None, hidden_states: Tensor, grad_output: Tensor
+) -> Tensor | None:
     """Returns the gradient dy^T x of A in y = x A^T, [out, in].
 
     hidden_states: x, [.., in]. grad_output: dy, [.., out].
@@ -82,12 +93,21 @@ def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
         groups.setdefault(path, []).append(name)
     by_kernel = [f"{_named(groups.pop(FUSED))}: NVIDIA apex's kernel"] if FUSED in groups else []
     if FUSED_PROJECTION in groups:
-        by_kernel.append(f"{_named(groups.pop(FUSED_PROJECTION))}: the kernel for the output projection, {_autograd(dtype)} for "
-                         "the lookup")
-    by_autograd = [f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()]
-    rounded = "; autograd's are rounded to 16 bits in each micro-batch" if dtype.itemsize == 2 else ""
-    return f"weight gradients, added up in float32{rounded if set(paths.values()) != {FUSED} else ''}: " + "; ".join(
-        [*by_kernel, *by_autograd])
+        by_kernel.append(
+            f"{_named(groups.pop(FUSED_PROJECTION))}: the kernel for the output projection, "
+            f"{_autograd(dtype)} for "
+            "the lookup"
+        )
+    by_autograd = [
+        f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()
+    ]
+    rounded = (
+        "; autograd's are rounded to 16 bits in each micro-batch" if dtype.itemsize == 2 else ""
+    )
+    return (
+        "weight gradients, added up in "
+        f"float32{rounded if set(paths.values()) != {FUSED} else ''}: "
+    ) + "; ".join([*by_kernel, *by_autograd])
 
 
 def _named(names: list[str]) -> str:
@@ -100,7 +120,13 @@ def _autograd(dtype: torch.dtype) -> str:
     return "autograd (grad_dtype)" if hasattr(Tensor, "grad_dtype") else "autograd and a hook"
 
 
-def _add(kernel: AccumulatingKernel, total: Tensor, parameter: nn.Parameter, hidden_states: Tensor, grad_output: Tensor) -> None:
+def _add(
+    kernel: AccumulatingKernel,
+    total: Tensor,
+    parameter: nn.Parameter,
+    hidden_states: Tensor,
+    grad_output: Tensor,
+) -> None:
     if parameter.grad is None:
         parameter.grad = total.zero_()
     kernel(hidden_states, grad_output, total)

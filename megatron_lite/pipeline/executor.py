@@ -29,9 +29,16 @@ class Forward(Protocol):
     def __call__(self, action: Action, hidden_states: Tensor | None) -> Tensor: ...
 
 
-def run_actions(actions: Sequence[Action], forward: Forward, *, stages: Sequence[Stage], links: Links, overlap: bool = True,
-                before_backward: Callable[[Action], None] | None = None,
-                after: Callable[[Action], None] | None = None) -> list[Tensor]:
+def run_actions(
+    actions: Sequence[Action],
+    forward: Forward,
+    *,
+    stages: Sequence[Stage],
+    links: Links,
+    overlap: bool = True,
+    before_backward: Callable[[Action], None] | None = None,
+    after: Callable[[Action], None] | None = None,
+) -> list[Tensor]:
     """Runs `actions` in turn and returns the losses of the last stage.
 
     The losses are detached and in the order of the micro-batches; a rank without the last stage
@@ -80,7 +87,9 @@ class _Run:
         The first stage's forward and the last stage's backward need no input from another rank.
         """
         stage = self._stages[action.chunk]
-        if action not in self._arriving and not (stage.is_first if action.kind == "forward" else stage.is_last):
+        if action not in self._arriving and not (
+            stage.is_first if action.kind == "forward" else stage.is_last
+        ):
             self._arriving[action] = self._links.receive(action.kind)
 
     def forward(self, action: Action, forward: Forward) -> Tensor | None:
@@ -101,7 +110,11 @@ class _Run:
         if torch.is_grad_enabled():
             # The gradient is received later; the lambda fetches it once backward runs.
             needed = action._replace(kind="backward")
-            end = output if stage.is_last else depart(output, lambda: self._arriving.pop(needed).wait())
+            end = (
+                output
+                if stage.is_last
+                else depart(output, lambda: self._arriving.pop(needed).wait())
+            )
             self._ends[action.microbatch, action.chunk] = end
         return output.detach() if stage.is_last else None
 

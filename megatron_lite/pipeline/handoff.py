@@ -44,7 +44,9 @@ def run_backward(end: Tensor) -> None:
 
 class _Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, received: Tensor, return_grad: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.return_grad = return_grad
         return received.view_as(received)
 

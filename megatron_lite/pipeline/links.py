@@ -63,13 +63,21 @@ class Links:
     shape, dtype: the hidden states between stages, the same for all stages.
     """
 
-    def __init__(self, lanes: tuple[ProcessGroup, ...], *, shape: tuple[int, ...], dtype: torch.dtype,
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        lanes: tuple[ProcessGroup, ...],
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._lanes, self._shape, self._dtype, self._device = lanes, shape, dtype, device
         self._rank, self._size = lanes[0].rank(), lanes[0].size()
         self._leaving: list[_Sending] = []
         # One thread for each lane can wait for all its sends, since they complete in order.
-        self._waiters = tuple(ThreadPoolExecutor(1, "sent") for _ in lanes) if device.type == "cpu" else ()
+        self._waiters = (
+            tuple(ThreadPoolExecutor(1, "sent") for _ in lanes) if device.type == "cpu" else ()
+        )
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Begins to send to the rank of the next stage (forward) or the stage before (backward)."""
@@ -79,7 +87,9 @@ class Links:
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._lanes[lane], group_dst=peer)
         assert work is not None
-        self._leaving.append(_Sending(tensor, work, self._waiters[lane].submit(work.wait) if self._waiters else None))
+        self._leaving.append(
+            _Sending(tensor, work, self._waiters[lane].submit(work.wait) if self._waiters else None)
+        )
 
     def receive(self, direction: Direction) -> Arriving:
         """Begins to receive from the rank of the stage before (forward) or the next (backward)."""

@@ -41,7 +41,7 @@ def order(*, size: int, rank: int, num_microbatches: int, chunks: int = 1) -> li
     # in flight at once. The memory model relies on this bound (`most_in_flight`).
     warmup = min(warmup_forwards(size=size, rank=rank, chunks=chunks), len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup:]]
+    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
 def forwards_only(*, size: int, num_microbatches: int, chunks: int = 1) -> list[Action]:
@@ -60,7 +60,9 @@ def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]
         yield action, list(waiting)
 
 
-def keeping_all(*, size: int, rank: int, num_microbatches: int, num_kept: int, chunks: int = 1) -> frozenset[Action]:
+def keeping_all(
+    *, size: int, rank: int, num_microbatches: int, num_kept: int, chunks: int = 1
+) -> frozenset[Action]:
     """Returns the forwards that save all activations (2205.05198, appendix C).
 
     The forwards are grouped into windows as long as the number in flight on this rank. The first
@@ -72,15 +74,23 @@ def keeping_all(*, size: int, rank: int, num_microbatches: int, num_kept: int, c
     return frozenset(action for number, action in enumerate(forwards) if number % window < num_kept)
 
 
-def check_num_microbatches(num_microbatches: int, *, size: int, chunks: int,
-                           remedy: str = "change --global-batch-size, or leave the virtual stages out") -> None:
+def check_num_microbatches(
+    num_microbatches: int,
+    *,
+    size: int,
+    chunks: int,
+    remedy: str = "change --global-batch-size, or leave the virtual stages out",
+) -> None:
     """Raises ValueError if a rank has several stages and `size` does not divide num_microbatches.
 
     remedy: the end of the message, which says how to fix it.
     """
     if chunks > 1 and num_microbatches % size:
-        raise ValueError(f"{num_microbatches} micro-batches per step are not a multiple of --pipeline-model-parallel-size {size}"
-                         f", as several virtual stages per rank need: {remedy}")
+        raise ValueError(
+            f"{num_microbatches} micro-batches per step are not a multiple of "
+            f"--pipeline-model-parallel-size {size}"
+            f", as several virtual stages per rank need: {remedy}"
+        )
 
 
 def _sequences(size: int, num_microbatches: int, chunks: int) -> tuple[list[Action], list[Action]]:

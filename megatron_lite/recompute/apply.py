@@ -36,8 +36,14 @@ from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.schedule import segments
 
 
-def apply_policy_(model: nn.Module, *, layers_fqn: str, policy: str, verify: bool = False,
-                  rng: Generators | None = None) -> RecomputePlan:
+def apply_policy_(
+    model: nn.Module,
+    *,
+    layers_fqn: str,
+    policy: str,
+    verify: bool = False,
+    rng: Generators | None = None,
+) -> RecomputePlan:
     """Wraps the layers of `model.<layers_fqn>` and returns the plan that they follow.
 
     config/policy.py describes the language of `policy`. Loss and gradients are bitwise those of the
@@ -72,13 +78,18 @@ def apply_policy_(model: nn.Module, *, layers_fqn: str, policy: str, verify: boo
     for segment in plan.segments:
         _check(segment, setting)
     if any(isinstance(layer.__dict__.get("forward"), _Recomputed) for layer in layers):
-        raise ValueError(f"the layers of {layers_fqn} have a recompute policy already: take it off with remove_policy_(model)")
+        raise ValueError(
+            f"the layers of {layers_fqn} have a recompute policy already: take it off with "
+            "remove_policy_(model)"
+        )
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
     shared = _Shared([segment.first_layer for segment in plan.segments if segment.on_host], rng)
     for segment, layer in zip(plan.segments, layers, strict=True):
         if segment.unit or segment.ops or segment.on_host:
-            layer.forward = _Recomputed(layer, f"{layers_fqn}.{segment.first_layer}", segment, shared, verify=verify)
+            layer.forward = _Recomputed(
+                layer, f"{layers_fqn}.{segment.first_layer}", segment, shared, verify=verify
+            )
     return plan
 
 
@@ -88,9 +99,14 @@ def remove_policy_(model: nn.Module) -> int:
     Returns the number of layers that had one; with 0 nothing has changed. Graphs of earlier
     forwards can still be used.
     """
-    wrapped = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), _Recomputed)]
+    wrapped = [
+        module
+        for module in model.modules()
+        if isinstance(module.__dict__.get("forward"), _Recomputed)
+    ]
     for module in wrapped:
-        while isinstance(module.__dict__.get("forward"), _Recomputed):  # a layer that stands twice in a list is wrapped twice
+        # a layer that stands twice in a list is wrapped twice
+        while isinstance(module.__dict__.get("forward"), _Recomputed):
             module.__dict__["forward"].take_off()
     return len(wrapped)
 
@@ -101,9 +117,18 @@ class _Recomputed:
     It can be copied and pickled with its model.
     """
 
-    def __init__(self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, *, verify: bool) -> None:
-        self._layer, self._name, self._segment, self._shared, self._verify = layer, name, segment, shared, verify
-        self._before = layer.__dict__.get("forward")  # another library's wrapper; None for the method of the class
+    def __init__(
+        self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, *, verify: bool
+    ) -> None:
+        self._layer, self._name, self._segment, self._shared, self._verify = (
+            layer,
+            name,
+            segment,
+            shared,
+            verify,
+        )
+        # another library's wrapper; None for the method of the class
+        self._before = layer.__dict__.get("forward")
         self._written: dict[tuple[bool, ...], Written] = {}
 
     @property
@@ -133,18 +158,32 @@ class _Recomputed:
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modes.
         training = tuple(module.training for module in self._layer.modules())
-        results = KeptResults(self._segment.ops, skip_tail=not self._verify) if self._segment.ops else None
+        results = (
+            KeptResults(self._segment.ops, skip_tail=not self._verify)
+            if self._segment.ops
+            else None
+        )
         with self._on_host(args, kwargs):
-            return rebuild_call(forward, args, kwargs, name=self._name, rng=self._shared.streams(self._layer, args, kwargs),
-                                layer=self._layer, written=self._written.setdefault(training, Written()), results=results,
-                                verify=self._verify)
+            return rebuild_call(
+                forward,
+                args,
+                kwargs,
+                name=self._name,
+                rng=self._shared.streams(self._layer, args, kwargs),
+                layer=self._layer,
+                written=self._written.setdefault(training, Written()),
+                results=results,
+                verify=self._verify,
+            )
 
     def _on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._segment.on_host:
             return nullcontext()
         given = _tensors(args, kwargs)
         device = given[0].device if given else torch.device("cpu")
-        return self._shared.offloaded(self._segment.first_layer, device, stay=[*weights_in_use(self._layer), *given[1:]])
+        return self._shared.offloaded(
+            self._segment.first_layer, device, stay=[*weights_in_use(self._layer), *given[1:]]
+        )
 
 
 class _Shared:
@@ -171,7 +210,9 @@ class _Shared:
             self._notified.add(text)
             warnings.warn(text, stacklevel=4)
 
-    def streams(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generators:
+    def streams(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generators:
         """Returns the generators that a layer draws from.
 
         These are the named streams if there are any, otherwise torch's default generators of the
@@ -181,7 +222,9 @@ class _Shared:
             return self._rng
         if not torch.cuda.is_initialized():
             return DefaultGenerators(set())
-        return DefaultGenerators({tensor.device for tensor in (*_tensors(args, kwargs), *layer.parameters())})
+        return DefaultGenerators(
+            {tensor.device for tensor in (*_tensors(args, kwargs), *layer.parameters())}
+        )
 
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
@@ -210,7 +253,9 @@ class DefaultGenerators:
         """Returns the present states."""
         if not self._cuda:
             return RngSnapshot(DEFAULT, {DEFAULT: torch.get_rng_state()})
-        return RngSnapshot(DEFAULT, {f"cuda:{index}": torch.cuda.get_rng_state(index) for index in self._cuda})
+        return RngSnapshot(
+            DEFAULT, {f"cuda:{index}": torch.cuda.get_rng_state(index) for index in self._cuda}
+        )
 
     def restore(self, snapshot: RngSnapshot) -> None:
         """Puts the states of a snapshot back."""
@@ -229,11 +274,20 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
     try:
         found = model.get_submodule(layers_fqn)
     except AttributeError:
-        lists = [name for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
-        raise ValueError(f"the model has no module {layers_fqn!r}; its lists of modules are "
-                         f"{', '.join(lists) or 'none'}") from None
+        lists = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        ]
+        raise ValueError(
+            f"the model has no module {layers_fqn!r}; its lists of modules are "
+            f"{', '.join(lists) or 'none'}"
+        ) from None
     if not isinstance(found, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList or a ModuleDict of layers")
+        raise ValueError(
+            f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList or a "
+            "ModuleDict of layers"
+        )
     layers = list(found.values() if isinstance(found, nn.ModuleDict) else found)
     if not layers:
         raise ValueError(f"{layers_fqn!r} is empty: a policy needs at least one layer")
@@ -243,10 +297,16 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
 def _check(segment: Segment, setting: str) -> None:
     where = f"{setting}, layer {segment.first_layer}"
     if segment.regions:
-        raise ValueError(f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's layers name none: use "
-                         "full, none or ops(...)")
+        raise ValueError(
+            f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's "
+            "layers name none: use "
+            "full, none or ops(...)"
+        )
     if segment.unit and segment.num_layers > 1:
-        raise ValueError(f"{where}: the model calls its layers one by one, so a unit cannot have {segment.num_layers}: use full")
+        raise ValueError(
+            f"{where}: the model calls its layers one by one, so a unit cannot have "
+            f"{segment.num_layers}: use full"
+        )
     if segment.split:
         raise ValueError(f"{where}: @split needs tensor-parallel layers of this project")
     try:

@@ -1,4 +1,5 @@
-"""One allocation for the kept inputs of all units, cut into slots: `--contiguous-saved-activations`.
+"""One allocation for the kept inputs of all units, cut into slots:
+`--contiguous-saved-activations`.
 
     forward    The input of a unit is copied into a slot, and the tensor itself is freed.
     backward   The unit's replay reads the slot. The slot is idle again when the unit is done.
@@ -37,24 +38,42 @@ class Arena:
     micro_batches: the number of micro-batches that the arena has slots for.
     """
 
-    def __init__(self, sizes: Iterable[int], device: torch.device, *, pinned: bool = False, micro_batches: int = 1) -> None:
+    def __init__(
+        self,
+        sizes: Iterable[int],
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        micro_batches: int = 1,
+    ) -> None:
         self.bytes_in_use, self.micro_batches = 0, micro_batches
         steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sorted(sizes)]
         self._memory = torch.empty(sum(steps), dtype=torch.uint8, device=device, pin_memory=pinned)
-        self._idle = [PooledMemory(memory) for memory in self._memory.split(steps)]  # the smallest first
+        # the smallest first
+        self._idle = [PooledMemory(memory) for memory in self._memory.split(steps)]
         self._num_slots, self._largest = len(steps), max(steps)
 
     def take(self, num_bytes: int) -> Slot:
         """Returns the smallest idle slot of at least `num_bytes`. RuntimeError if none is idle."""
-        place = next((place for place, piece in enumerate(self._idle) if piece.memory.numel() >= num_bytes), None)
+        place = next(
+            (place for place, piece in enumerate(self._idle) if piece.memory.numel() >= num_bytes),
+            None,
+        )
         if place is not None:
             return Slot(self, self._idle.pop(place), num_bytes)
         if num_bytes > self._largest:
-            raise RuntimeError(f"{FLAG}: the input of a unit has {num_bytes} bytes, and the slots were sized by the first one, "
-                               f"for {self._largest}: leave the flag out where shapes change")
-        raise RuntimeError(f"{FLAG}: all {self._num_slots} slots are in use, one for each unit of the micro-batches that may be "
-                           "in flight. A forward began before the backward of another, whose graph is still alive: run that "
-                           "backward or drop its loss first, or leave the flag out")
+            raise RuntimeError(
+                f"{FLAG}: the input of a unit has {num_bytes} bytes, and the slots were sized "
+                "by the first one, "
+                f"for {self._largest}: leave the flag out where shapes change"
+            )
+        raise RuntimeError(
+            f"{FLAG}: all {self._num_slots} slots are in use, one for each unit of the "
+            "micro-batches that may be "
+            "in flight. A forward began before the backward of another, whose graph is still "
+            "alive: run that "
+            "backward or drop its loss first, or leave the flag out"
+        )
 
     def storages(self) -> set[int]:
         """Returns the address of the arena's storage."""
@@ -71,6 +90,7 @@ def keeping_in(arena: Arena, *, kind: str, stay: Iterable[Tensor]) -> AbstractCo
 
     saved.py lists which tensors are not moved, besides `stay`.
     """
+
     def move(tensor: Tensor) -> _InSlot:
         storage = tensor.untyped_storage()
         slot = arena.take(storage.nbytes())

@@ -22,8 +22,12 @@ from typing import Any
 PARTS = ("self_attention_cache", "cross_attention_cache")  # in an encoder-decoder cache
 
 
-def with_own_caches(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-                    notify: Callable[[str], None]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def with_own_caches(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    notify: Callable[[str], None],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns (forward, args, kwargs) with which no run of the layer changes a cache of the caller.
 
     notify: called with a message for the user if a cache is among the arguments.
@@ -37,10 +41,15 @@ def with_own_caches(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
+        return forward(
+            *map(copied, args), **{name: copied(value) for name, value in kwargs.items()}
+        )
 
-    notify("Layers under a recompute policy keep no keys and values: `past_key_values` of the model's output lacks theirs. "
-           "With use_cache=False no cache is made, and nothing is said")
+    notify(
+        "Layers under a recompute policy keep no keys and values: `past_key_values` of the "
+        "model's output lacks theirs. "
+        "With use_cache=False no cache is made, and nothing is said"
+    )
     # The arguments are copied here too. Layers without a policy append to the caller's cache after
     # this call, and a replay must find the cache as it is now.
     return run, tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
@@ -59,5 +68,7 @@ def _copied(cache: Any) -> Any:
         if isinstance(value, dict):
             vars(own)[name] = dict(value)
         elif isinstance(value, list):
-            vars(own)[name] = [copy.copy(entry) if hasattr(entry, "__dict__") else entry for entry in value]
+            vars(own)[name] = [
+                copy.copy(entry) if hasattr(entry, "__dict__") else entry for entry in value
+            ]
     return own

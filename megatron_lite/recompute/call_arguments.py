@@ -26,8 +26,25 @@ from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import has_values, version_of
 
 MAX_PARTS = 10_000  # how many parts of an object among the arguments are compared
-CONSTANT = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, Enum, nn.Module,
-            types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+CONSTANT = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type,
+    Enum,
+    nn.Module,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+)
 
 
 class Arguments:
@@ -38,7 +55,9 @@ class Arguments:
     generators: the generators among the arguments, with their states before the forward.
     """
 
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Written) -> None:
+    def __init__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Written
+    ) -> None:
         self._name, self._written = name, written
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._described: Any = (args, kwargs)
@@ -55,8 +74,14 @@ class Arguments:
                 # replay.
                 if not (value.is_leaf and isinstance(value, nn.Parameter)):
                     known = copies.get(id(value))
-                    copied = known is None and (first or place in (written.arguments or ())) and has_values(value)
-                    self._kept[place] = copies[id(value)] = known or _Tensor(value, value.detach().clone() if copied else None)
+                    copied = (
+                        known is None
+                        and (first or place in (written.arguments or ()))
+                        and has_values(value)
+                    )
+                    self._kept[place] = copies[id(value)] = known or _Tensor(
+                        value, value.detach().clone() if copied else None
+                    )
             elif isinstance(value, torch.Generator):
                 self.generators.append(GeneratorState.of(value))
             elif not isinstance(value, CONSTANT):
@@ -75,10 +100,14 @@ class Arguments:
         """
         for place, before in self._contents.items():
             if not _same(before, list(_contents(self._leaves[place]))):
-                raise RuntimeError(f"{self._name} changes its argument {self._path(place)}, a "
-                                   f"{type(self._leaves[place]).__name__}, in place: a replay in backward would change it once "
-                                   "more. Call the model without it (for a cache: use_cache=False), or take the layer out of "
-                                   "the policy")
+                raise RuntimeError(
+                    f"{self._name} changes its argument {self._path(place)}, a "
+                    f"{type(self._leaves[place]).__name__}, in place: a replay in backward "
+                    "would change it once "
+                    "more. Call the model without it (for a cache: use_cache=False), or take "
+                    "the layer out of "
+                    "the policy"
+                )
         if self._written.arguments is None:
             self._written.arguments = set()
         for place, kept in self._kept.items():
@@ -88,13 +117,19 @@ class Arguments:
             if was_written:
                 self._written.arguments.add(place)
                 if kept.copy is None:
-                    raise RuntimeError(f"{self._name} wrote to its argument {self._path(place)} in place, which its first "
-                                       "forward did not: there is no copy of the old value for a replay. The next forward makes "
-                                       "one; to avoid this one error, take the layer out of the policy")
+                    raise RuntimeError(
+                        f"{self._name} wrote to its argument {self._path(place)} in place, "
+                        "which its first "
+                        "forward did not: there is no copy of the old value for a replay. The "
+                        "next forward makes "
+                        "one; to avoid this one error, take the layer out of the policy"
+                    )
             kept.settle(was_written or place in self._written.arguments)
         # From here on only the hooks keep the tensors. A reference here would hold the device
         # memory of tensors that the hooks moved to the host or discarded.
-        self._leaves = [None if place in self._kept else value for place, value in enumerate(self._leaves)]
+        self._leaves = [
+            None if place in self._kept else value for place, value in enumerate(self._leaves)
+        ]
         self._described = None
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -104,8 +139,11 @@ class Arguments:
         """
         for place, before in self._contents.items():
             if not _same(before, list(_contents(self._leaves[place]))):
-                raise RuntimeError(f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments was changed after "
-                                   "the forward and before backward, so that a replay would compute something else")
+                raise RuntimeError(
+                    f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments "
+                    "was changed after "
+                    "the forward and before backward, so that a replay would compute something else"
+                )
         leaves = list(self._leaves)
         made: dict[int, Tensor] = {}
         for place, kept in self._kept.items():
@@ -176,8 +214,11 @@ class _Tensor:
         try:
             value = self.saved.tensor()
         except RuntimeError as error:
-            raise RuntimeError(f"{name}: an argument was written to after the forward, and a replay in backward needs it: "
-                               f"{error}") from error
+            raise RuntimeError(
+                f"{name}: an argument was written to after the forward, and a replay in "
+                "backward needs it: "
+                f"{error}"
+            ) from error
         return value.clone() if self._is_written else value
 
 
@@ -209,8 +250,12 @@ def _contents(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
         parts = list(value)
     else:
         named = dict(getattr(value, "__dict__", {}))
-        named |= {name: getattr(value, name) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())
-                  if hasattr(value, name)}
+        named |= {
+            name: getattr(value, name)
+            for kind in type(value).__mro__
+            for name in getattr(kind, "__slots__", ())
+            if hasattr(value, name)
+        }
         parts = [part for item in named.items() for part in item]
     yield len(parts)
     for part in parts:
@@ -223,9 +268,16 @@ def _same(before: list[Any], now: list[Any]) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, _Value) or isinstance(other, _Value):
-        return (isinstance(one, _Value) and isinstance(other, _Value) and one.tensor is other.tensor
-                and one.version == other.version)
+        return (
+            isinstance(one, _Value)
+            and isinstance(other, _Value)
+            and one.tensor is other.tensor
+            and one.version == other.version
+        )
     if one is other:
         return True
-    return isinstance(one, (bool, int, float, complex, str, bytes)) and type(one) is type(other) and bool(one == other)
-
+    return (
+        isinstance(one, (bool, int, float, complex, str, bytes))
+        and type(one) is type(other)
+        and bool(one == other)
+    )

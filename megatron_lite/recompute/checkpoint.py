@@ -27,8 +27,15 @@ from megatron_lite.parallel.rng import Generators, RngSnapshot
 from megatron_lite.recompute.phase import recomputing
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, rng: Generators | None, replay: Callable[..., Any] | None = None,
-               split_group: ProcessGroup | None = None, previous: Any = None, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    rng: Generators | None,
+    replay: Callable[..., Any] | None = None,
+    split_group: ProcessGroup | None = None,
+    previous: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Returns `function(*args, **kwargs)`; backward rebuilds the activations of the function.
 
     If gradients are off, the function simply runs.
@@ -54,7 +61,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: Generators | None,
     # autograd leaves out a Function if none of its inputs requires grad. The parameters that the
     # function captures would get no gradient. This empty input keeps the node in the graph.
     anchor = torch.empty(0, requires_grad=True)
-    call = _RegionCall(function, replay or function, rng, split_group, previous, tuple(kwargs), len(args))
+    call = _RegionCall(
+        function, replay or function, rng, split_group, previous, tuple(kwargs), len(args)
+    )
     return _Checkpoint.apply(call, anchor, *args, *kwargs.values())
 
 
@@ -87,7 +96,7 @@ class _RegionCall:
     num_positional: int
 
     def run(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        named = dict(zip(self.keywords, values[self.num_positional:], strict=True))
+        named = dict(zip(self.keywords, values[self.num_positional :], strict=True))
         return function(*values[: self.num_positional], **named)
 
 
@@ -102,9 +111,16 @@ class _Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, call: _RegionCall, anchor: Tensor, *values: Any) -> Any:
         ctx.call, ctx.replayed, ctx.gather = call, None, None
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor)}
-        ctx.places, ctx.others = tuple(tensors), [None if isinstance(value, Tensor) else value for value in values]
-        ctx.inputs_require_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        ctx.autocast = autocast_states({"cpu", *(tensor.device.type for tensor in tensors.values())})
+        ctx.places, ctx.others = (
+            tuple(tensors),
+            [None if isinstance(value, Tensor) else value for value in values],
+        )
+        ctx.inputs_require_grad = [
+            isinstance(value, Tensor) and value.requires_grad for value in values
+        ]
+        ctx.autocast = autocast_states(
+            {"cpu", *(tensor.device.type for tensor in tensors.values())}
+        )
         # The states must be read before the run, which draws. The first input is split after the
         # run, which needs it whole.
         randomness = None if call.rng is None else Randomness.now(call.rng)
@@ -113,30 +129,48 @@ class _Checkpoint(torch.autograd.Function):
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)
         ctx.streams = None if randomness is None else randomness.names
-        ctx.save_for_backward(*tensors.values(), *(() if randomness is None else randomness.copies()))
+        ctx.save_for_backward(
+            *tensors.values(), *(() if randomness is None else randomness.copies())
+        )
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
-        fixed = [value for value in flat if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())]
+        fixed = [
+            value
+            for value in flat
+            if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        ]
         ctx.mark_non_differentiable(*fixed)
         # If the function returns a parameter unchanged, autograd would make this node the history
         # of the parameter itself, and backward would never end. A view of the parameter avoids
         # that.
-        return tuple(map(_not_a_parameter, outputs)) if isinstance(outputs, tuple) else _not_a_parameter(outputs)
+        return (
+            tuple(map(_not_a_parameter, outputs))
+            if isinstance(outputs, tuple)
+            else _not_a_parameter(outputs)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("recomputation works in .backward() without `inputs`: the parameters inside get their .grad there")
+            raise RuntimeError(
+                "recomputation works in .backward() without `inputs`: the parameters inside "
+                "get their .grad there"
+            )
         # The node drops its replay before it goes back through it. A second backward (retain_graph)
         # needs a new one, since this backward frees the graph of the replay.
         replay = ctx.replayed or _replay(ctx)
         ctx.replayed = None
         flat = replay.outputs if isinstance(replay.outputs, tuple) else (replay.outputs,)
-        pairs = [(output, grad) for output, grad in zip(flat, grads, strict=True)
-                 if isinstance(output, Tensor) and output.requires_grad and grad is not None]
+        pairs = [
+            (output, grad)
+            for output, grad in zip(flat, grads, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad and grad is not None
+        ]
         if not pairs and not any(ctx.inputs_require_grad):  # only the anchor needs a gradient
             return (None,) * (2 + len(ctx.others))
         if not pairs:
-            raise RuntimeError("a recomputed function has no output that requires grad: it needs no recomputation")
+            raise RuntimeError(
+                "a recomputed function has no output that requires grad: it needs no recomputation"
+            )
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(replay.received.get(place) for place in range(len(ctx.others)))
 
@@ -161,7 +195,9 @@ def _replay(ctx: Any) -> _Replay:
         values[place] = tensor.detach()
     if call.split_group is not None:
         values[0] = _whole_input(ctx, values[0])
-    randomness = None if ctx.streams is None else Randomness(call.rng, ctx.streams, saved[len(ctx.places):])
+    randomness = (
+        None if ctx.streams is None else Randomness(call.rng, ctx.streams, saved[len(ctx.places) :])
+    )
     received: dict[int, Tensor] = {}
     # The context covers only the run. The gradient of the replay runs after it, under the settings
     # that backward was called with, as it would without recomputation.
@@ -174,7 +210,9 @@ def _replay(ctx: Any) -> _Replay:
         restored.enter_context(recomputing())
         places = [place for place in ctx.places if ctx.inputs_require_grad[place]]
         if places:
-            inputs = _Receive.apply(received, places, *(values[place].requires_grad_() for place in places))
+            inputs = _Receive.apply(
+                received, places, *(values[place].requires_grad_() for place in places)
+            )
             for place, tensor in zip(places, inputs, strict=True):
                 values[place] = tensor
         return _Replay(call.run(call.replay, values), received)
@@ -189,7 +227,9 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
     ctx.gather = None
     previous = ctx.call.previous
     if previous is not None:
-        previous.gather = start_all_gather_first_dim(previous.saved_tensors[0], previous.call.split_group)
+        previous.gather = start_all_gather_first_dim(
+            previous.saved_tensors[0], previous.call.split_group
+        )
     return started.wait().view(ctx.shape)
 
 
@@ -202,7 +242,9 @@ class _Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, received: dict[int, Tensor], places: list[int], *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, received: dict[int, Tensor], places: list[int], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.received, ctx.places = received, places
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
@@ -253,7 +295,11 @@ class Randomness:
         # On the CPU the current stream uses the CPU generator, so the snapshot has its state
         # already.
         cpu = () if streams.device.type == "cpu" else (torch.get_rng_state(),)
-        return cls(streams, StreamNames(snapshot.current, tuple(snapshot.states)), (*snapshot.states.values(), *cpu))
+        return cls(
+            streams,
+            StreamNames(snapshot.current, tuple(snapshot.states)),
+            (*snapshot.states.values(), *cpu),
+        )
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the states, each in its own storage.
@@ -277,8 +323,10 @@ class Randomness:
             before._restore()
 
     def _restore(self) -> None:
-        self.streams.restore(RngSnapshot(self.names.current, dict(zip(self.names.names, self.states, strict=False))))
-        for cpu in self.states[len(self.names.names):]:
+        self.streams.restore(
+            RngSnapshot(self.names.current, dict(zip(self.names.names, self.states, strict=False)))
+        )
+        for cpu in self.states[len(self.names.names) :]:
             torch.set_rng_state(cpu)
 
 
@@ -287,5 +335,12 @@ def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
 
     Each is a dictionary of keyword arguments for torch.autocast.
     """
-    return [dict(device_type=kind, enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind),
-                 cache_enabled=torch.is_autocast_cache_enabled()) for kind in sorted(kinds)]
+    return [
+        dict(
+            device_type=kind,
+            enabled=torch.is_autocast_enabled(kind),
+            dtype=torch.get_autocast_dtype(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in sorted(kinds)
+    ]

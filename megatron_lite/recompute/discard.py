@@ -1,4 +1,5 @@
-"""Output-discarding recomputation: a region's output is freed after the forward, and rebuilt in backward.
+"""Output-discarding recomputation: a region's output is freed after the forward, and rebuilt in
+backward.
 
     forward    y = norm(x) keeps x only;   z = linear(y) stores a recipe for y instead of y
     backward   of linear: the recipe runs norm(x) again;   of norm: goes back through that same run
@@ -26,7 +27,8 @@ class DiscardedOutputs:
     """The outputs that are discarded during one layer's forward."""
 
     def __init__(self) -> None:
-        self._discarded: dict[int, Tensor] = {}  # by the address of the storage; the tensor keeps it in use
+        # by the address of the storage; the tensor keeps it in use
+        self._discarded: dict[int, Tensor] = {}
 
     def discard(self, output: Tensor) -> None:
         """Makes every later save of `output`, or of a view of it, store a recipe.
@@ -48,7 +50,9 @@ class DiscardedOutputs:
             owner = discarded.get(_storage(tensor))
             if owner is None:
                 return None
-            return _Recipe(owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return _Recipe(
+                owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
 
         with exchanging(recipe):
             try:

@@ -43,8 +43,14 @@ from megatron_lite.recompute.versions import check_unwritten
 NO_TASK = -1  # torch's number for "not inside a backward"
 
 
-def rebuild_saved(function: Callable[..., Any], *args: Any, rng: Generators | None, name: str = "the function",
-                  results: KeptResults | None = None, replay: Callable[..., Any] | None = None) -> Any:
+def rebuild_saved(
+    function: Callable[..., Any],
+    *args: Any,
+    rng: Generators | None,
+    name: str = "the function",
+    results: KeptResults | None = None,
+    replay: Callable[..., Any] | None = None,
+) -> Any:
     """Returns `function(*args)`; backward rebuilds the tensors that it saved.
 
     This is `rebuild_call` without a layer.
@@ -52,9 +58,19 @@ def rebuild_saved(function: Callable[..., Any], *args: Any, rng: Generators | No
     return rebuild_call(function, args, {}, rng=rng, name=name, results=results, replay=replay)
 
 
-def rebuild_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, rng: Generators | None,
-                 name: str, layer: nn.Module | None = None, written: Written | None = None, results: KeptResults | None = None,
-                 replay: Callable[..., Any] | None = None, verify: bool = False) -> Any:
+def rebuild_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    rng: Generators | None,
+    name: str,
+    layer: nn.Module | None = None,
+    written: Written | None = None,
+    results: KeptResults | None = None,
+    replay: Callable[..., Any] | None = None,
+    verify: bool = False,
+) -> Any:
     """Returns `function(*args, **kwargs)` itself; backward rebuilds the tensors that it saved.
 
     If gradients are off, the function simply runs. The call keeps for backward: the tensors among
@@ -78,8 +94,18 @@ def rebuild_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    call = _LayerCall(name, function, replay or function, args, kwargs, rng=rng, layer=layer, written=written, results=results,
-                 verify=verify)
+    call = _LayerCall(
+        name,
+        function,
+        replay or function,
+        args,
+        kwargs,
+        rng=rng,
+        layer=layer,
+        written=written,
+        results=results,
+        verify=verify,
+    )
     return call.forward(args, kwargs)
 
 
@@ -90,9 +116,20 @@ class _LayerCall:
     refers to the slots weakly, which also shows which of them are still needed.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], replay: Callable[..., Any], args: tuple[Any, ...],
-                 kwargs: dict[str, Any], *, rng: Generators | None, layer: nn.Module | None, written: Written | None,
-                 results: KeptResults | None, verify: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        replay: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        rng: Generators | None,
+        layer: nn.Module | None,
+        written: Written | None,
+        results: KeptResults | None,
+        verify: bool,
+    ) -> None:
         written = written or Written(buffers=set(), arguments=set())
         self._name, self._function, self._replay, self._results = name, function, replay, results
         self._arguments = Arguments(name, args, kwargs, written)
@@ -148,11 +185,16 @@ class _LayerCall:
                 values = self._values[task] = self._rebuilt()
                 if task != NO_TASK:  # tensors that this backward does not read must not outlive it
                     forget = weakref.WeakMethod(self._forget)
-                    torch.autograd.Variable._execution_engine.queue_callback(lambda: _forget(forget, task))
+                    torch.autograd.Variable._execution_engine.queue_callback(
+                        lambda: _forget(forget, task)
+                    )
             if number not in values:
                 self._forget(task)
-                raise RecomputeMismatch(f"{self._name}: the replay saved fewer tensors than the forward, and backward needs "
-                                        f"number {number} of {len(self._slots)}")
+                raise RecomputeMismatch(
+                    f"{self._name}: the replay saved fewer tensors than the forward, and "
+                    "backward needs "
+                    f"number {number} of {len(self._slots)}"
+                )
             if task == NO_TASK:
                 del self._values[task]
             return values.pop(number)
@@ -221,16 +263,23 @@ class _LayerCall:
             if self._witness is not None and was_complete:
                 self._witness.end(outputs)
         if was_complete and count != expected:
-            raise RecomputeMismatch(f"{self._name}: the forward saved {expected} tensors for backward, the replay {count}. "
-                                    "Something that the function reads has changed in between, or it does not do the same twice")
+            raise RecomputeMismatch(
+                f"{self._name}: the forward saved {expected} tensors for backward, the replay "
+                f"{count}. "
+                "Something that the function reads has changed in between, or it does not do "
+                "the same twice"
+            )
         return values
 
     def _compare(self, number: int, tensor: Tensor) -> None:
         form = _Form.of(tensor)
         if form != self._forms[number]:
-            raise RecomputeMismatch(f"{self._name}: as number {number} of {len(self._slots)} the forward saved "
-                                    f"{self._forms[number]} for backward, the replay {form}. Something that the function reads "
-                                    "has changed in between, or it does not do the same twice")
+            raise RecomputeMismatch(
+                f"{self._name}: as number {number} of {len(self._slots)} the forward saved "
+                f"{self._forms[number]} for backward, the replay {form}. Something that the "
+                "function reads "
+                "has changed in between, or it does not do the same twice"
+            )
         if self._witness is not None and self._is_complete:
             self._witness.save(tensor)
 
@@ -259,7 +308,12 @@ class _SavedParameter(NamedTuple):
 
         RuntimeError: it was written to since, by an optimizer's step for example.
         """
-        check_unwritten(self.parameter, self.version, what="parameter", purpose="needed for gradient computation")
+        check_unwritten(
+            self.parameter,
+            self.version,
+            what="parameter",
+            purpose="needed for gradient computation",
+        )
         return self.parameter
 
 
@@ -279,7 +333,8 @@ class _Form(NamedTuple):
 
 
 class _KeptRandomness:
-    """The states of all generators before the forward, kept through the saved-tensor hooks in force."""
+    """The states of all generators before the forward, kept through the saved-tensor hooks in
+    force."""
 
     def __init__(self, rng: Generators) -> None:
         now = Randomness.now(rng)
@@ -289,7 +344,9 @@ class _KeptRandomness:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Makes all draws inside the block repeat those of the forward."""
-        with Randomness(self._rng, self._names, [state.tensor() for state in self._states]).replayed():
+        with Randomness(
+            self._rng, self._names, [state.tensor() for state in self._states]
+        ).replayed():
             yield
 
 

@@ -20,8 +20,15 @@ from megatron_lite.recompute.verify import Record
 Layer = Callable[..., Tensor]
 
 
-def run_layers(plan: RecomputePlan, layers: Sequence[Layer], hidden_states: Tensor, *extras: Any, rng: RngStreams,
-               tp_group: ProcessGroup | None, stores: Stores | None = None) -> Tensor:
+def run_layers(
+    plan: RecomputePlan,
+    layers: Sequence[Layer],
+    hidden_states: Tensor,
+    *extras: Any,
+    rng: RngStreams,
+    tp_group: ProcessGroup | None,
+    stores: Stores | None = None,
+) -> Tensor:
     """Returns hidden_states after all layers. Input and output are [s/t or s, b, h].
 
     Each layer is called as `layer(hidden_states, *extras, regions)`.
@@ -39,14 +46,29 @@ def run_layers(plan: RecomputePlan, layers: Sequence[Layer], hidden_states: Tens
         for segment in plan.segments:
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
             with opened(segment, (part, extras)):
-                hidden_states = _run(plan, segment, part, hidden_states, *extras, rng=rng, previous=split_before,
-                                     split_group=tp_group if segment.split else None)
+                hidden_states = _run(
+                    plan,
+                    segment,
+                    part,
+                    hidden_states,
+                    *extras,
+                    rng=rng,
+                    previous=split_before,
+                    split_group=tp_group if segment.split else None,
+                )
             split_before = hidden_states.grad_fn if segment.split else split_before
     return hidden_states
 
 
-def _run(plan: RecomputePlan, segment: Segment, layers: Sequence[Layer], *args: Any, rng: RngStreams,
-         split_group: ProcessGroup | None, previous: Any) -> Tensor:
+def _run(
+    plan: RecomputePlan,
+    segment: Segment,
+    layers: Sequence[Layer],
+    *args: Any,
+    rng: RngStreams,
+    split_group: ProcessGroup | None,
+    previous: Any,
+) -> Tensor:
     """Runs one segment and returns its output. previous: the grad_fn of the last split unit."""
     if not segment.unit and not segment.ops:
         return _chain(plan, segment, layers, rng)(*args)
@@ -56,28 +78,58 @@ def _run(plan: RecomputePlan, segment: Segment, layers: Sequence[Layer], *args: 
     results = KeptResults(segment.ops, skip_tail=plan.skip_tail) if segment.ops else None
     forward = _chain(plan, segment, layers, rng, record=record, results=results)
     forward = forward if record is None else record.watch(forward)
-    replay = _chain(plan, segment, layers, rng, skip_layer_tail=True, results=results) if plan.skip_tail else None
+    replay = (
+        _chain(plan, segment, layers, rng, skip_layer_tail=True, results=results)
+        if plan.skip_tail
+        else None
+    )
     # The extras are tables that the model holds anyway. Bound to the function they are not
     # arguments, so the engine does not keep them a second time.
     if results is not None:
         hidden_states, *extras = args
-        output: Tensor = rebuild_saved(_bound(forward, extras), hidden_states, name=_name(segment), results=results, rng=rng,
-                                       replay=replay and _bound(replay, extras))
+        output: Tensor = rebuild_saved(
+            _bound(forward, extras),
+            hidden_states,
+            name=_name(segment),
+            results=results,
+            rng=rng,
+            replay=replay and _bound(replay, extras),
+        )
         return output
-    return checkpoint(forward, *args, rng=rng, replay=replay, split_group=split_group,
-                      previous=previous if segment.split else None)
+    return checkpoint(
+        forward,
+        *args,
+        rng=rng,
+        replay=replay,
+        split_group=split_group,
+        previous=previous if segment.split else None,
+    )
 
 
-def _chain(plan: RecomputePlan, segment: Segment, layers: Sequence[Layer], rng: RngStreams, *, skip_layer_tail: bool = False,
-           record: Record | None = None, results: KeptResults | None = None) -> Layer:
+def _chain(
+    plan: RecomputePlan,
+    segment: Segment,
+    layers: Sequence[Layer],
+    rng: RngStreams,
+    *,
+    skip_layer_tail: bool = False,
+    record: Record | None = None,
+    results: KeptResults | None = None,
+) -> Layer:
     # Only the last layer of a unit has an output that backward does not read. The outputs of the
     # layers before it are inputs of the next layer, so they are computed in full.
     def run(hidden_states: Tensor, *extras: Any) -> Tensor:
         for number, layer in enumerate(layers):
-            regions = Regions(rebuilt=segment.regions, rng=rng, layer=segment.first_layer + number,
-                              skip_region_tails=plan.skip_tail, verify=plan.verify,
-                              skip_layer_tail=skip_layer_tail and number == len(layers) - 1,
-                              record=record, results=results)
+            regions = Regions(
+                rebuilt=segment.regions,
+                rng=rng,
+                layer=segment.first_layer + number,
+                skip_region_tails=plan.skip_tail,
+                verify=plan.verify,
+                skip_layer_tail=skip_layer_tail and number == len(layers) - 1,
+                record=record,
+                results=results,
+            )
             with regions.opened():
                 hidden_states = regions.noted("output", layer(hidden_states, *extras, regions))
         return hidden_states
@@ -91,4 +143,8 @@ def _bound(layer: Layer, extras: Sequence[Any]) -> Layer:
 
 def _name(segment: Segment) -> str:
     last = segment.first_layer + segment.num_layers - 1
-    return f"layer {last}" if segment.num_layers == 1 else f"unit of layers {segment.first_layer}-{last}"
+    return (
+        f"layer {last}"
+        if segment.num_layers == 1
+        else f"unit of layers {segment.first_layer}-{last}"
+    )

@@ -59,13 +59,28 @@ class LayerState:
         named = list(layer.named_modules())
         self._modules = [_ModuleState.of(module) for _, module in named]
         self._owns_parameters = not _is_sharded(layer)
-        self._parameters = [_StateTensor(path, module, key, value) for path, module in named
-                            for key, value in module._parameters.items() if value is not None] if self._owns_parameters else []
-        self._buffers = [_StateTensor(path, module, key, value, version_of(value)) for path, module in named
-                         for key, value in module._buffers.items() if value is not None]
+        self._parameters = (
+            [
+                _StateTensor(path, module, key, value)
+                for path, module in named
+                for key, value in module._parameters.items()
+                if value is not None
+            ]
+            if self._owns_parameters
+            else []
+        )
+        self._buffers = [
+            _StateTensor(path, module, key, value, version_of(value))
+            for path, module in named
+            for key, value in module._buffers.items()
+            if value is not None
+        ]
         self._first, self._is_settled = written.buffers is None, False
-        self._copies = {buffer.name: buffer.tensor.detach().clone() for buffer in self._buffers
-                        if (self._first or buffer.name in (written.buffers or ())) and has_values(buffer.tensor)}
+        self._copies = {
+            buffer.name: buffer.tensor.detach().clone()
+            for buffer in self._buffers
+            if (self._first or buffer.name in (written.buffers or ())) and has_values(buffer.tensor)
+        }
 
     def settle(self) -> None:
         """Drops the copies of buffers that the forward did not change. Call it after the forward.
@@ -80,12 +95,20 @@ class LayerState:
             self._written.buffers = set()
         self._written.buffers |= changed
         for name in changed - self._copies.keys():
-            raise RuntimeError(f"{self._name} wrote to its buffer {name}, which its first forward did not: there is no copy of "
-                               "the old value for a replay. The next forward makes one; to avoid this one error, take the layer "
-                               "out of the policy")
+            raise RuntimeError(
+                f"{self._name} wrote to its buffer {name}, which its first forward did not: "
+                "there is no copy of "
+                "the old value for a replay. The next forward makes one; to avoid this one "
+                "error, take the layer "
+                "out of the policy"
+            )
         self._copies = {name: before for name, before in self._copies.items() if name in changed}
-        self._buffers = [buffer._replace(version=version_of(buffer.tensor)) for buffer in self._buffers]
-        self._parameters = [part._replace(version=version_of(part.tensor)) for part in self._parameters]
+        self._buffers = [
+            buffer._replace(version=version_of(buffer.tensor)) for buffer in self._buffers
+        ]
+        self._parameters = [
+            part._replace(version=version_of(part.tensor)) for part in self._parameters
+        ]
         self._is_settled = True
 
     @contextmanager
@@ -98,13 +121,21 @@ class LayerState:
         """
         for part in self._parameters if self._is_settled else ():
             if version_of(part.tensor) != part.version:
-                raise RuntimeError(f"{self._name}: its parameter {part.name} has been modified by an inplace operation after the "
-                                   "forward and before backward, so that a replay would compute something else. Run backward "
-                                   "before the optimizer's step")
+                raise RuntimeError(
+                    f"{self._name}: its parameter {part.name} has been modified by an inplace "
+                    "operation after the "
+                    "forward and before backward, so that a replay would compute something "
+                    "else. Run backward "
+                    "before the optimizer's step"
+                )
         for buffer in self._buffers:
             if buffer.name not in self._copies and version_of(buffer.tensor) != buffer.version:
-                raise RuntimeError(f"{self._name}: its buffer {buffer.name} was written to after the forward and before "
-                                   "backward, so that a replay would compute something else. Write to it after backward")
+                raise RuntimeError(
+                    f"{self._name}: its buffer {buffer.name} was written to after the forward "
+                    "and before "
+                    "backward, so that a replay would compute something else. Write to it "
+                    "after backward"
+                )
         # The replay works on new dictionaries, lists and buffers. Putting the module's own
         # attributes back undoes all that it did, also if it raised.
         now = [(state.module, dict(vars(state.module))) for state in self._modules]
@@ -218,7 +249,9 @@ class _ModuleState:
         parameters: whether to replace the registry of parameters, too.
         """
         target = vars(self.module)
-        for name in [name for name in target if name not in STANDARD and name not in self.attributes]:
+        for name in [
+            name for name in target if name not in STANDARD and name not in self.attributes
+        ]:
             del target[name]
         target.update(self.attributes)
         target.update({name: copy.copy(self.attributes[name]) for name in self.containers})
@@ -262,4 +295,6 @@ class _StateTensor(NamedTuple):
 def _is_sharded(layer: nn.Module) -> bool:
     """Whether FSDP2 exchanges the parameters of a module in the layer. If so, a replay does not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in layer.modules())
+    return fsdp is not None and any(
+        isinstance(module, fsdp.FSDPModule) for module in layer.modules()
+    )

@@ -111,7 +111,9 @@ class Offload:
             slot.last_use = self._lanes.out(slot.memory, bytes_of(storage), after=slot.last_use)
             copy = _OnHost(self._lanes, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
-            leaving.append(_MovingOut(tensor.detach(), tensor._version, weakref.ref(copy), slot.last_use))
+            leaving.append(
+                _MovingOut(tensor.detach(), tensor._version, weakref.ref(copy), slot.last_use)
+            )
             return copy
 
         # The originals stay alive for one more segment. Without that the current stream would have
@@ -185,7 +187,9 @@ class _OnHost:
     torn: whether the original was written to while it was being copied.
     """
 
-    def __init__(self, lanes: Lanes, slot: Slot, group: _SegmentCopies, device: torch.device) -> None:
+    def __init__(
+        self, lanes: Lanes, slot: Slot, group: _SegmentCopies, device: torch.device
+    ) -> None:
         self._lanes, self._slot, self._group, self._device = lanes, slot, group, device
         self._returned: Tensor | None = None
         self._is_awaited = True
@@ -197,8 +201,12 @@ class _OnHost:
         The host memory is kept as well. If the graph is retained, so is the memory on the device.
         """
         if self._returned is None:
-            self._returned = torch.empty(self._slot.memory.numel(), dtype=torch.uint8, device=self._device)
-            self._slot.last_use = self._lanes.back(self._returned, self._slot.memory, after=self._slot.last_use)
+            self._returned = torch.empty(
+                self._slot.memory.numel(), dtype=torch.uint8, device=self._device
+            )
+            self._slot.last_use = self._lanes.back(
+                self._returned, self._slot.memory, after=self._slot.last_use
+            )
             self._is_awaited = False
 
     def memory(self) -> Tensor:
@@ -208,8 +216,11 @@ class _OnHost:
         RuntimeError: the original was written to while it was being copied to the host.
         """
         if self.torn:
-            raise RuntimeError("a tensor that was saved for backward has been modified by an inplace operation while it was "
-                               "being copied to host memory")
+            raise RuntimeError(
+                "a tensor that was saved for backward has been modified by an inplace "
+                "operation while it was "
+                "being copied to host memory"
+            )
         self.call_back()
         self._group.call_back()
         if self._group.before is not None:

@@ -67,7 +67,9 @@ class KeptResults:
         """
         self._storages.clear()
         for place, result in self._kept.items():
-            self._kept[place] = tree_map(lambda value, place=place: _saved(value, place[0], name), result)
+            self._kept[place] = tree_map(
+                lambda value, place=place: _saved(value, place[0], name), result
+            )
 
     def reusing(self) -> AbstractContextManager[None]:
         """Returns kept results in place of calls inside the block, up to the layer's tail.
@@ -92,7 +94,9 @@ class KeptResults:
         It counts the calls (matmul/2 keeps every second), so every call in the forward must ask
         once, in order.
         """
-        return not _draws_dropout(operator, args, kwargs) and self._choice.keeps(self._operators[operator])
+        return not _draws_dropout(operator, args, kwargs) and self._choice.keeps(
+            self._operators[operator]
+        )
 
     @contextmanager
     def _under(self, run: Run) -> Iterator[None]:
@@ -100,7 +104,9 @@ class KeptResults:
         # stack below it and would see the same calls, so it counts only while it is the present
         # one.
         outer = self._counting, self._open
-        self._counting = _Numbering(self._operators, run, self._see_write, lambda mode: mode is self._counting)
+        self._counting = _Numbering(
+            self._operators, run, self._see_write, lambda mode: mode is self._counting
+        )
         try:
             with ExitStack() as self._open:
                 self._open.enter_context(self._counting)
@@ -113,7 +119,9 @@ class KeptResults:
         result = operator(*args, **kwargs)
         if self.keeps(operator, args, kwargs):
             self._kept[place] = kept = tree_map(_Result, result)
-            self._storages |= {each.storage: each for each in tree_leaves(kept) if each.storage is not None}
+            self._storages |= {
+                each.storage: each for each in tree_leaves(kept) if each.storage is not None
+            }
         return result
 
     def _see_write(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,11 +131,17 @@ class KeptResults:
         not share the version of the tensor that they are a part of.
         """
         arguments = operator._schema.arguments
-        given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        given = {
+            argument.name: value for argument, value in zip(arguments, args, strict=False)
+        } | kwargs
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tree_leaves(given.get(argument.name)):
-                    result = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+                    result = (
+                        self._storages.get(tensor.untyped_storage()._cdata)
+                        if isinstance(tensor, Tensor)
+                        else None
+                    )
                     if result is not None:
                         result.is_written = True
 
@@ -135,7 +149,10 @@ class KeptResults:
         kept = self._kept.get(place)
         if kept is None:
             return place[0](*args, **kwargs)
-        return tree_map(lambda saved: saved.tensor() if isinstance(saved, (SavedValue, _Result)) else saved, kept)
+        return tree_map(
+            lambda saved: saved.tensor() if isinstance(saved, (SavedValue, _Result)) else saved,
+            kept,
+        )
 
 
 class _Numbering(KeepsResults):
@@ -147,12 +164,24 @@ class _Numbering(KeepsResults):
     counts: whether the mode is in use at the moment. Otherwise every call runs as it is.
     """
 
-    def __init__(self, operators: dict[Any, str], run: Run, watch: Watch, counts: Callable[[KeepsResults], bool]) -> None:
+    def __init__(
+        self,
+        operators: dict[Any, str],
+        run: Run,
+        watch: Watch,
+        counts: Callable[[KeepsResults], bool],
+    ) -> None:
         super().__init__()
         self._operators, self._run, self._watch, self._counts = operators, run, watch, counts
         self._numbers = Counter[Any]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func not in self._operators or not self._counts(self):
             if func._schema.is_mutable and self._counts(self):
                 self._watch(func, args, kwargs or {})
@@ -185,8 +214,11 @@ def _saved(result: _Result, operator: Any, name: str) -> Any:
     if not isinstance(result.value, Tensor):
         return result.value
     if result.is_written or version_of(result.value) != result.version:
-        raise RuntimeError(f"{name}: the result of {operator} is to be kept for backward, but was written to later in the layer. "
-                           "Leave the operator out of ops(...), or use full")
+        raise RuntimeError(
+            f"{name}: the result of {operator} is to be kept for backward, but was written to "
+            "later in the layer. "
+            "Leave the operator out of ops(...), or use full"
+        )
     return SavedValue(result.value)
 
 
@@ -206,7 +238,9 @@ def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -
                 _check(operator, name, setting)
                 found[operator] = name
             elif entry.name not in GROUPS:
-                raise InputError(f"{setting} ops({entry.name}): torch {torch.__version__} has no operator {name}")
+                raise InputError(
+                    f"{setting} ops({entry.name}): torch {torch.__version__} has no operator {name}"
+                )
     return found
 
 
@@ -218,12 +252,18 @@ def _operator(name: str) -> Any:
 
 def _check(operator: Any, name: str, setting: str) -> None:
     if operator._schema.is_mutable:
-        raise InputError(f"{setting} ops({name}): it writes into its argument, and what it returns cannot be kept")
+        raise InputError(
+            f"{setting} ops({name}): it writes into its argument, and what it returns cannot "
+            "be kept"
+        )
     # Attention kernels carry this tag too, although they draw only with dropout. They are in a
     # group, and `keeps` decides on them call by call.
     if torch.Tag.nondeterministic_seeded in operator.tags and name not in IN_GROUPS:
-        raise InputError(f"{setting} ops({name}): it draws random numbers. In a replay without it all later draws would "
-                         "be others, and the gradients wrong")
+        raise InputError(
+            f"{setting} ops({name}): it draws random numbers. In a replay without it all later "
+            "draws would "
+            "be others, and the gradients wrong"
+        )
 
 
 def _draws_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

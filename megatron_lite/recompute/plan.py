@@ -55,7 +55,11 @@ class Segment:
     @property
     def action(self) -> LayerAction:
         """The segment's action, as the policy language expresses it."""
-        return LayerAction(unit=self.num_layers if self.unit else 0, regions=tuple(sorted(self.regions)), ops=self.ops)
+        return LayerAction(
+            unit=self.num_layers if self.unit else 0,
+            regions=tuple(sorted(self.regions)),
+            ops=self.ops,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,4 +124,9 @@ def _alike(one: Segment, other: Segment) -> bool:
 
 
 def _is_shorter_unit(segment: Segment, first: Segment) -> bool:
-    return first.unit and segment.unit and segment.store == first.store and segment.num_layers < first.num_layers
+    return (
+        first.unit
+        and segment.unit
+        and segment.store == first.store
+        and segment.num_layers < first.num_layers
+    )

@@ -69,23 +69,29 @@ class Regions:
     results: KeptResults | None = None
     discarded: DiscardedOutputs = field(default_factory=DiscardedOutputs)
 
-    def run(self, name: str, function: Callable[..., Any], *args: Any, skip_tail: bool = False) -> Any:
-        """Returns `function(*args, skip_tail)`; if the region is rebuilt, only its arguments are kept.
+    def run(
+        self, name: str, function: Callable[..., Any], *args: Any, skip_tail: bool = False
+    ) -> Any:
+        """Returns `function(*args, skip_tail)`; if the region is rebuilt, only its arguments are
+        kept.
 
         skip_tail: whether the function may leave out what only the values of its output need.
         """
         assert REGIONS[name].method == "replay", name
         if name not in self.rebuilt:
             return self.noted(name, function(*args, skip_tail))
-        # The replay exists only to rebuild the graph. Its output is not read, because the operations
-        # after the region saved their own inputs. So the replay may skip the last matmul.
+        # The replay exists only to rebuild the graph. Its output is not read, because the
+        # operations after the region saved their own inputs. So the replay may skip the last
+        # matmul.
         forward = _with_last(function, skip_tail)
         replay = _with_last(function, True) if self.skip_region_tails else None
-        return checkpoint(self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay)
+        return checkpoint(
+            self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay
+        )
 
     def run_discarding(self, name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt, `args` are
-        kept, and the result is freed once the layer has run."""
+        """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt,
+        `args` are kept, and the result is freed once the layer has run."""
         assert REGIONS[name].method == "discard", name
         if name not in self.rebuilt:
             return self.noted(name, function(*args))
@@ -95,12 +101,14 @@ class Regions:
         return output
 
     def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:
-        """Returns how to draw a tensor of random numbers again in backward from the stream's state, or
-        None if the tensor is to be kept."""
+        """Returns how to draw a tensor of random numbers again in backward from the stream's state,
+        or None if the tensor is to be kept."""
         assert REGIONS[name].method == "redraw", name
         if name not in self.rebuilt:
             return None
-        return Redraw(self.rng, draw, Record(f"layer {self.layer}, {name}", None) if self.verify else None)
+        return Redraw(
+            self.rng, draw, Record(f"layer {self.layer}, {name}", None) if self.verify else None
+        )
 
     def enter_tail(self) -> None:
         """Marks that the layer's last matmul comes next.
@@ -111,7 +119,8 @@ class Regions:
             self.results.enter_tail()
 
     def noted(self, name: str, output: Any) -> Any:
-        """Returns `output`. A unit that is being verified compares it with the output of the forward."""
+        """Returns `output`. A unit that is being verified compares it with the output of the
+        forward."""
         if self.record is not None:
             self.record.see(f"layer {self.layer}, {name}", output)
         return output
@@ -125,8 +134,12 @@ class Regions:
         else:
             yield
 
-    def _verified(self, name: str, function: Callable[..., Any], rng: RngStreams | None) -> Callable[..., Any]:
-        return Record(f"layer {self.layer}, {name}", rng).watch(function) if self.verify else function
+    def _verified(
+        self, name: str, function: Callable[..., Any], rng: RngStreams | None
+    ) -> Callable[..., Any]:
+        return (
+            Record(f"layer {self.layer}, {name}", rng).watch(function) if self.verify else function
+        )
 
 
 def _with_last(function: Callable[..., Any], last: Any) -> Callable[..., Any]:

@@ -66,7 +66,9 @@ def moving(move: Callable[[Tensor], Moved], *, kind: str, stay: Iterable[Tensor]
         either: they are states of generators, which are in host memory on every device.
     """
     fixed = {tensor.untyped_storage()._cdata for tensor in stay}
-    moved: dict[tuple[int, int, tuple[int, ...]], tuple[weakref.ref[torch.UntypedStorage], Moved]] = {}
+    moved: dict[
+        tuple[int, int, tuple[int, ...]], tuple[weakref.ref[torch.UntypedStorage], Moved]
+    ] = {}
 
     def exchange(tensor: Tensor) -> SavedHandle | None:
         storage = tensor.untyped_storage() if _can_move(tensor, kind) else None
@@ -164,7 +166,9 @@ class _View:
 
     @classmethod
     def of(cls, tensor: Tensor, moved: Moved) -> _View:
-        return cls(moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return cls(
+            moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def tensor(self) -> Tensor:
         memory = self.moved.memory()
@@ -193,4 +197,8 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
         return False
     # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
     # for a tensor subclass, nor for a lazy conjugate or negation.
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_conj() and not tensor.is_neg()
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

@@ -31,9 +31,12 @@ def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> Reco
     selective: backward runs the named regions of every layer again. A named region inside another
         named region is dropped from the plan, because it runs again with the outer one.
     """
-    return RecomputePlan(tuple(segments(config.policy, num_layers, stage)), verify=config.recompute_verify,
-                         skip_tail=config.recompute_tail_skip and not config.recompute_verify,
-                         contiguous=config.contiguous_saved_activations)
+    return RecomputePlan(
+        tuple(segments(config.policy, num_layers, stage)),
+        verify=config.recompute_verify,
+        skip_tail=config.recompute_tail_skip and not config.recompute_verify,
+        contiguous=config.contiguous_saved_activations,
+    )
 
 
 def plan_model(config: RunConfig) -> RecomputePlan:
@@ -44,7 +47,10 @@ def plan_model(config: RunConfig) -> RecomputePlan:
     whole: list[Segment] = []
     for stage in stages(config.parallel, config.model.num_layers):
         plan = plan_stage(config.recompute, stage.num_layers, stage.number)
-        whole += [replace(segment, first_layer=stage.first_layer + segment.first_layer) for segment in plan.segments]
+        whole += [
+            replace(segment, first_layer=stage.first_layer + segment.first_layer)
+            for segment in plan.segments
+        ]
     return replace(plan, segments=tuple(whole))
 
 
@@ -53,11 +59,21 @@ def policy_by_stage(config: RunConfig) -> str:
 
     Its rules name their stages, unless all stages have the same rules.
     """
-    plans = [(stage.number, str(plan_stage(config.recompute, stage.num_layers, stage.number)))
-             for stage in stages(config.parallel, config.model.num_layers)]
+    plans = [
+        (stage.number, str(plan_stage(config.recompute, stage.num_layers, stage.number)))
+        for stage in stages(config.parallel, config.model.num_layers)
+    ]
     if len({text for _, text in plans}) == 1:
         return plans[0][1]
-    return str(Policy(tuple(replace(rule, stage=number) for number, text in plans for rule in parse_policy(text).rules)))
+    return str(
+        Policy(
+            tuple(
+                replace(rule, stage=number)
+                for number, text in plans
+                for rule in parse_policy(text).rules
+            )
+        )
+    )
 
 
 def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:
@@ -75,7 +91,16 @@ def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segmen
 def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
     action, store = rule.action, cast(Store, rule.store)
     if action.unit:
-        return (Segment(first_layer=first, num_layers=min(action.unit, layers[-1] + 1 - first), unit=True, store=store)
-                for first in layers[:: action.unit])
+        return (
+            Segment(
+                first_layer=first,
+                num_layers=min(action.unit, layers[-1] + 1 - first),
+                unit=True,
+                store=store,
+            )
+            for first in layers[:: action.unit]
+        )
     regions = without_nested(action.regions)
-    return (Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers)
+    return (
+        Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers
+    )

@@ -53,16 +53,26 @@ class Stores:
         `shared` lists objects whose tensors are not moved: the segment's layers with their
         parameters, and the further arguments of the layers.
         """
-        if not torch.is_grad_enabled() or not (plan.contiguous or any(segment.on_host for segment in plan.segments)):
+        if not torch.is_grad_enabled() or not (
+            plan.contiguous or any(segment.on_host for segment in plan.segments)
+        ):
             yield lambda segment, shared: nullcontext()
             return
         offload = Offload(self.lanes, kind=self.device.type)
 
         def opened(segment: Segment, shared: Iterable[Any]) -> AbstractContextManager[None]:
-            arena = self._arena(plan, hidden_states, tp_size, segment.on_host) if plan.contiguous and segment.unit else None
+            arena = (
+                self._arena(plan, hidden_states, tp_size, segment.on_host)
+                if plan.contiguous and segment.unit
+                else None
+            )
             if segment.on_host:
                 return offload.segment(arena or self.pool, stay=_tensors(shared))
-            return keeping_in(arena, kind=self.device.type, stay=_tensors(shared)) if arena else nullcontext()
+            return (
+                keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
+                if arena
+                else nullcontext()
+            )
 
         try:
             yield opened
@@ -77,7 +87,9 @@ class Stores:
     @property
     def host_bytes(self) -> int:
         """The bytes of all tensors that are in host memory now."""
-        return self.pool.bytes_in_use + sum(arena.bytes_in_use for on_host, arena in self._arenas.items() if on_host)
+        return self.pool.bytes_in_use + sum(
+            arena.bytes_in_use for on_host, arena in self._arenas.items() if on_host
+        )
 
     def storages(self) -> set[int]:
         """Returns the addresses of all storages, in use or not."""
@@ -88,7 +100,9 @@ class Stores:
         """The object that copies between device and host."""
         return CudaLanes(self.device) if self.device.type == "cuda" else Lanes()
 
-    def _arena(self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool) -> Arena:
+    def _arena(
+        self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool
+    ) -> Arena:
         """Returns the arena for units that keep their input on the host, or for the other units.
 
         The input of the first forward gives the sizes of the slots: [s/t or s, b, h] for a whole
@@ -96,14 +110,22 @@ class Stores:
         """
         arena = self._arenas.get(on_host)
         if arena is None or (arena.micro_batches < self.micro_batches and not arena.bytes_in_use):
-            self._arenas.pop(on_host, None)  # frees the memory of the smaller arena before the larger one is allocated
+            # frees the memory of the smaller arena before the larger one is allocated
+            self._arenas.pop(on_host, None)
             del arena
             whole = hidden_states.untyped_storage().nbytes()
-            sizes = [whole // tp_size if segment.split else whole for segment in plan.segments
-                     if segment.unit and segment.on_host == on_host]
+            sizes = [
+                whole // tp_size if segment.split else whole
+                for segment in plan.segments
+                if segment.unit and segment.on_host == on_host
+            ]
             device = torch.device("cpu") if on_host else self.device
-            self._arenas[on_host] = Arena(sizes * self.micro_batches, device, pinned=on_host and self.device.type == "cuda",
-                                          micro_batches=self.micro_batches)
+            self._arenas[on_host] = Arena(
+                sizes * self.micro_batches,
+                device,
+                pinned=on_host and self.device.type == "cuda",
+                micro_batches=self.micro_batches,
+            )
         return self._arenas[on_host]
 
 

@@ -67,7 +67,10 @@ class Record:
             outputs = function(*args)
             changed = [name for name, value in self._buffers().items() if value != buffers[name]]
             if changed:
-                raise RecomputeMismatch(f"{self.what} changes its buffer {changed[0]}: a replay would change it a second time")
+                raise RecomputeMismatch(
+                    f"{self.what} changes its buffer {changed[0]}: a replay would change it a "
+                    "second time"
+                )
             self.see(f"{self.what}, output", outputs)
             self.complete()
             return outputs
@@ -89,21 +92,35 @@ class Record:
         streams: whether to include the random-number streams.
         RecomputeMismatch: the replay differs from the forward.
         """
-        tensors = [value for value in (values if isinstance(values, (tuple, list)) else (values,)) if isinstance(value, Tensor)]
-        now = Seen(place, tuple(map(_hash, tensors)), tuple(tuple(tensor.shape) for tensor in tensors),
-                   self._streams() if streams else {})
+        tensors = [
+            value
+            for value in (values if isinstance(values, (tuple, list)) else (values,))
+            if isinstance(value, Tensor)
+        ]
+        now = Seen(
+            place,
+            tuple(map(_hash, tensors)),
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            self._streams() if streams else {},
+        )
         if not self._complete:
             self._seen.append(now)
             return
         if self._position == len(self._seen):
-            raise RecomputeMismatch(f"recomputation took another path: the forward ended before {place}")
+            raise RecomputeMismatch(
+                f"recomputation took another path: the forward ended before {place}"
+            )
         before = self._seen[self._position]
         self._position += 1
         if now != before:
             raise RecomputeMismatch(_difference(before, now))
 
     def _buffers(self) -> dict[str, int]:
-        return {} if self._module is None else {name: _hash(buffer) for name, buffer in self._module.named_buffers()}
+        return (
+            {}
+            if self._module is None
+            else {name: _hash(buffer) for name, buffer in self._module.named_buffers()}
+        )
 
     def _streams(self) -> dict[str, int]:
         if self.rng is None:
@@ -131,10 +148,19 @@ class Witness:
         """Begins the forward or a replay, and records or compares its arguments."""
         self._saved = 0
         self._record.restart()
-        paths = [(keystr(path).partition("]")[2], value) for path, value in tree_flatten_with_path((args, kwargs))[0]]
+        paths = [
+            (keystr(path).partition("]")[2], value)
+            for path, value in tree_flatten_with_path((args, kwargs))[0]
+        ]
         self._record.see(f"{self._name}, input", [value for _, value in paths])
-        self._inputs = {(gradient_edge.node, gradient_edge.output_nr): f"argument {path}" for path, gradient_edge in (
-            (path, get_gradient_edge(value)) for path, value in paths if isinstance(value, Tensor) and value.requires_grad)}
+        self._inputs = {
+            (gradient_edge.node, gradient_edge.output_nr): f"argument {path}"
+            for path, gradient_edge in (
+                (path, get_gradient_edge(value))
+                for path, value in paths
+                if isinstance(value, Tensor) and value.requires_grad
+            )
+        }
 
     def save(self, tensor: Tensor) -> None:
         """Records a tensor that is saved for backward, or compares it if this is a replay."""
@@ -153,14 +179,27 @@ class Witness:
             self._record.complete()
         elif reached != self._reached:
             lost, new = sorted(self._reached - reached), sorted(reached - self._reached)
-            raise RecomputeMismatch(f"{self._name}: the graph of a replay is not the forward's: it "
-                                    + " and ".join([*([f"lost {', '.join(lost)}"] if lost else []),
-                                                    *([f"has {', '.join(new)} besides"] if new else [])]))
+            raise RecomputeMismatch(
+                f"{self._name}: the graph of a replay is not the forward's: it "
+                + " and ".join(
+                    [
+                        *([f"lost {', '.join(lost)}"] if lost else []),
+                        *([f"has {', '.join(new)} besides"] if new else []),
+                    ]
+                )
+            )
 
     def _reaches(self, outputs: Any) -> Iterator[str]:
-        parameters = {} if self._layer is None else {id(parameter): name for name, parameter in self._layer.named_parameters()}
-        edges: list[tuple[Any, int]] = [(value.grad_fn, value.output_nr) for value in tree_leaves(outputs)
-                 if isinstance(value, Tensor) and value.grad_fn is not None]
+        parameters = (
+            {}
+            if self._layer is None
+            else {id(parameter): name for name, parameter in self._layer.named_parameters()}
+        )
+        edges: list[tuple[Any, int]] = [
+            (value.grad_fn, value.output_nr)
+            for value in tree_leaves(outputs)
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
         # The search goes back through the graph and stops at the arguments: their own history is
         # that of the caller, and a replay does not have it. A node with a `variable` accumulates
         # the gradient of that leaf.
@@ -175,7 +214,9 @@ class Witness:
                 yield self._inputs[edge]
                 continue
             if hasattr(node, "variable"):
-                yield parameters.get(id(node.variable), "a tensor that is no parameter of the layer")
+                yield parameters.get(
+                    id(node.variable), "a tensor that is no parameter of the layer"
+                )
             edges += node.next_functions
 
 
@@ -188,12 +229,31 @@ def _hash(tensor: Tensor) -> int:
 
 def _difference(before: Seen, now: Seen) -> str:
     if now.place != before.place or now.shapes != before.shapes:
-        return (f"recomputation took another path: {before.place} with shapes {before.shapes} in forward, {now.place} with "
-                f"{now.shapes} in the replay")
+        return (
+            f"recomputation took another path: {before.place} with shapes {before.shapes} in "
+            f"forward, {now.place} with "
+            f"{now.shapes} in the replay"
+        )
     streams = [name for name in before.streams if now.streams[name] != before.streams[name]]
-    random = (f"RNG stream {', '.join(streams)} stood elsewhere than in forward" if streams else "the RNG streams agree"
-              if before.streams else "no RNG stream was compared")
-    changed = [number for number, (one, other) in enumerate(zip(before.tensors, now.tensors, strict=True)) if one != other]
-    what = f"tensor {changed[0]} {list(now.shapes[changed[0]])} differs" if changed else "the tensors agree"
-    return f"a replay is not what its forward was at {now.place}: {what} from the forward's; {random}" if changed else (
-        f"a replay is not what its forward was at {now.place}: {what}, but {random}")
+    random = (
+        f"RNG stream {', '.join(streams)} stood elsewhere than in forward"
+        if streams
+        else "the RNG streams agree"
+        if before.streams
+        else "no RNG stream was compared"
+    )
+    changed = [
+        number
+        for number, (one, other) in enumerate(zip(before.tensors, now.tensors, strict=True))
+        if one != other
+    ]
+    what = (
+        f"tensor {changed[0]} {list(now.shapes[changed[0]])} differs"
+        if changed
+        else "the tensors agree"
+    )
+    return (
+        f"a replay is not what its forward was at {now.place}: {what} from the forward's; {random}"
+        if changed
+        else (f"a replay is not what its forward was at {now.place}: {what}, but {random}")
+    )

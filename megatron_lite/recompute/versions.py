@@ -15,7 +15,9 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def check_unwritten(tensor: Tensor, version: int | None, *, what: str = "tensor", purpose: str = "kept for backward") -> None:
+def check_unwritten(
+    tensor: Tensor, version: int | None, *, what: str = "tensor", purpose: str = "kept for backward"
+) -> None:
     """Raises RuntimeError if the tensor has been written to since it was at `version`.
 
     autograd makes this check for the tensors that it saves itself, but not with saved-tensor hooks.
@@ -24,8 +26,11 @@ def check_unwritten(tensor: Tensor, version: int | None, *, what: str = "tensor"
     purpose: the reason why it must not change, in the message.
     """
     if (now := version_of(tensor)) != version:
-        raise RuntimeError(f"a {what} {list(tensor.shape)} {purpose} has been modified by an inplace operation: it is at version "
-                           f"{now}, expected {version}")
+        raise RuntimeError(
+            f"a {what} {list(tensor.shape)} {purpose} has been modified by an inplace "
+            "operation: it is at version "
+            f"{now}, expected {version}"
+        )
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -34,4 +39,6 @@ def has_values(tensor: Tensor) -> bool:
     A tensor on the meta device and a fake tensor have none.
     """
     fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.device.type != "meta" and (fake is None or not isinstance(tensor, fake.FakeTensor))
+    return tensor.device.type != "meta" and (
+        fake is None or not isinstance(tensor, fake.FakeTensor)
+    )

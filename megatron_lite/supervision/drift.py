@@ -53,29 +53,56 @@ class ReplicaCheck:
         held = self._held()
         hashes = tensor_hashes([one.tensor for one in held], self._parallel.device)
         groups = self._groups(held)
-        alike = torch.stack([are_equal(hashes[places], group) for places, group in groups] or [torch.tensor(True)])
+        alike = torch.stack(
+            [are_equal(hashes[places], group) for places, group in groups] or [torch.tensor(True)]
+        )
         if self._parallel.all_agree(bool(alike.all())):
             return None
-        odd = [int(places[number]) for places, group in groups for number in odd_ones_out(hashes[places], group)]
+        odd = [
+            int(places[number])
+            for places, group in groups
+            for number in odd_ones_out(hashes[places], group)
+        ]
         names = list(dict.fromkeys(held[number].name for number in odd))
-        text = names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "") if names else ""
+        text = (
+            names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+            if names
+            else ""
+        )
         return by_rank(gather_texts(text, self._parallel))
 
     def _held(self) -> list[_Held]:
-        layout, specs = self._optimizer.layout, {name: spec_of(value) for name, value in self._model.named_parameters()}
+        layout, specs = (
+            self._optimizer.layout,
+            {name: spec_of(value) for name, value in self._model.named_parameters()},
+        )
         if not layout.replicates_weights:
             return [_Held(piece.name, piece.master, piece.spec) for piece in layout.pieces]
-        held = [_Held(name, value.detach(), specs[name]) for name, value in self._model.named_parameters()]
+        held = [
+            _Held(name, value.detach(), specs[name])
+            for name, value in self._model.named_parameters()
+        ]
         if layout.shard_group is None:
-            held += [_Held(f"{name}/{key}", value, specs[name]) for name, states in self._optimizer.states.items()
-                     for key, value in states.items()]
+            held += [
+                _Held(f"{name}/{key}", value, specs[name])
+                for name, states in self._optimizer.states.items()
+                for key, value in states.items()
+            ]
         return held
 
     def _groups(self, held: list[_Held]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
         parallel = self._parallel
-        chosen = ((parallel.dp_cp_group if self._optimizer.layout.replicates_weights else None, [True for _ in held]),
-                  (parallel.tp_group, [one.spec.tp_dim is None for one in held]),
-                  (parallel.embedding_group, [one.spec.tied for one in held]))
-        return [(torch.tensor(here, device=parallel.device).nonzero().view(-1), group) for group, here in chosen
-                if group is not None and any(here)]
+        chosen = (
+            (
+                parallel.dp_cp_group if self._optimizer.layout.replicates_weights else None,
+                [True for _ in held],
+            ),
+            (parallel.tp_group, [one.spec.tp_dim is None for one in held]),
+            (parallel.embedding_group, [one.spec.tied for one in held]),
+        )
+        return [
+            (torch.tensor(here, device=parallel.device).nonzero().view(-1), group)
+            for group, here in chosen
+            if group is not None and any(here)
+        ]

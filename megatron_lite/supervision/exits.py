@@ -60,7 +60,9 @@ class Exits:
         if not self._config.exit_signal_handler:
             return {}
         names = dict.fromkeys((*ALWAYS_HEARD, self._config.exit_signal))
-        return {signal.Signals[name]: signal.signal(signal.Signals[name], self._note) for name in names}
+        return {
+            signal.Signals[name]: signal.signal(signal.Signals[name], self._note) for name in names
+        }
 
     @contextmanager
     def listening(self) -> Iterator[Exits]:
@@ -89,7 +91,11 @@ class Exits:
     def at_interval(self, iteration: int) -> str | None:
         """Returns why --exit-interval ends the run after this iteration; None if it goes on."""
         interval = self._config.exit_interval
-        return f"--exit-interval {interval}" if interval is not None and iteration % interval == 0 else None
+        return (
+            f"--exit-interval {interval}"
+            if interval is not None and iteration % interval == 0
+            else None
+        )
 
     def now(self) -> str | None:
         """Returns why the run must end at this point; None if it goes on.
@@ -112,7 +118,11 @@ class Exits:
         limit = self._config.exit_duration_in_mins
         if self._signalled:
             return self._signalled + 1
-        return TIME_IS_UP if limit is not None and time.monotonic() - self._started > 60.0 * limit else GO_ON
+        return (
+            TIME_IS_UP
+            if limit is not None and time.monotonic() - self._started > 60.0 * limit
+            else GO_ON
+        )
 
     def _note(self, number: int, _: object) -> None:
         first, self._signalled = not self._signalled, number

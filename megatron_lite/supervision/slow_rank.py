@@ -58,8 +58,13 @@ def slow_ranks(times: Sequence[RankTime], *, ratio: float, at_most: int) -> list
         median = statistics.median_low(stage)
         if len(stage) > 1 and median > 0.0 and one.ms > ratio * median:
             part = "" if len(stage) == len(times) else f" of pipeline rank {one.stage}"
-            found.append((one.ms / median, f"slow rank: {one.rank} ({one.host}) {one.ms / median:.1f}x the median of "
-                          f"{len(stage)} ranks{part} ({one.ms:.1f} ms against {median:.1f} ms)"))
+            found.append(
+                (
+                    one.ms / median,
+                    f"slow rank: {one.rank} ({one.host}) {one.ms / median:.1f}x the median of "
+                    f"{len(stage)} ranks{part} ({one.ms:.1f} ms against {median:.1f} ms)",
+                )
+            )
     return [line for _, line in sorted(found, key=lambda pair: -pair[0])[:at_most]]
 
 
@@ -73,7 +78,9 @@ class SlowRanks:
         self._config, self._parallel = config, parallel
         self._hosts = gather_texts(socket.gethostname(), parallel)
         self._ms: list[float] = []
-        self._probe: _Probe | None = _Probe(parallel.device) if parallel.device.type == "cuda" else None
+        self._probe: _Probe | None = (
+            _Probe(parallel.device) if parallel.device.type == "cuda" else None
+        )
 
     def listening(self) -> AbstractContextManager[None]:
         """Returns a context manager; on a CPU it adds up this thread's waits for other ranks."""
@@ -100,17 +107,27 @@ class SlowRanks:
         own = statistics.median(self._ms) if self._probe is None else self._probe.ms()
         self._ms.clear()
         parallel = self._parallel
-        gathered = all_gather_first_dim(torch.tensor([[own, parallel.pp_rank]], dtype=torch.float64), parallel.world_group)
-        times = [RankTime(rank, int(stage), host, ms) for rank, (host, (ms, stage))
-                 in enumerate(zip(self._hosts, gathered.tolist(), strict=True))]
-        return slow_ranks(times, ratio=self._config.straggler_ratio, at_most=self._config.straggler_minmax_count)
+        gathered = all_gather_first_dim(
+            torch.tensor([[own, parallel.pp_rank]], dtype=torch.float64), parallel.world_group
+        )
+        times = [
+            RankTime(rank, int(stage), host, ms)
+            for rank, (host, (ms, stage)) in enumerate(
+                zip(self._hosts, gathered.tolist(), strict=True)
+            )
+        ]
+        return slow_ranks(
+            times, ratio=self._config.straggler_ratio, at_most=self._config.straggler_minmax_count
+        )
 
 
 class _Probe:
     """A few bfloat16 matmuls, timed on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._operand: Tensor = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device) / PROBE_SIZE
+        self._operand: Tensor = (
+            torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16, device=device) / PROBE_SIZE
+        )
         self._result = torch.empty_like(self._operand)
         self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.start()  # cuBLAS chooses its kernel at the first call

@@ -48,8 +48,15 @@ class Trouble:
     before: dict[int, str] | None = None
 
 
-def judge(trouble: Trouble, beats: Mapping[int, str], own_beat: str, rank: int, *, timeout: float,
-          graceful: bool) -> Verdict | None:
+def judge(
+    trouble: Trouble,
+    beats: Mapping[int, str],
+    own_beat: str,
+    rank: int,
+    *,
+    timeout: float,
+    graceful: bool,
+) -> Verdict | None:
     """Returns the verdict of `rank`; None if the run goes on.
 
     It goes on if no rank is missing and the training loop handles the signal.
@@ -64,10 +71,19 @@ def judge(trouble: Trouble, beats: Mapping[int, str], own_beat: str, rank: int, 
     silent = [other for other, beat in beats.items() if beat == trouble.before[other] != LEFT]
     gone = [other for other, beat in beats.items() if beat == LEFT]
     if trouble.what == "signal" and not silent:
-        return None if graceful and not _interrupts(trouble.number) else stopped_by(trouble.number, rank)
+        return (
+            None
+            if graceful and not _interrupts(trouble.number)
+            else stopped_by(trouble.number, rank)
+        )
     if trouble.what == "late":
-        who = (_of(silent, "gives", "give") + " no sign of life" if silent else _of(gone, "has", "have") + " ended" if gone
-               else _slowest({rank: own_beat, **beats}))
+        who = (
+            _of(silent, "gives", "give") + " no sign of life"
+            if silent
+            else _of(gone, "has", "have") + " ended"
+            if gone
+            else _slowest({rank: own_beat, **beats})
+        )
         return Verdict(rank, 1, f"no progress for more than {timeout:g} s: {who}", with_stacks=True)
     if silent:
         return Verdict(rank, 1, _of(silent, "is", "are") + " gone")

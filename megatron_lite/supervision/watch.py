@@ -44,12 +44,20 @@ from megatron_lite.supervision.pulse import START_UP, Pulse
 from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge, stopped_by
 
 BEAT_S = 0.5
-SILENT_S = 2.5      # a rank without a new beat for this long counts as gone or stopped
-GRACE_S = 5.0       # the time that the main thread has to end by itself after a verdict
-BACKSTOP_S = 60.0   # faulthandler's timer fires this long after the limit of the watch
-STORE_S = 10.0      # the limit for one request to the store
+SILENT_S = 2.5  # a rank without a new beat for this long counts as gone or stopped
+GRACE_S = 5.0  # the time that the main thread has to end by itself after a verdict
+BACKSTOP_S = 60.0  # faulthandler's timer fires this long after the limit of the watch
+STORE_S = 10.0  # the limit for one request to the store
 # Parts of the error texts by which a lost peer and a timeout are recognised.
-LOST = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "pair closure", "NCCL remote", "remote process")
+LOST = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "pair closure",
+    "NCCL remote",
+    "remote process",
+)
 LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
 
 
@@ -65,9 +73,15 @@ class Watch:
     pulse: where this rank is. The training loop writes it.
     """
 
-    def __init__(self, parallel: ParallelState, *, timeout: float, graceful: bool, owns_store: bool) -> None:
+    def __init__(
+        self, parallel: ParallelState, *, timeout: float, graceful: bool, owns_store: bool
+    ) -> None:
         self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
-        self._timeout, self._graceful, self._lingers = timeout, graceful, owns_store and self._rank == 0
+        self._timeout, self._graceful, self._lingers = (
+            timeout,
+            graceful,
+            owns_store and self._rank == 0,
+        )
         self._store_of = "rank 0" if owns_store else "torchrun on rank 0's node"
         self._verdict: Verdict | None = None
         self._main_ends = False
@@ -100,7 +114,12 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._thread is None:
             return
         self._left.set()
@@ -127,7 +146,10 @@ class Watch:
             return None
         self._main_ends = True
         words = str(error)
-        late, lost = (isinstance(error, RuntimeError) and any(known in words for known in texts) for texts in (LATE, LOST))
+        late, lost = (
+            isinstance(error, RuntimeError) and any(known in words for known in texts)
+            for texts in (LATE, LOST)
+        )
         if late or not lost:
             traceback.print_exception(error)
         if not (late or lost):
@@ -143,7 +165,9 @@ class Watch:
         The verdict that counts may be another rank's, if that came first.
         """
         self._main_ends = True
-        own = Verdict(self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved")
+        own = Verdict(
+            self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved"
+        )
         return own if self._thread is None else self._told(own)
 
     def interrupt(self) -> Verdict:
@@ -182,12 +206,18 @@ class Watch:
             sys.stdout.flush()
             sys.stderr.flush()
         if verdict.rank == self._rank:
-            text = f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: {verdict.text}\n"
+            text = (
+                f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: "
+                f"{verdict.text}\n"
+            )
             os.write(sys.stderr.fileno(), text.encode())
         if self._lingers and self._thread is not None:
             time.sleep(3 * BEAT_S)  # the others must read the verdict first
         # A shell script stops at Ctrl-C only if its command dies of the signal itself.
-        if verdict.status == 128 + signal.SIGINT and threading.current_thread() is threading.main_thread():
+        if (
+            verdict.status == 128 + signal.SIGINT
+            and threading.current_thread() is threading.main_thread()
+        ):
             die_of(signal.SIGINT)
         os._exit(verdict.status)
 
@@ -226,8 +256,14 @@ class Watch:
         if self._trouble is not None and self._trouble.before is None:
             self._trouble.before, self._trouble.since = self._all_beats(), time.monotonic()
         elif self._trouble is not None and time.monotonic() - self._trouble.since > SILENT_S:
-            own = judge(self._trouble, self._all_beats(), self._own_beat(), self._rank, timeout=self._timeout,
-                        graceful=self._graceful and self.pulse.where != START_UP)
+            own = judge(
+                self._trouble,
+                self._all_beats(),
+                self._own_beat(),
+                self._rank,
+                timeout=self._timeout,
+                graceful=self._graceful and self.pulse.where != START_UP,
+            )
             if own is None:
                 self._trouble = None
             else:
@@ -256,7 +292,10 @@ class Watch:
     def _all_beats(self) -> dict[int, str]:
         """Returns the last beat of every other rank, by rank; "" if a rank has written none yet."""
         keys = {rank: f"beat/{rank}" for rank in range(self._size) if rank != self._rank}
-        return {rank: self._store.get(key).decode() if self._store.check([key]) else "" for rank, key in keys.items()}
+        return {
+            rank: self._store.get(key).decode() if self._store.check([key]) else ""
+            for rank, key in keys.items()
+        }
 
     def _told(self, own: Verdict) -> Verdict:
         """Hands in this rank's verdict and returns the one that counts, which is the first."""
@@ -282,5 +321,7 @@ class Watch:
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            text = f"[rank {self._rank}] stacks of all threads at {self.pulse.where}:\n{file.read()}"
+            text = (
+                f"[rank {self._rank}] stacks of all threads at {self.pulse.where}:\n{file.read()}"
+            )
         os.write(sys.stderr.fileno(), text.encode())

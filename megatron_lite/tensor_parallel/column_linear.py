@@ -30,8 +30,14 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 
 
-def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
-                           sequence_parallel: bool) -> Tensor:
+def column_parallel_linear(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+) -> Tensor:
     """Returns x A^T plus the bias: this rank's output features of all tokens, [s, b, m/t].
 
     hidden_states: [s, b, n], under sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
@@ -40,7 +46,9 @@ def column_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor |
     """
     if tp_group is None and own_sum(weight) is None:
         return F.linear(hidden_states, weight, bias)
-    return _ColumnParallelMatmul.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel)
+    return _ColumnParallelMatmul.apply(
+        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel
+    )
 
 
 class Operands(NamedTuple):
@@ -60,16 +68,26 @@ def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None
     if not torch.is_autocast_enabled(kind):
         return Operands(hidden_states, weight, bias)
     dtype = torch.get_autocast_dtype(kind)
-    return Operands(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return Operands(
+        hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    )
 
 
 class _ColumnParallelMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
-                sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp_group: ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> Tensor:
         ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, own_sum(weight)
         ctx.save_for_backward(hidden_states, weight)
-        whole = all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
+        whole = (
+            all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
+        )
         return F.linear(whole, weight, bias)
 
     @staticmethod

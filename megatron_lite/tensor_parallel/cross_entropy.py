@@ -22,8 +22,9 @@ from torch.distributed import ProcessGroup
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None, first_id: int,
-                                 num_ids: int) -> Tensor:
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None, first_id: int, num_ids: int
+) -> Tensor:
     """Returns the negative log-likelihood of each label, [s, b], the same on every TP rank.
 
     The losses are float32 (float64 for float64 logits). The computation has this dtype too and
@@ -46,8 +47,14 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, *, tp_group: Pr
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_group: ProcessGroup | None, first_id: int,
-                num_ids: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        tp_group: ProcessGroup | None,
+        first_id: int,
+        num_ids: int,
+    ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         statistics = row_statistics(logits.flatten(0, 1)[:, :num_ids], local.column)
         losses, share = combined(statistics, local, tp_group)
@@ -138,7 +145,9 @@ def row_statistics(rows: Tensor, column: Tensor) -> RowStatistics:
     return RowStatistics(maximum, total, at_label)
 
 
-def combined(statistics: RowStatistics, labels: LocalLabels, tp_group: ProcessGroup | None) -> Combined:
+def combined(
+    statistics: RowStatistics, labels: LocalLabels, tp_group: ProcessGroup | None
+) -> Combined:
     """Returns the losses, combined from the statistics of all ranks.
 
     Issues two all-reduces: of [n] (the maxima) and of [2, n] (the sums).
@@ -153,10 +162,14 @@ def combined(statistics: RowStatistics, labels: LocalLabels, tp_group: ProcessGr
 def gradient_factors(grad_losses: Tensor, share: Tensor, labels: LocalLabels) -> GradientFactors:
     """Returns the factors of all rows, from the incoming gradient of each row's loss."""
     grad = grad_losses.flatten().to(share.dtype)
-    return GradientFactors(*(factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column)))
+    return GradientFactors(
+        *(factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column))
+    )
 
 
-def write_gradient_(grad: Tensor, logits: Tensor, factors: GradientFactors, *, num_ids: int) -> None:
+def write_gradient_(
+    grad: Tensor, logits: Tensor, factors: GradientFactors, *, num_ids: int
+) -> None:
     """Fills grad [n, columns], which may be the same tensor as the logits.
 
     The columns from num_ids on are padding and get 0.

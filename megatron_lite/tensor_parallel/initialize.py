@@ -24,10 +24,16 @@ def initialize_parameters_(model: nn.Module, *, seed: int, tp_rank: int, tp_size
     Draws from none of the run's random-number streams.
     """
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_values(spec_of(parameter), seed=seed, name=name, tp_rank=tp_rank, tp_size=tp_size))
+        parameter.copy_(
+            initial_values(
+                spec_of(parameter), seed=seed, name=name, tp_rank=tp_rank, tp_size=tp_size
+            )
+        )
 
 
-def initial_values(spec: ParameterSpec, *, seed: int, name: str, tp_rank: int, tp_size: int) -> Tensor:
+def initial_values(
+    spec: ParameterSpec, *, seed: int, name: str, tp_rank: int, tp_size: int
+) -> Tensor:
     """Returns the values of one rank's shard, float32 on the CPU. Vocabulary padding is zero."""
     local = torch.full(spec.local_shape(tp_size), spec.init_value, dtype=torch.float32)
     if spec.init_std is None:
@@ -41,7 +47,9 @@ def initial_values(spec: ParameterSpec, *, seed: int, name: str, tp_rank: int, t
     return local
 
 
-def _normal_rows(spec: ParameterSpec, dim: int, start: int, length: int, *, seed: int, name: str) -> Tensor:
+def _normal_rows(
+    spec: ParameterSpec, dim: int, start: int, length: int, *, seed: int, name: str
+) -> Tensor:
     """Returns the normal draw of indices [start, start + length) of the whole tensor's `dim`."""
     assert spec.init_std is not None
     total = spec.global_shape[dim]

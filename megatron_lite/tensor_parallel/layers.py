@@ -31,7 +31,9 @@ from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
 
 def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
     """Returns an uninitialised parameter that holds this rank's shard and carries `spec`."""
-    local = torch.empty(spec.local_shape(context.size), dtype=context.params_dtype, device=context.device)
+    local = torch.empty(
+        spec.local_shape(context.size), dtype=context.params_dtype, device=context.device
+    )
     return mark(nn.Parameter(local), spec)
 
 
@@ -51,17 +53,42 @@ class ColumnParallelLinear(nn.Module):
     all-gather again and a reduce-scatter instead. Keeps the input as received: [s/t] or [s].
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: RankContext,
-                 tp_blocks: int = 1, padded_output_size: int | None = None, matrices: tuple[int, ...] = (1,)) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init_std: float,
+        context: RankContext,
+        tp_blocks: int = 1,
+        padded_output_size: int | None = None,
+        matrices: tuple[int, ...] = (1,),
+    ) -> None:
         super().__init__()
         self.context = context
-        self.weight = new_parameter(ParameterSpec(global_shape=(output_size, input_size), tp_dim=0, tp_blocks=tp_blocks,
-                                                  padded_length=padded_output_size, matrices=matrices, init_std=init_std),
-                                    context)
-        self.bias = new_parameter(ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks),
-                                  context) if bias else None
+        self.weight = new_parameter(
+            ParameterSpec(
+                global_shape=(output_size, input_size),
+                tp_dim=0,
+                tp_blocks=tp_blocks,
+                padded_length=padded_output_size,
+                matrices=matrices,
+                init_std=init_std,
+            ),
+            context,
+        )
+        self.bias = (
+            new_parameter(
+                ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks), context
+            )
+            if bias
+            else None
+        )
 
-    def forward(self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Returns the sharded product, or `function(hidden_states, weight)` if a function is given.
 
         A function replaces the matmul, for example by linear_cross_entropy.py, which never holds
@@ -69,8 +96,13 @@ class ColumnParallelLinear(nn.Module):
         """
         if function is not None:
             return function(hidden_states, self.weight)
-        return column_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
-                                      sequence_parallel=self.context.sequence_parallel)
+        return column_parallel_linear(
+            hidden_states,
+            self.weight,
+            self.bias,
+            tp_group=self.context.group,
+            sequence_parallel=self.context.sequence_parallel,
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -85,13 +117,33 @@ class RowParallelLinear(nn.Module):
     Backward issues an all-gather under sequence parallelism, else no collective. Keeps the input.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, init_std: float, context: RankContext) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init_std: float,
+        context: RankContext,
+    ) -> None:
         super().__init__()
         self.context = context
-        self.weight = new_parameter(ParameterSpec(global_shape=(output_size, input_size), tp_dim=1, matrices=(1,),
-                                                  init_std=init_std), context)
-        self.bias = new_parameter(ParameterSpec(global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel),
-                                  context) if bias else None
+        self.weight = new_parameter(
+            ParameterSpec(
+                global_shape=(output_size, input_size), tp_dim=1, matrices=(1,), init_std=init_std
+            ),
+            context,
+        )
+        self.bias = (
+            new_parameter(
+                ParameterSpec(
+                    global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel
+                ),
+                context,
+            )
+            if bias
+            else None
+        )
 
     def forward(self, hidden_states: Tensor, skip_tail: bool = False) -> Tensor:
         """Returns the summed product.
@@ -99,8 +151,14 @@ class RowParallelLinear(nn.Module):
         With skip_tail it only builds the graph, for a replay whose output is never used. It runs
         neither the matmul nor the collective, and the values are undefined.
         """
-        return row_parallel_linear(hidden_states, self.weight, self.bias, tp_group=self.context.group,
-                                   sequence_parallel=self.context.sequence_parallel, skip_tail=skip_tail)
+        return row_parallel_linear(
+            hidden_states,
+            self.weight,
+            self.bias,
+            tp_group=self.context.group,
+            sequence_parallel=self.context.sequence_parallel,
+            skip_tail=skip_tail,
+        )
 
 
 def leave_row_parallel(partial: Tensor, context: RankContext) -> Tensor:
@@ -125,12 +183,26 @@ class VocabParallelEmbedding(nn.Module):
     under tensor parallelism one byte per id.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, padded_vocab_size: int, init_std: float,
-                 context: RankContext) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        padded_vocab_size: int,
+        init_std: float,
+        context: RankContext,
+    ) -> None:
         super().__init__()
         self.context = context
-        self.weight = new_parameter(ParameterSpec(global_shape=(vocab_size, hidden_size), tp_dim=0,
-                                                  padded_length=padded_vocab_size, init_std=init_std), context)
+        self.weight = new_parameter(
+            ParameterSpec(
+                global_shape=(vocab_size, hidden_size),
+                tp_dim=0,
+                padded_length=padded_vocab_size,
+                init_std=init_std,
+            ),
+            context,
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
@@ -139,5 +211,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = self.weight.shape[0]
         local = tokens - self.context.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        partial = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        partial = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
+            elsewhere.unsqueeze(-1), 0.0
+        )
         return leave_row_parallel(partial, self.context)

@@ -25,7 +25,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.collectives import all_gather_first_dim, start_all_reduce_, start_reduce_scatter_first_dim
+from megatron_lite.parallel.collectives import (
+    all_gather_first_dim,
+    start_all_reduce_,
+    start_reduce_scatter_first_dim,
+)
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 from megatron_lite.tensor_parallel.cross_entropy import (
@@ -40,9 +44,17 @@ from megatron_lite.tensor_parallel.cross_entropy import (
 )
 
 
-def vocab_parallel_linear_cross_entropy(hidden_states: Tensor, weight: Tensor, labels: Tensor, *, chunk_size: int,
-                                        tp_group: ProcessGroup | None, sequence_parallel: bool, first_id: int,
-                                        num_ids: int) -> Tensor:
+def vocab_parallel_linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_size: int,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+    first_id: int,
+    num_ids: int,
+) -> Tensor:
     """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
     The result equals vocab_parallel_cross_entropy of column_parallel_linear. Each loss may have its
@@ -70,22 +82,50 @@ def vocab_parallel_linear_cross_entropy(hidden_states: Tensor, weight: Tensor, l
     times as long on a CPU.
     """
     operands = autocast_operands(hidden_states, weight, None)
-    return _VocabParallelLinearCrossEntropy.apply(operands.hidden_states, operands.weight, labels, chunk_size, tp_group,
-                                                  sequence_parallel, first_id, num_ids)
+    return _VocabParallelLinearCrossEntropy.apply(
+        operands.hidden_states,
+        operands.weight,
+        labels,
+        chunk_size,
+        tp_group,
+        sequence_parallel,
+        first_id,
+        num_ids,
+    )
 
 
 class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, labels: Tensor, chunk_size: int, tp_group: ProcessGroup | None,
-                sequence_parallel: bool, first_id: int, num_ids: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_size: int,
+        tp_group: ProcessGroup | None,
+        sequence_parallel: bool,
+        first_id: int,
+        num_ids: int,
+    ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
-        whole = all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
-        parts = [row_statistics(logits[:, :num_ids], local.column[tokens])
-                 for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, chunk_size)]
-        losses, share = combined(RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group)
+        whole = (
+            all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
+        )
+        parts = [
+            row_statistics(logits[:, :num_ids], local.column[tokens])
+            for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, chunk_size)
+        ]
+        losses, share = combined(
+            RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
+        )
         ctx.save_for_backward(hidden_states, weight, *local, share)
         ctx.add = own_sum(weight)
-        ctx.chunk_size, ctx.tp_group, ctx.sequence_parallel, ctx.num_ids = chunk_size, tp_group, sequence_parallel, num_ids
+        ctx.chunk_size, ctx.tp_group, ctx.sequence_parallel, ctx.num_ids = (
+            chunk_size,
+            tp_group,
+            sequence_parallel,
+            num_ids,
+        )
         return losses.view(labels.shape)
 
     @staticmethod
@@ -93,10 +133,18 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         hidden_states, weight, column, here, share = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         factors = gradient_factors(grad_output, share, LocalLabels(column, here))
-        whole = all_gather_first_dim(hidden_states, ctx.tp_group) if ctx.sequence_parallel else hidden_states
+        whole = (
+            all_gather_first_dim(hidden_states, ctx.tp_group)
+            if ctx.sequence_parallel
+            else hidden_states
+        )
         rows = whole.flatten(0, 1)
         grad_rows = torch.empty_like(rows) if needs_input else None
-        grad_weight = torch.empty_like(weight, dtype=share.dtype) if needs_weight and ctx.add is None else None
+        grad_weight = (
+            torch.empty_like(weight, dtype=share.dtype)
+            if needs_weight and ctx.add is None
+            else None
+        )
         reduction = None
         # Each chunk's logits are computed again and overwritten with their gradient. After the last
         # chunk's dx the reduction starts, and runs beside that chunk's dA.
@@ -105,7 +153,11 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             if grad_rows is not None:
                 torch.mm(logits, weight, out=grad_rows[tokens])
                 if tokens.stop == rows.shape[0]:
-                    start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
+                    start = (
+                        start_reduce_scatter_first_dim
+                        if ctx.sequence_parallel
+                        else start_all_reduce_
+                    )
                     reduction = start(grad_rows.view(whole.shape), ctx.tp_group)
             if grad_weight is not None:
                 _add_product_(grad_weight, logits.t(), rows[tokens], first=tokens.start == 0)
@@ -134,7 +186,9 @@ def _logits_by_chunk(rows: Tensor, weight: Tensor, chunk_size: int) -> Iterator[
     buffer = rows.new_empty((min(chunk_size, num_rows), weight.shape[0]))
     for start in range(0, num_rows, chunk_size):
         tokens = slice(start, min(start + chunk_size, num_rows))
-        yield _ChunkOfLogits(tokens, torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start]))
+        yield _ChunkOfLogits(
+            tokens, torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start])
+        )
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

@@ -26,7 +26,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce, reduce_scatter_first_dim
+from megatron_lite.parallel.collectives import (
+    all_gather_first_dim,
+    all_reduce,
+    reduce_scatter_first_dim,
+)
 
 
 def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
@@ -34,7 +38,9 @@ def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup |
     return partial if tp_group is None else _Reduce.apply(partial, tp_group)
 
 
-def gather_from_sequence_parallel_region(hidden_states: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def gather_from_sequence_parallel_region(
+    hidden_states: Tensor, tp_group: ProcessGroup | None
+) -> Tensor:
     """Gathers [s/t, ...] of each rank into [s, ...], for the input of a column-parallel layer.
 
     Each rank's gradient of that input is partial, so backward sums them (reduce-scatter).
@@ -42,7 +48,9 @@ def gather_from_sequence_parallel_region(hidden_states: Tensor, tp_group: Proces
     return hidden_states if tp_group is None else _GatherSequence.apply(hidden_states, tp_group)
 
 
-def reduce_scatter_to_sequence_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(
+    partial: Tensor, tp_group: ProcessGroup | None
+) -> Tensor:
     """Sums [s, ...] partial tensors over the ranks and returns this rank's [s/t, ...] of the sum.
 
     Raises ValueError if t does not divide s.

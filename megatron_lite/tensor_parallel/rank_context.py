@@ -33,14 +33,30 @@ class RankContext:
     cp: ContextParallel = field(default_factory=ContextParallel)
 
     @classmethod
-    def of(cls, parallel: ParallelState, *, sequence_parallel: bool, params_dtype: torch.dtype,
-           cp_comm_type: str = "p2p") -> RankContext:
+    def of(
+        cls,
+        parallel: ParallelState,
+        *,
+        sequence_parallel: bool,
+        params_dtype: torch.dtype,
+        cp_comm_type: str = "p2p",
+    ) -> RankContext:
         """Returns the context of this rank. A TP group of one rank has no sequence parallelism."""
-        return cls(rng=parallel.rng, group=parallel.tp_group, rank=parallel.tp_rank, size=parallel.tp_size,
-                   sequence_parallel=sequence_parallel and parallel.tp_size > 1, device=parallel.device,
-                   params_dtype=params_dtype,
-                   cp=ContextParallel(group=parallel.cp_group, rank=parallel.cp_rank, size=parallel.cp_size,
-                                      comm_type=cp_comm_type))
+        return cls(
+            rng=parallel.rng,
+            group=parallel.tp_group,
+            rank=parallel.tp_rank,
+            size=parallel.tp_size,
+            sequence_parallel=sequence_parallel and parallel.tp_size > 1,
+            device=parallel.device,
+            params_dtype=params_dtype,
+            cp=ContextParallel(
+                group=parallel.cp_group,
+                rank=parallel.cp_rank,
+                size=parallel.cp_size,
+                comm_type=cp_comm_type,
+            ),
+        )
 
     @property
     def residual_stream(self) -> str:

@@ -28,8 +28,15 @@ from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 
 
-def row_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, *, tp_group: ProcessGroup | None,
-                        sequence_parallel: bool, skip_tail: bool = False) -> Tensor:
+def row_parallel_linear(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
+    skip_tail: bool = False,
+) -> Tensor:
     """Returns x A^T summed over the TP ranks, plus the bias once.
 
     hidden_states: [s, b, n/t]. weight: [m, n/t]. bias: [m]. The result is [s, b, m], under sequence
@@ -37,14 +44,27 @@ def row_parallel_linear(hidden_states: Tensor, weight: Tensor, bias: Tensor | No
     Keeps hidden_states and the weight.
     skip_tail: builds only the graph; the values of the result are undefined.
     """
-    return _RowParallelMatmul.apply(*autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, skip_tail)
+    return _RowParallelMatmul.apply(
+        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, skip_tail
+    )
 
 
 class _RowParallelMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, tp_group: ProcessGroup | None,
-                sequence_parallel: bool, skip_tail: bool) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel and tp_group is not None, own_sum(weight)
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp_group: ProcessGroup | None,
+        sequence_parallel: bool,
+        skip_tail: bool,
+    ) -> Tensor:
+        ctx.tp_group, ctx.sequence_parallel, ctx.add = (
+            tp_group,
+            sequence_parallel and tp_group is not None,
+            own_sum(weight),
+        )
         ctx.save_for_backward(hidden_states, weight)
         if skip_tail:
             # One element, expanded: the result has the right shape and takes no memory.
@@ -55,9 +75,15 @@ class _RowParallelMatmul(torch.autograd.Function):
             return F.linear(hidden_states, weight, bias)
         partial = F.linear(hidden_states, weight)
         if results_may_be_kept():  # a kept result must not be overwritten by the next step
-            output = (reduce_scatter_first_dim if sequence_parallel else all_reduce)(partial, tp_group)
+            output = (reduce_scatter_first_dim if sequence_parallel else all_reduce)(
+                partial, tp_group
+            )
             return output if bias is None else output + bias
-        output = reduce_scatter_first_dim(partial, tp_group) if sequence_parallel else all_reduce_(partial, tp_group)
+        output = (
+            reduce_scatter_first_dim(partial, tp_group)
+            if sequence_parallel
+            else all_reduce_(partial, tp_group)
+        )
         return output if bias is None else output.add_(bias)
 
     @staticmethod

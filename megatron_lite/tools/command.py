@@ -1,5 +1,5 @@
-"""The end of a command-line tool. A fault in the input is printed once, even if many ranks find it.
-"""
+"""The end of a command-line tool. A fault in the input is printed once, even if many ranks find
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def exit_status(command: Callable[[], None]) -> int:
     and the process dies of it, as a shell expects.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? in its place
+        # a terminal that lacks a character shows ? in its place
+        sys.stdout.reconfigure(errors="replace")
     try:
         with stoppable():
             command()

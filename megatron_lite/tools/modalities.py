@@ -33,10 +33,18 @@ from megatron_lite.tools.translation import (
     without_counterpart,
 )
 
-VARIANTS = ("full_activation_checkpointing", "selective_layer_activation_checkpointing", "selective_op_activation_checkpointing")
+VARIANTS = (
+    "full_activation_checkpointing",
+    "selective_layer_activation_checkpointing",
+    "selective_op_activation_checkpointing",
+)
 BY_VARIANT, BY_CLASS = "ac_variant", "activation_checkpointing_modules"
 # The variants of the component `model` that recompute. The second is an earlier name of the first.
-COMPONENTS = ("activation_checkpointed", "selective_activation_checkpointed", "activation_checkpointed_fsdp1")
+COMPONENTS = (
+    "activation_checkpointed",
+    "selective_activation_checkpointed",
+    "activation_checkpointed_fsdp1",
+)
 EARLIER = {"sac_variant": BY_VARIANT, "sac_fun_params": "ac_fun_params"}
 # The endings of the names of classes that are whole layers.
 LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
@@ -60,8 +68,14 @@ def is_modalities(config: Any) -> bool:
     if not isinstance(config, Mapping):
         return False
     own = {BY_VARIANT, BY_CLASS, *EARLIER, "component_key"} & set(config)
-    return bool(own) or _early_settings(config) is not None or any(
-        isinstance(value, Mapping) and "component_key" in value and "variant_key" in value for value in config.values())
+    return (
+        bool(own)
+        or _early_settings(config) is not None
+        or any(
+            isinstance(value, Mapping) and "component_key" in value and "variant_key" in value
+            for value in config.values()
+        )
+    )
 
 
 def from_modalities(config: Mapping[str, Any], *, component: str | None = None) -> Translation:
@@ -78,22 +92,42 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
     found = _component(config, component)
     if found is None:
         early = _early_settings(config)
-        require(early is not None or is_modalities(config), "modalities: there is no component activation_checkpointed, and no "
-                f"{BY_VARIANT}, so nothing is said of recomputation: choose a --recompute-policy yourself")
+        require(
+            early is not None or is_modalities(config),
+            "modalities: there is no component activation_checkpointed, and no "
+            f"{BY_VARIANT}, so nothing is said of recomputation: choose a --recompute-policy "
+            "yourself",
+        )
         if early is None:
-            nothing = "modalities: no component activation_checkpointed is in use, so nothing is recomputed"
+            nothing = (
+                "modalities: no component activation_checkpointed is in use, so nothing is "
+                "recomputed"
+            )
             unused = [part.place for part in _components(config) if part.variant in COMPONENTS]
-            return Translation(KEEP, notes=(nothing, *notes_elsewhere("modalities", config, unused)))
+            return Translation(
+                KEEP, notes=(nothing, *notes_elsewhere("modalities", config, unused))
+            )
         translation = _of_classes(early, config)
         places = [f"settings.training.{key}" for key in early]
     else:
         given = {EARLIER.get(key, key): value for key, value in found.config.items()}
-        translation = _of_classes(given, config) if BY_CLASS in given else _of_variant(given, config)
+        translation = (
+            _of_classes(given, config) if BY_CLASS in given else _of_variant(given, config)
+        )
         places = [found.place] if found.place else list(config)
-    unused = [part.place for part in _components(config) if part.variant in COMPONENTS and part.place not in places]
-    notes = [f"modalities: the component {named(place)} would recompute too, and is not the one in use" for place in unused]
+    unused = [
+        part.place
+        for part in _components(config)
+        if part.variant in COMPONENTS and part.place not in places
+    ]
+    notes = [
+        f"modalities: the component {named(place)} would recompute too, and is not the one in use"
+        for place in unused
+    ]
     if any(part.variant == "compiled" for part in _components(config)):
-        notes.append(f"modalities: the component compiled is not translated: {ELSEWHERE['compile'][1]}")
+        notes.append(
+            f"modalities: the component compiled is not translated: {ELSEWHERE['compile'][1]}"
+        )
     notes += notes_elsewhere("modalities", config, [*places, *unused])
     return translation._replace(notes=(*translation.notes, *notes))
 
@@ -101,8 +135,11 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
 def layers_of(config: Any) -> int | None:
     """Returns the `n_layer` of the model in a whole file, or None unless it has exactly one."""
     try:
-        numbers = [resolved(part.config["n_layer"], config, "n_layer") for part in _components(config)
-                   if "n_layer" in part.config]
+        numbers = [
+            resolved(part.config["n_layer"], config, "n_layer")
+            for part in _components(config)
+            if "n_layer" in part.config
+        ]
     except ValueError:
         return None
     models = [number for number in numbers if type(number) is int and number > 0]
@@ -110,13 +147,27 @@ def layers_of(config: Any) -> int | None:
 
 
 def _of_variant(given: Mapping[str, Any], file: Any) -> Translation:
-    values = typed(given, "modalities", file=file, ac_variant=str, ac_fun_params=(Mapping, type(None)), layers_fqn=str,
-                   model=object)
+    values = typed(
+        given,
+        "modalities",
+        file=file,
+        ac_variant=str,
+        ac_fun_params=(Mapping, type(None)),
+        layers_fqn=str,
+        model=object,
+    )
     variant, fqn = values.get(BY_VARIANT), values.get("layers_fqn", "layers")
-    require(variant in VARIANTS, f"modalities: ac_variant must be one of {', '.join(VARIANTS)} (got {shown(variant)})")
-    require(all(part.isidentifier() or part.isdigit() for part in fqn.split(".")),
-            f"modalities: layers_fqn must be a name such as transformer.h (got {shown(fqn)})")
-    notes = without_counterpart("modalities", values, layers_fqn="the policy counts the layers of the model that is trained")
+    require(
+        variant in VARIANTS,
+        f"modalities: ac_variant must be one of {', '.join(VARIANTS)} (got {shown(variant)})",
+    )
+    require(
+        all(part.isidentifier() or part.isdigit() for part in fqn.split(".")),
+        f"modalities: layers_fqn must be a name such as transformer.h (got {shown(fqn)})",
+    )
+    notes = without_counterpart(
+        "modalities", values, layers_fqn="the policy counts the layers of the model that is trained"
+    )
     parameters, where = values.get("ac_fun_params") or {}, f"modalities: ac_fun_params of {variant}"
     if variant == VARIANTS[0]:
         typed(parameters, where)
@@ -125,28 +176,55 @@ def _of_variant(given: Mapping[str, Any], file: Any) -> Translation:
         step = typed(parameters, where, file=file, ac_freq=int).get("ac_freq")
         return Translation(Policy((every(step, f"{where}: ac_freq"),)), notes=notes)
     keys = typed(parameters, where, file=file, save_ops_keys=list).get("save_ops_keys", [])
-    require(len(keys) > 0, f"{where}: save_ops_keys is empty, and without a result to keep it is full_activation_checkpointing")
+    require(
+        len(keys) > 0,
+        (
+            f"{where}: save_ops_keys is empty, and without a result to keep it is "
+            "full_activation_checkpointing"
+        ),
+    )
     unknown = [key for key in keys if not isinstance(key, str) or key not in OPERATORS]
-    require(not unknown, f"{where}: save_ops_keys must be among {', '.join(OPERATORS)} (got {shown(unknown)})")
+    require(
+        not unknown,
+        f"{where}: save_ops_keys must be among {', '.join(OPERATORS)} (got {shown(unknown)})",
+    )
     return Translation(Policy((operators(keys),)), notes=notes)
 
 
 def _of_classes(given: Mapping[str, Any], file: Any) -> Translation:
     """Translates `activation_checkpointing_modules`, a list of classes whose modules recompute."""
-    values = typed(given, "modalities", file=file, activation_checkpointing_modules=(list, type(None)), model=object,
-                   do_apply_activation_checkpointing=bool)
-    names = values.get(BY_CLASS) or (["Block"] if values.get("do_apply_activation_checkpointing") else [])
+    values = typed(
+        given,
+        "modalities",
+        file=file,
+        activation_checkpointing_modules=(list, type(None)),
+        model=object,
+        do_apply_activation_checkpointing=bool,
+    )
+    names = values.get(BY_CLASS) or (
+        ["Block"] if values.get("do_apply_activation_checkpointing") else []
+    )
     layers = set(_block_names(file))
     for name in names:
-        known = isinstance(name, str) and (name in layers or name.endswith(LAYER_CLASSES) or name in MLP_CLASSES)
-        require(known, f"modalities: {BY_CLASS}: {shown(name)} is no class of a whole layer (such as GPT2Block, or a name in "
-                f"block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give a --recompute-policy with regions instead")
+        known = isinstance(name, str) and (
+            name in layers or name.endswith(LAYER_CLASSES) or name in MLP_CLASSES
+        )
+        require(
+            known,
+            f"modalities: {BY_CLASS}: {shown(name)} is no class of a whole layer (such as "
+            "GPT2Block, or a name in "
+            f"block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give a "
+            "--recompute-policy with regions instead",
+        )
     if not names:
         return Translation(KEEP)
     if all(name in MLP_CLASSES for name in names):
         return Translation(Policy((Rule(layers=EVERY, action=LayerAction(regions=("mlp",))),)))
     inner = [name for name in names if name in MLP_CLASSES]
-    notes = tuple(f"modalities: {BY_CLASS}: {name} is part of a layer, and layers are recomputed whole" for name in inner)
+    notes = tuple(
+        f"modalities: {BY_CLASS}: {name} is part of a layer, and layers are recomputed whole"
+        for name in inner
+    )
     return Translation(ALL, notes=notes)
 
 
@@ -156,16 +234,28 @@ def _component(config: Mapping[str, Any], wanted: str | None) -> Component | Non
     Raises ValueError if the file has several and `wanted` does not choose one of them.
     """
     if "component_key" not in config and {BY_VARIANT, BY_CLASS, *EARLIER} & set(config):
-        require(wanted is None, f"modalities: there is no component {shown(wanted)}: the file is the config of one")
+        require(
+            wanted is None,
+            f"modalities: there is no component {shown(wanted)}: the file is the config of one",
+        )
         return Component("", None, config)
     found = {part.place: part for part in _components(config) if part.variant in COMPONENTS}
     if wanted is not None:
-        require(wanted in found, f"modalities: no component {shown(wanted)} recomputes (these do: {named(*found) or 'none'})")
+        require(
+            wanted in found,
+            (
+                f"modalities: no component {shown(wanted)} recomputes (these do: "
+                f"{named(*found) or 'none'})"
+            ),
+        )
         return found[wanted]
     if "app_state" in config:
         in_use = _reached(config, "app_state")
         found = {place: part for place, part in found.items() if place in in_use}
-    require(len(found) < 2, f"modalities: several components recompute ({named(*found)}): give --component NAME")
+    require(
+        len(found) < 2,
+        f"modalities: several components recompute ({named(*found)}): give --component NAME",
+    )
     return next(iter(found.values()), None)
 
 
@@ -173,7 +263,11 @@ def _components(config: Any, place: str = "", depth: int = MAX_DEPTH) -> Iterato
     """Yields every component in the file, also those inside another one."""
     if depth == 0 or not isinstance(config, (Mapping, list)):
         return
-    if isinstance(config, Mapping) and "component_key" in config and isinstance(config.get("config"), Mapping):
+    if (
+        isinstance(config, Mapping)
+        and "component_key" in config
+        and isinstance(config.get("config"), Mapping)
+    ):
         variant = config.get("variant_key")
         of_model = config["component_key"] == "model" and isinstance(variant, str)
         yield Component(place, variant if of_model else None, config["config"])
@@ -205,7 +299,9 @@ def _block_names(config: Any) -> Iterator[str]:
     """Yields the classes of layers that the file shards as one FSDP unit each."""
     for part in _components(config):
         names = part.config.get("block_names")
-        yield from (name for name in (names if isinstance(names, list) else []) if isinstance(name, str))
+        yield from (
+            name for name in (names if isinstance(names, list) else []) if isinstance(name, str)
+        )
 
 
 def _early_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -213,5 +309,9 @@ def _early_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
     settings = config.get("settings")
     training = settings.get("training") if isinstance(settings, Mapping) else None
     keys = (BY_CLASS, "do_apply_activation_checkpointing")
-    given = {key: training[key] for key in keys if key in training} if isinstance(training, Mapping) else {}
+    given = (
+        {key: training[key] for key in keys if key in training}
+        if isinstance(training, Mapping)
+        else {}
+    )
     return given or None

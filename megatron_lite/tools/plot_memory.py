@@ -37,20 +37,44 @@ from megatron_lite.tools.command import exit_status
 ENDINGS = (".svg", ".png")
 PANELS_IN_A_ROW = 4
 MAX_EVENTS = 2000  # in one panel: more would not be visible, and would make an SVG large
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none",
-         "svg.hashsalt": "memory"}  # the salt: the same file from the same timelines
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "memory",
+}  # the salt: the same file from the same timelines
 # Paul Tol's "bright" scheme, whose colours a colour-blind reader can tell apart.
-CATEGORY_COLORS = {ACTIVATION: "#4477AA", REBUILT: "#EE6677", GRADIENT: "#CCBB44", TEMPORARY: "#BBBBBB"}
-CATEGORY_LABELS = {ACTIVATION: "activations kept from forward", REBUILT: "activations rebuilt by a replay",
-                   GRADIENT: "parameter gradients", TEMPORARY: "temporary"}
+CATEGORY_COLORS = {
+    ACTIVATION: "#4477AA",
+    REBUILT: "#EE6677",
+    GRADIENT: "#CCBB44",
+    TEMPORARY: "#BBBBBB",
+}
+CATEGORY_LABELS = {
+    ACTIVATION: "activations kept from forward",
+    REBUILT: "activations rebuilt by a replay",
+    GRADIENT: "parameter gradients",
+    TEMPORARY: "temporary",
+}
 PHASE_COLORS = {FORWARD: "#66CCEE", REPLAY: "#AA3377", BACKWARD: "#DDDDDD"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.plot_memory", allow_abbrev=False,
-        description="Draws the memory timelines of one or more recompute policies side by side, on one scale.")
-    parser.add_argument("timelines", nargs="+", metavar="FILE.json", help="a timeline, as a run with --memory-timeline writes it")
+        prog="python -m megatron_lite.tools.plot_memory",
+        allow_abbrev=False,
+        description=(
+            "Draws the memory timelines of one or more recompute policies side by side, on "
+            "one scale."
+        ),
+    )
+    parser.add_argument(
+        "timelines",
+        nargs="+",
+        metavar="FILE.json",
+        help="a timeline, as a run with --memory-timeline writes it",
+    )
     parser.add_argument("--output", required=True, metavar="FILE", help="the picture: .svg or .png")
     args = parser.parse_args(argv)
     return exit_status(lambda: plot_memory(args.timelines, args.output))
@@ -68,10 +92,17 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise InputError("plot_memory needs matplotlib: pip install 'megatron-lite[plot]'") from None
+        raise InputError(
+            "plot_memory needs matplotlib: pip install 'megatron-lite[plot]'"
+        ) from None
     timelines = [read_timeline(path) for path in paths]
     with replacing(output) as unfinished, matplotlib.rc_context(STYLE):
-        draw(timelines).savefig(unfinished, format=ending[1:], dpi=150, metadata={"Date": None} if ending == ".svg" else None)
+        draw(timelines).savefig(
+            unfinished,
+            format=ending[1:],
+            dpi=150,
+            metadata={"Date": None} if ending == ".svg" else None,
+        )
 
 
 def draw(timelines: Sequence[Timeline]) -> Any:
@@ -83,29 +114,53 @@ def draw(timelines: Sequence[Timeline]) -> Any:
     rows = -(-len(timelines) // columns)
     figure = Figure(figsize=(1.2 + 3.6 * columns, 1.1 + 3.4 * rows), layout="constrained")
     # A row of panels is three rows of axes: the bytes, the phase, the layer.
-    axes = figure.subplots(3 * rows, columns, sharex=True, squeeze=False, gridspec_kw=dict(height_ratios=[24, 1, 1] * rows))
+    axes = figure.subplots(
+        3 * rows,
+        columns,
+        sharex=True,
+        squeeze=False,
+        gridspec_kw=dict(height_ratios=[24, 1, 1] * rows),
+    )
     unit = _Unit(max(timeline.peak.total_bytes for timeline in timelines))
     for place in range(rows * columns):
         panel = [axes[3 * (place // columns) + part][place % columns] for part in range(3)]
         if place < len(timelines):
-            _draw_panel(panel, timelines[place], timelines[0], unit, first_in_row=place % columns == 0)
+            _draw_panel(
+                panel, timelines[place], timelines[0], unit, first_in_row=place % columns == 0
+            )
         else:
             for part in panel:
                 part.set_axis_off()
-    handles = [Patch(color=CATEGORY_COLORS[category], label=CATEGORY_LABELS[category]) for category in CATEGORIES]
+    handles = [
+        Patch(color=CATEGORY_COLORS[category], label=CATEGORY_LABELS[category])
+        for category in CATEGORIES
+    ]
     handles += [Patch(color=PHASE_COLORS[phase], label=f"phase: {phase}") for phase in PHASES]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4 if columns > 1 else 2, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=4 if columns > 1 else 2, frameon=False
+    )
     figure.suptitle("Live memory of one forward and backward", fontsize=12, fontweight="bold")
     return figure
 
 
-def _draw_panel(panel: Sequence[Any], timeline: Timeline, first: Timeline, unit: _Unit, *, first_in_row: bool) -> None:
+def _draw_panel(
+    panel: Sequence[Any], timeline: Timeline, first: Timeline, unit: _Unit, *, first_in_row: bool
+) -> None:
     main, phases, layers = panel
     events = _thinned(timeline.events)
-    series = [[event.live_bytes[place] / unit.num_bytes for event in events] for place in range(len(CATEGORIES))]
+    series = [
+        [event.live_bytes[place] / unit.num_bytes for event in events]
+        for place in range(len(CATEGORIES))
+    ]
     main.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    main.stackplot([event.number for event in events], series, step="post", linewidth=0, zorder=2,
-                   colors=[CATEGORY_COLORS[category] for category in CATEGORIES])
+    main.stackplot(
+        [event.number for event in events],
+        series,
+        step="post",
+        linewidth=0,
+        zorder=2,
+        colors=[CATEGORY_COLORS[category] for category in CATEGORIES],
+    )
     main.set_title(_shortened(timeline.name, 48), fontsize=10, parse_math=False)
     main.set_ylim(0, 1.3 * unit.most / unit.num_bytes)
     main.margins(x=0)
@@ -133,8 +188,16 @@ def _draw_layers(strip: Any, timeline: Timeline) -> None:
         if layer is not None:
             strip.axvspan(start, stop, color="#555555" if layer % 2 else "#888888", linewidth=0)
             if stop - start > 0.02 * length * len(str(layer)):
-                strip.text((start + stop) / 2, 0.45, str(layer), ha="center", va="center", fontsize=7, color="white",
-                           transform=strip.get_xaxis_transform())
+                strip.text(
+                    (start + stop) / 2,
+                    0.45,
+                    str(layer),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white",
+                    transform=strip.get_xaxis_transform(),
+                )
 
 
 def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: _Unit) -> None:
@@ -142,11 +205,24 @@ def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: _Unit) 
     change = ""
     if timeline is not first and reference:
         change = f" ({peak.total_bytes / reference - 1:+.0%})".replace("-", "\N{MINUS SIGN}")
-    text = "\n".join([f"peak {peak.total_bytes / unit.num_bytes:.2f} {unit.name}{change}",
-                      f"in {peak.phase}, {_shortened(peak.operator, 32) or 'the end'}",
-                      _shortened(peak.module, 48) or "outside of the modules"])
-    axes.annotate(text, xy=(peak.number, peak.total_bytes / unit.num_bytes), xytext=(0.5, 0.99), textcoords="axes fraction",
-                  ha="center", va="top", fontsize=8, parse_math=False, arrowprops=dict(arrowstyle="->", color="#333333"))
+    text = "\n".join(
+        [
+            f"peak {peak.total_bytes / unit.num_bytes:.2f} {unit.name}{change}",
+            f"in {peak.phase}, {_shortened(peak.operator, 32) or 'the end'}",
+            _shortened(peak.module, 48) or "outside of the modules",
+        ]
+    )
+    axes.annotate(
+        text,
+        xy=(peak.number, peak.total_bytes / unit.num_bytes),
+        xytext=(0.5, 0.99),
+        textcoords="axes fraction",
+        ha="center",
+        va="top",
+        fontsize=8,
+        parse_math=False,
+        arrowprops=dict(arrowstyle="->", color="#333333"),
+    )
 
 
 class _Unit:
@@ -164,13 +240,18 @@ def _thinned(events: Sequence[Event]) -> list[Event]:
     A peak is therefore never dropped.
     """
     length = -(-len(events) // MAX_EVENTS)
-    return [max(events[start : start + length], key=lambda event: event.total_bytes) for start in range(0, len(events), length)]
+    return [
+        max(events[start : start + length], key=lambda event: event.total_bytes)
+        for start in range(0, len(events), length)
+    ]
 
 
 def _runs(events: Sequence[Event], key: Any) -> Iterator[tuple[int, int, Any]]:
     """Yields (first number, number after, value) of each stretch of events with equal `key`."""
     start = events[0].number
-    for value, stretch in groupby(zip(events, [*events[1:], events[-1]], strict=True), lambda pair: key(pair[0])):
+    for value, stretch in groupby(
+        zip(events, [*events[1:], events[-1]], strict=True), lambda pair: key(pair[0])
+    ):
         stop = list(stretch)[-1][1].number
         yield start, stop, value
         start = stop
@@ -184,7 +265,9 @@ def _layer(module: str) -> int | None:
 
 def _shortened(text: str, length: int) -> str:
     """Returns `text` as one printable line. A text that is too long keeps its end."""
-    line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
+    line = " ".join(
+        "".join(character if character.isprintable() else " " for character in text).split()
+    )
     return line if len(line) <= length else "…" + line[1 - length :].lstrip(".")
 
 

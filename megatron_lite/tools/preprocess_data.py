@@ -73,17 +73,29 @@ def preprocess(args: argparse.Namespace) -> None:
     Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
     """
     try:
-        config = TokenizerConfig(tokenizer_type=args.tokenizer_type, tokenizer_model=args.tokenizer_model,
-                                 vocab_file=args.vocab_file, merge_file=args.merge_file, vocab_size=args.vocab_size)
+        config = TokenizerConfig(
+            tokenizer_type=args.tokenizer_type,
+            tokenizer_model=args.tokenizer_model,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            vocab_size=args.vocab_size,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     for name in ("workers", "partitions", "log_interval", "max_line_bytes"):
         if getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})")
+            raise InputError(
+                f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})"
+            )
     if args.workers % args.partitions:
-        raise InputError(f"--workers {args.workers} is not divisible by --partitions {args.partitions}")
+        raise InputError(
+            f"--workers {args.workers} is not divisible by --partitions {args.partitions}"
+        )
     if len(set(args.json_keys)) < len(args.json_keys):
-        raise InputError(f"--json-keys {' '.join(args.json_keys)}: a key is given twice, but each names one pair of files")
+        raise InputError(
+            f"--json-keys {' '.join(args.json_keys)}: a key is given twice, but each names one "
+            "pair of files"
+        )
     if not os.path.isfile(args.input):
         raise InputError(f"--input {args.input}: no such file (one JSON object per line)")
     tokenizer = build_tokenizer(config)
@@ -92,11 +104,15 @@ def preprocess(args: argparse.Namespace) -> None:
     encoding = Encoding(config, tuple(args.json_keys), args.append_eod, args.input)
     prefixes = {key: f"{args.output_prefix}_{key}_document" for key in encoding.json_keys}
     with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
-                   for prefix in prefixes.values()]
+        writers = [
+            stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
+            for prefix in prefixes.values()
+        ]
         progress = stack.enter_context(_progress(os.path.getsize(args.input), args.log_interval))
         chunks = _chunks(args.input, args.partitions, args.max_line_bytes)
-        for encoded in stack.enter_context(contextlib.closing(_encode_all(encoding, chunks, args.workers))):
+        for encoded in stack.enter_context(
+            contextlib.closing(_encode_all(encoding, chunks, args.workers))
+        ):
             for document in encoded.documents:
                 for writer, ids in zip(writers, document, strict=True):
                     writer.add_document(ids)
@@ -105,9 +121,17 @@ def preprocess(args: argparse.Namespace) -> None:
             raise InputError(f"--input {args.input}: no documents in it")
         for key, writer in zip(prefixes, writers, strict=True):
             if not writer.num_tokens:
-                raise InputError(f"--input {args.input}: no tokens in it, every text under {key!r} is empty")
+                raise InputError(
+                    f"--input {args.input}: no tokens in it, every text under {key!r} is empty"
+                )
     for prefix, writer in zip(prefixes.values(), writers, strict=True):
-        print(f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of {writer.dtype.name}", flush=True)
+        print(
+            (
+                f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
+                f"{writer.dtype.name}"
+            ),
+            flush=True,
+        )
 
 
 def _chunks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
@@ -131,7 +155,9 @@ def _chunks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Li
             yield chunk
 
 
-def _encode_all(encoding: Encoding, chunks: Iterable[list[Line]], workers: int) -> Generator[Encoded, None, None]:
+def _encode_all(
+    encoding: Encoding, chunks: Iterable[list[Line]], workers: int
+) -> Generator[Encoded, None, None]:
     """Yields the encoded chunks in order. At most four per worker are in memory.
 
     If the generator is closed before its end, it kills its workers: one long text would keep a
@@ -153,8 +179,11 @@ def _encode_all(encoding: Encoding, chunks: Iterable[list[Line]], workers: int) 
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise InputError("a worker process was killed, perhaps for want of memory: use fewer --workers, or a lower "
-                             "--max-line-bytes") from None
+            raise InputError(
+                "a worker process was killed, perhaps for want of memory: use fewer --workers, "
+                "or a lower "
+                "--max-line-bytes"
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             if pending:
@@ -224,8 +253,10 @@ class _Counter:
 
     def rate(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        return (f"{self.documents} documents ({self.documents / seconds:.0f} documents/s, "
-                f"{self.num_bytes / 1e6 / seconds:.2f} MB/s)")
+        return (
+            f"{self.documents} documents ({self.documents / seconds:.0f} documents/s, "
+            f"{self.num_bytes / 1e6 / seconds:.2f} MB/s)"
+        )
 
 
 @contextlib.contextmanager
@@ -246,30 +277,66 @@ def _progress(total_bytes: int, log_interval: int) -> Iterator[_Counter]:
         yield _Counter(log)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    with Progress(TextColumn("tokenizing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
-                  TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(
+        TextColumn("tokenizing"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bar:
         task = bar.add_task("", total=total_bytes, rate="")
-        yield _Counter(lambda progress: bar.update(task, completed=progress.num_bytes, rate=progress.rate()))
+        yield _Counter(
+            lambda progress: bar.update(task, completed=progress.num_bytes, rate=progress.rate())
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.preprocess_data", allow_abbrev=False,
-                                     description="Writes .bin and .idx token files from a file of JSON lines.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.preprocess_data",
+        allow_abbrev=False,
+        description="Writes .bin and .idx token files from a file of JSON lines.",
+    )
     add = parser.add_argument
     add("--input", required=True, help="file with one JSON object per line")
-    add("--json-keys", nargs="+", default=["text"], help="keys whose texts are read, one dataset each (default: text)")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys whose texts are read, one dataset each (default: text)",
+    )
     add("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     add("--tokenizer-model", help="HuggingFaceTokenizer: a tokenizer.json, or its folder")
     add("--vocab-file", help="GPT2BPETokenizer: vocab.json")
     add("--merge-file", help="GPT2BPETokenizer: merges.txt")
     add("--vocab-size", type=int, help="NullTokenizer: the number of ids")
-    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add(
+        "--append-eod",
+        action="store_true",
+        help="end every document with the end-of-document token",
+    )
     add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
-    add("--partitions", type=int, default=1, help="the order of documents: lines n with equal n %% PARTITIONS together")
-    add("--log-interval", type=int, default=1000, help="documents between two log lines (default: 1000)")
+    add(
+        "--partitions",
+        type=int,
+        default=1,
+        help="the order of documents: lines n with equal n %% PARTITIONS together",
+    )
+    add(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between two log lines (default: 1000)",
+    )
     add_max_line_bytes(parser)
     return parser
 

@@ -22,25 +22,36 @@ SMALLEST_VOCABULARY = 257  # the bytes and the end of a document
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.train_tokenizer", allow_abbrev=False,
-                                     description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.train_tokenizer",
+        allow_abbrev=False,
+        description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
+    )
     parser.add_argument("--input", required=True, help="file with one JSON object per line")
     parser.add_argument("--json-key", default="text", help="key whose text is read (default: text)")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="number of tokens (default: 4096)")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="number of tokens (default: 4096)"
+    )
     parser.add_argument("--output", required=True, help="folder for tokenizer.json")
     add_max_line_bytes(parser)
     args = parser.parse_args(argv)
-    return exit_status(lambda: train(args.input, args.json_key, args.vocab_size, args.output, args.max_line_bytes))
+    return exit_status(
+        lambda: train(args.input, args.json_key, args.vocab_size, args.output, args.max_line_bytes)
+    )
 
 
-def train(source: str, key: str, vocab_size: int, output: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+def train(
+    source: str, key: str, vocab_size: int, output: str, max_line_bytes: int = MAX_LINE_BYTES
+) -> None:
     """Writes output/tokenizer.json, trained on the texts under `key` of the file `source`.
 
     Raises InputError for a vocabulary below 257, a missing file or a bad line.
     """
     if vocab_size < SMALLEST_VOCABULARY:
-        raise InputError(f"--vocab-size must be at least {SMALLEST_VOCABULARY}: 256 bytes and {END_OF_DOCUMENT} "
-                         f"(got {vocab_size})")
+        raise InputError(
+            f"--vocab-size must be at least {SMALLEST_VOCABULARY}: 256 bytes and {END_OF_DOCUMENT} "
+            f"(got {vocab_size})"
+        )
     if max_line_bytes < 1:
         raise InputError(f"--max-line-bytes must be at least 1 (got {max_line_bytes})")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,11 +59,18 @@ def train(source: str, key: str, vocab_size: int, output: str, max_line_bytes: i
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     # All texts are read first, because the library would swallow the error of a bad line.
-    texts = [text for line in lines_of(source, max_line_bytes)
-             for text in parse_line(line.content, [key], f"{source}:{line.number}")]
+    texts = [
+        text
+        for line in lines_of(source, max_line_bytes)
+        for text in parse_line(line.content, [key], f"{source}:{line.number}")
+    ]
     tokenizer.train_from_iterator(texts, trainer)
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "tokenizer.json")

@@ -25,17 +25,47 @@ from megatron_lite.tools.translation import Translation
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.translate_recompute", allow_abbrev=False,
-        description="Prints the recompute flags that do what another system's activation checkpointing config asks for.")
-    parser.add_argument("file", nargs="?", metavar="FILE", help="the config, or its part on activation checkpointing: .json, "
-                        ".toml or .yaml; a file with another ending is told by its contents")
-    parser.add_argument("--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag")
-    parser.add_argument("--from", dest="system", choices=SYSTEMS, help="whose config it is (default: what its keys tell)")
-    parser.add_argument("--num-layers", type=int, metavar="N", help="the layers of the model, or of its longest pipeline stage: "
-                        "rules that would name no layer are left out (default: n_layer of a file of Modalities)")
-    parser.add_argument("--tp", type=int, metavar="N", help="deepspeed, oslo: the tensor-parallel size of the run (default: that "
-                        "of the file)")
-    parser.add_argument("--component", metavar="NAME", help="modalities: the component to read, where several recompute")
+        prog="python -m megatron_lite.tools.translate_recompute",
+        allow_abbrev=False,
+        description=(
+            "Prints the recompute flags that do what another system's activation "
+            "checkpointing config asks for."
+        ),
+    )
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="the config, or its part on activation checkpointing: .json, "
+        ".toml or .yaml; a file with another ending is told by its contents",
+    )
+    parser.add_argument(
+        "--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag"
+    )
+    parser.add_argument(
+        "--from",
+        dest="system",
+        choices=SYSTEMS,
+        help="whose config it is (default: what its keys tell)",
+    )
+    parser.add_argument(
+        "--num-layers",
+        type=int,
+        metavar="N",
+        help="the layers of the model, or of its longest pipeline stage: "
+        "rules that would name no layer are left out (default: n_layer of a file of Modalities)",
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="deepspeed, oslo: the tensor-parallel size of the run (default: that of the file)",
+    )
+    parser.add_argument(
+        "--component",
+        metavar="NAME",
+        help="modalities: the component to read, where several recompute",
+    )
     args = parser.parse_args(argv)
     if (args.file is None) == (args.named_file is None):
         parser.error("give the config once: FILE, or --json FILE")
@@ -44,12 +74,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_options(args.system, args.tp, args.component)
         except InputError as error:
             parser.error(str(error))
-    return exit_status(lambda: translate(args.system, args.file or args.named_file, args.tp, num_layers=args.num_layers,
-                                         component=args.component))
+    return exit_status(
+        lambda: translate(
+            args.system,
+            args.file or args.named_file,
+            args.tp,
+            num_layers=args.num_layers,
+            component=args.component,
+        )
+    )
 
 
-def translate(system: str | None, path: str, tp_size: int | None = None, *, num_layers: int | None = None,
-              component: str | None = None) -> None:
+def translate(
+    system: str | None,
+    path: str,
+    tp_size: int | None = None,
+    *,
+    num_layers: int | None = None,
+    component: str | None = None,
+) -> None:
     """Prints the flags and the notes.
 
     Raises OSError if the file cannot be read. Raises InputError, which names the file, for a fault
@@ -59,7 +102,9 @@ def translate(system: str | None, path: str, tp_size: int | None = None, *, num_
         raise InputError(f"--num-layers must be at least 1 (got {num_layers})")
     config = read_config_file(path)
     try:
-        translation = translated(config, _system(config, system), tp_size, num_layers=num_layers, component=component)
+        translation = translated(
+            config, _system(config, system), tp_size, num_layers=num_layers, component=component
+        )
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     for note in translation.notes:
@@ -67,8 +112,14 @@ def translate(system: str | None, path: str, tp_size: int | None = None, *, num_
     print(shlex.join(translation.flags))
 
 
-def translated(config: Any, system: str, tp_size: int | None = None, *, num_layers: int | None = None,
-               component: str | None = None) -> Translation:
+def translated(
+    config: Any,
+    system: str,
+    tp_size: int | None = None,
+    *,
+    num_layers: int | None = None,
+    component: str | None = None,
+) -> Translation:
     """Returns the translation of a config.
 
     num_layers: the layers of the model. None takes `n_layer` of a Modalities file; without either,
@@ -86,8 +137,13 @@ def translated(config: Any, system: str, tp_size: int | None = None, *, num_laye
     needed = translation.layers_needed
     if needed == 1:
         return translation
-    return translation._replace(notes=(*translation.notes, f"{translation.policy} needs a stage of {needed} layers or more: with "
-                                       "fewer the launcher refuses it; give --num-layers N for the flags of a smaller model"))
+    return translation._replace(
+        notes=(
+            *translation.notes,
+            f"{translation.policy} needs a stage of {needed} layers or more: with "
+            "fewer the launcher refuses it; give --num-layers N for the flags of a smaller model",
+        )
+    )
 
 
 def _system(config: Any, named: str | None) -> str:
@@ -98,7 +154,10 @@ def _system(config: Any, named: str | None) -> str:
     found = systems_of(config)
     if named is not None:
         if found and named not in found:
-            raise ValueError(f"this is a config of {' or '.join(found)}, not of {named}: leave --from {named} out")
+            raise ValueError(
+                f"this is a config of {' or '.join(found)}, not of {named}: leave --from "
+                f"{named} out"
+            )
         return named
     if len(found) == 1:
         return found[0]

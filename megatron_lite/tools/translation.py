@@ -34,18 +34,32 @@ OPERATORS = {
 }
 INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 RELEVANT = re.compile(
-    r"(^|_)s?ac(_|$)|activations?_?(check|offload|memory|recomp)|checkpoint_?(activation|in_cpu)|gradient_?checkpoint"
-    r"|(selective|contiguous|partition(ed)?|cpu)_checkpoint|partition_activation|(?<!p)recompute|(^|_)remat|offload|reshard"
-    r"|shard(ed|ing)?_layers|wrap(?!ped)|memory_budget|^compile$", re.IGNORECASE)
+    r"(^|_)s?ac(_|$)|activations?_?(check|offload|memory|recomp)"
+    r"|checkpoint_?(activation|in_cpu)|gradient_?checkpoint"
+    r"|(selective|contiguous|partition(ed)?|cpu)_checkpoint|partition_activation"
+    r"|(?<!p)recompute|(^|_)remat|offload|reshard"
+    r"|shard(ed|ing)?_layers|wrap(?!ped)|memory_budget|^compile$",
+    re.IGNORECASE,
+)
 OFF = (None, False, "", "none", "None", "disabled")
 # Keys without a part in the recompute policy: the values at which they do nothing, and the note for
 # any other value.
 ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
-    "compile": (OFF, "--torch-compile compiles layers here, which goes with --activation-memory-budget and no recompute policy"),
-    "fsdp_reshard_after_forward": ((None, True, "default", "always"),
-                                   "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here"),
-    "reshard_after_forward": ((None, True, "default", "always"),
-                              "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here"),
+    "compile": (
+        OFF,
+        (
+            "--torch-compile compiles layers here, which goes with --activation-memory-budget and "
+            "no recompute policy"
+        ),
+    ),
+    "fsdp_reshard_after_forward": (
+        (None, True, "default", "always"),
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here",
+    ),
+    "reshard_after_forward": (
+        (None, True, "default", "always"),
+        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here",
+    ),
     "fsdp_cpu_offload": (OFF, "weights and optimizer states stay on the device here"),
     "enable_cpu_offload": (OFF, "weights and optimizer states stay on the device here"),
     "cpu_offload": (OFF, "weights and optimizer states stay on the device here"),
@@ -72,9 +86,19 @@ class Translation(NamedTuple):
     def flags(self) -> tuple[str, ...]:
         """The settings as words of a command line."""
         if self.activation_memory_budget is not None:
-            return ("--torch-compile", "--activation-memory-budget", str(self.activation_memory_budget))
-        contiguous = ("--contiguous-saved-activations",) if self.contiguous_saved_activations else ()
-        wrapping = ("--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping") if self.fsdp_memory_efficient_wrapping else ()
+            return (
+                "--torch-compile",
+                "--activation-memory-budget",
+                str(self.activation_memory_budget),
+            )
+        contiguous = (
+            ("--contiguous-saved-activations",) if self.contiguous_saved_activations else ()
+        )
+        wrapping = (
+            ("--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping")
+            if self.fsdp_memory_efficient_wrapping
+            else ()
+        )
         size = self.tensor_model_parallel_size
         ranks = () if size is None else ("--tensor-model-parallel-size", str(size))
         return ("--recompute-policy", str(self.policy), *contiguous, *wrapping, *ranks)
@@ -90,9 +114,19 @@ class Translation(NamedTuple):
         A rule that names none of them is left out, with a note. The launcher would refuse it, since
         it does nothing.
         """
-        kept = tuple(rule for rule in self.policy.rules if any(layers.first < num_layers for layers in rule.layers))
-        notes = tuple(f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it is left out"
-                      for rule in self.policy.rules if rule not in kept)
+        kept = tuple(
+            rule
+            for rule in self.policy.rules
+            if any(layers.first < num_layers for layers in rule.layers)
+        )
+        notes = tuple(
+            (
+                f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it is "
+                "left out"
+            )
+            for rule in self.policy.rules
+            if rule not in kept
+        )
         return self._replace(policy=Policy(kept) if kept else KEEP, notes=(*self.notes, *notes))
 
 
@@ -102,7 +136,9 @@ def every(step: object, where: str) -> Rule:
     The original systems count alike. Raises ValueError if `step` is not from 1 to MAX_STEP.
     """
     if not isinstance(step, int) or not 1 <= step <= MAX_STEP:
-        raise ValueError(f"{where} must be from 1, which is every layer, to {MAX_STEP} (got {shown(step)})")
+        raise ValueError(
+            f"{where} must be from 1, which is every layer, to {MAX_STEP} (got {shown(step)})"
+        )
     return Rule(layers=(Layers(step - 1, None, step),), action=LayerAction(unit=1))
 
 
@@ -115,8 +151,11 @@ def operators(keys: Container[str]) -> Rule:
 def section(config: Any, system: str, name: str) -> Any:
     """Returns the section `name` of a config file. Raises ValueError if it is absent."""
     mapping(config, system)
-    require(name in config, f"{system}: there is no section {name}, so nothing is said of recomputation: choose a "
-            "--recompute-policy yourself")
+    require(
+        name in config,
+        f"{system}: there is no section {name}, so nothing is said of recomputation: choose a "
+        "--recompute-policy yourself",
+    )
     return config[name]
 
 
@@ -136,11 +175,24 @@ def typed(given: Any, where: str, *, file: Any = None, **kinds: Any) -> dict[str
     """
     mapping(given, where)
     unknown = [key for key in given if key not in kinds]
-    require(not unknown, f"{where}: unknown key {shown(unknown[0] if unknown else None)} (known: {', '.join(kinds) or 'none'})")
-    values = {key: resolved(value, given if file is None else file, f"{where}: {key}") for key, value in given.items()}
+    require(
+        not unknown,
+        (
+            f"{where}: unknown key {shown(unknown[0] if unknown else None)} (known: "
+            f"{', '.join(kinds) or 'none'})"
+        ),
+    )
+    values = {
+        key: resolved(value, given if file is None else file, f"{where}: {key}")
+        for key, value in given.items()
+    }
     for key, value in values.items():
         allowed = kinds[key] if isinstance(kinds[key], tuple) else (kinds[key],)
-        fits = type(value) is bool if bool in allowed else isinstance(value, allowed) and type(value) is not bool
+        fits = (
+            type(value) is bool
+            if bool in allowed
+            else isinstance(value, allowed) and type(value) is not bool
+        )
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
         require(fits, f"{where}: {key} must be {names} (got {shown(value)})")
     return values
@@ -152,11 +204,20 @@ def resolved(value: Any, file: Any, where: str) -> Any:
         if not isinstance(value, str) or "${" not in value:
             return value
         match = INTERPOLATION.fullmatch(value)
-        require(match is not None, f"{where} is {shown(value)}, which only the original resolves: write its value into the file")
+        require(
+            match is not None,
+            (
+                f"{where} is {shown(value)}, which only the original resolves: write its value "
+                "into the file"
+            ),
+        )
         place: Any = file
         for part in match[1].split("."):  # type: ignore[index]
-            require(isinstance(place, Mapping) and part in place, f"{where} refers to {shown(match[1])}, "  # type: ignore[index]
-                    "which the file does not hold")
+            require(
+                isinstance(place, Mapping) and part in place,
+                f"{where} refers to {shown(match[1])}, "  # type: ignore[index]
+                "which the file does not hold",
+            )
             place = place[part]
         value = place
     raise ValueError(f"{where} refers to itself, or through more than {MAX_REFERENCES} other keys")
@@ -164,8 +225,11 @@ def resolved(value: Any, file: Any, where: str) -> Any:
 
 def without_counterpart(system: str, given: Mapping[str, Any], **reasons: str) -> tuple[str, ...]:
     """Returns a note for each of these values that was given and is neither off nor the default."""
-    return tuple(f"{system}: {key} has no counterpart: {reason}" for key, reason in reasons.items()
-                 if given.get(key) not in (None, False, "default"))
+    return tuple(
+        f"{system}: {key} has no counterpart: {reason}"
+        for key, reason in reasons.items()
+        if given.get(key) not in (None, False, "default")
+    )
 
 
 def notes_elsewhere(system: str, config: Any, read: Collection[str]) -> tuple[str, ...]:
@@ -177,11 +241,16 @@ def notes_elsewhere(system: str, config: Any, read: Collection[str]) -> tuple[st
     notes = []
     all_read = frozenset(read).union(*(_references(config, place, MAX_DEPTH) for place in read))
     for place, value in _relevant(config, "", all_read, MAX_DEPTH):
-        quiet, reason = ELSEWHERE.get(place.rpartition(".")[2], (OFF, "it is not a key that this translation knows"))
+        quiet, reason = ELSEWHERE.get(
+            place.rpartition(".")[2], (OFF, "it is not a key that this translation knows")
+        )
         if not _is_quiet(value, quiet):
             notes.append(f"{system}: {named(place)} {shown(value)} is not translated: {reason}")
     beyond = len(notes) - MAX_NOTES_ELSEWHERE
-    return (*notes[:MAX_NOTES_ELSEWHERE], *([f"{system}: and {beyond} more keys are not translated"] if beyond > 0 else []))
+    return (
+        *notes[:MAX_NOTES_ELSEWHERE],
+        *([f"{system}: and {beyond} more keys are not translated"] if beyond > 0 else []),
+    )
 
 
 def _references(config: Any, place: str, depth: int) -> set[str]:
@@ -191,11 +260,15 @@ def _references(config: Any, place: str, depth: int) -> set[str]:
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, str):
         return set(INTERPOLATION.findall(value))
-    below = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    below = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    )
     return set().union(*(_references(inner, "", depth - 1) for inner in below)) if depth else set()
 
 
-def _relevant(value: Any, place: str, read: frozenset[str], depth: int) -> Iterator[tuple[str, Any]]:
+def _relevant(
+    value: Any, place: str, read: frozenset[str], depth: int
+) -> Iterator[tuple[str, Any]]:
     """Yields (place, value) of the outermost unread keys with relevant names."""
     if depth == 0:
         return
@@ -234,7 +307,10 @@ def named(*places: str) -> str:
     A place is shown whole, so that it can be copied, unless it is too long or not printable. At
     most MAX_PLACES are shown.
     """
-    texts = [place if place.isprintable() and len(place) <= MAX_PLACE else shown(place) for place in places[:MAX_PLACES]]
+    texts = [
+        place if place.isprintable() and len(place) <= MAX_PLACE else shown(place)
+        for place in places[:MAX_PLACES]
+    ]
     return ", ".join([*texts, *(["..."] if len(places) > MAX_PLACES else [])])
 
 

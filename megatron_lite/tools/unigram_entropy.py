@@ -15,8 +15,11 @@ from megatron_lite.tools.command import exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_lite.tools.unigram_entropy", allow_abbrev=False,
-                                     description="Prints the entropy of the token ids of a dataset, in nats per token.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.unigram_entropy",
+        allow_abbrev=False,
+        description="Prints the entropy of the token ids of a dataset, in nats per token.",
+    )
     parser.add_argument("prefix", help="path of a .bin and .idx pair without the ending")
     args = parser.parse_args(argv)
     return exit_status(lambda: print(f"{unigram_entropy(args.prefix):.6f}"))

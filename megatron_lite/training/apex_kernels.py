@@ -16,7 +16,13 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.weight_gradient import FUSED, FUSED_PROJECTION, accumulate_with_, can_be_summed, summary
+from megatron_lite.parallel.weight_gradient import (
+    FUSED,
+    FUSED_PROJECTION,
+    accumulate_with_,
+    can_be_summed,
+    summary,
+)
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -38,18 +44,25 @@ def kernel_notices(config: RunConfig, device_type: str) -> list[str]:
     unused = [f"{flag} apex" for flag, chosen, _ in _choices(config) if chosen != "apex"]
     if device_type != apex.DEVICE_TYPE or not unused or apex.installed_package().kind != "nvidia":
         return []
-    return [f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round differently (docs/apex.md)"]
+    return [
+        (
+            f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round "
+            "differently (docs/apex.md)"
+        )
+    ]
 
 
 def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Kernel]]]:
-    """Returns each flag with its value and the function that finds apex's kernel for it. A norm that apex
-    does not have is left out; model/norm.py refuses it under `--norm-impl apex`."""
+    """Returns each flag with its value and the function that finds apex's kernel for it. A norm
+    that apex does not have is left out; model/norm.py refuses it under `--norm-impl apex`."""
     norm = APEX_NORMS.get(config.model.normalization)
     norms = [] if norm is None else [("--norm-impl", config.model.norm_impl, norm)]
     return [*norms, ("--optimizer-impl", config.optimizer.optimizer_impl, apex.fused_adam)]
 
 
-def fuse_weight_gradients_(config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer) -> str:
+def fuse_weight_gradients_(
+    config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
+) -> str:
     """Makes apex's kernel sum the weight gradients of all matmuls that allow it.
 
     Returns the log's line about it.
@@ -58,13 +71,21 @@ def fuse_weight_gradients_(config: RunConfig, parallel: ParallelState, model: Mo
     paths = weight_paths(config, model, optimizer, kernel)
     gradients = optimizer.layout.gradients
     if isinstance(gradients, GradBuffer):
-        accumulate_with_(kernel.value, [(parameter, gradients.grads[name]) for name, parameter in model.named_parameters()
-                                        if paths.get(name) in (FUSED, FUSED_PROJECTION)])
+        accumulate_with_(
+            kernel.value,
+            [
+                (parameter, gradients.grads[name])
+                for name, parameter in model.named_parameters()
+                if paths.get(name) in (FUSED, FUSED_PROJECTION)
+            ],
+        )
     dtype = next(iter(model)).context.params_dtype
     return summary(paths, dtype) + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 
-def weight_paths(config: RunConfig, model: ModelStages, optimizer: Optimizer, kernel: apex.Kernel) -> dict[str, str]:
+def weight_paths(
+    config: RunConfig, model: ModelStages, optimizer: Optimizer, kernel: apex.Kernel
+) -> dict[str, str]:
     """Returns, by the name of each weight of a matmul, who sums its gradient.
 
     FUSED and FUSED_PROJECTION mean apex's kernel. Any other text is why autograd sums it.
@@ -76,7 +97,9 @@ def weight_paths(config: RunConfig, model: ModelStages, optimizer: Optimizer, ke
         if reason or weight in compiled:
             paths[name] = reason or "a graph of --torch-compile cannot call apex's kernel"
         elif not can_be_summed(weight.dtype):
-            paths[name] = f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
+            paths[name] = (
+                f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
+            )
         else:
             paths[name] = FUSED_PROJECTION if has_lookup else FUSED
     return paths
@@ -86,7 +109,10 @@ def _reason_for_all(config: RunConfig, optimizer: Optimizer, kernel: apex.Kernel
     if not config.training.gradient_accumulation_fusion:
         return "of --no-gradient-accumulation-fusion"
     if not isinstance(optimizer.layout.gradients, GradBuffer):
-        return "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of a whole weight to add to"
+        return (
+            "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of "
+            "a whole weight to add to"
+        )
     return kernel.reason if kernel.value is None else ""
 
 
@@ -95,13 +121,20 @@ def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
 
     The third entry is whether a token lookup on this rank reads the same (tied) weight.
     """
-    linear = {module.weight for module in model.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
+    linear = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    }
     tied: dict[nn.Parameter, bool] = {}
     for chunk in model:
         if chunk.stage.is_last and chunk.output_layer is None and chunk.embedding is not None:
             tied[chunk.embedding.word_embeddings.weight] = chunk.stage.is_first
-    return [(name, parameter, tied.get(parameter, False)) for name, parameter in model.named_parameters()
-            if parameter in linear or parameter in tied]
+    return [
+        (name, parameter, tied.get(parameter, False))
+        for name, parameter in model.named_parameters()
+        if parameter in linear or parameter in tied
+    ]
 
 
 def _compiled_weights(config: RunConfig, model: ModelStages) -> set[nn.Parameter]:

@@ -22,7 +22,9 @@ class AppendedFile:
 
     def __init__(self, path: Path, *, name: str) -> None:
         self._name, self._lost = name, 0
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
 
     def append(self, record: bytes, *, what: str) -> str | None:
         """Writes a record. Returns a warning if it is the first record that could not be written.
@@ -34,8 +36,11 @@ class AppendedFile:
         except OSError as error:
             self._lost += 1
             if self._lost == 1:
-                return (f"warning: {self._name}: {what} could not be written ({error.strerror}); training goes on, and later "
-                        "records are tried again without another warning")
+                return (
+                    f"warning: {self._name}: {what} could not be written ({error.strerror}); "
+                    "training goes on, and later "
+                    "records are tried again without another warning"
+                )
         return None
 
     def close(self) -> None:
@@ -48,7 +53,7 @@ class AppendedFile:
         try:
             rest = memoryview(record)
             while rest:
-                rest = rest[os.write(self._descriptor, rest):]
+                rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
             if stat.S_ISREG(status.st_mode):
                 with suppress(OSError):

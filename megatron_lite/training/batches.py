@@ -39,8 +39,14 @@ class Batches(Protocol):
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
-def fetch(dataset: SampleDataset, indices: Sequence[int], device: torch.device, *, cp_rank: int = 0,
-          cp_size: int = 1) -> MicroBatch:
+def fetch(
+    dataset: SampleDataset,
+    indices: Sequence[int],
+    device: torch.device,
+    *,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> MicroBatch:
     """Returns the samples `indices`, or one context-parallel rank's chunks of them.
 
     The copy to a GPU is asynchronous, from pinned memory.
@@ -75,9 +81,19 @@ class MicroBatches:
 
     def __getitem__(self, number: int) -> MicroBatch:
         parallel = self.parallel
-        indices = microbatch_indices(self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number)
+        indices = microbatch_indices(
+            self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number
+        )
         try:
-            return fetch(self.dataset, indices, parallel.device, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+            return fetch(
+                self.dataset,
+                indices,
+                parallel.device,
+                cp_rank=parallel.cp_rank,
+                cp_size=parallel.cp_size,
+            )
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
-            raise kind(f"{self.where}, samples {indices.start} to {indices.stop - 1}: {error}") from error
+            raise kind(
+                f"{self.where}, samples {indices.start} to {indices.stop - 1}: {error}"
+            ) from error

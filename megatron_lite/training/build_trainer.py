@@ -48,14 +48,24 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
     The weights are 16-bit under `--bf16` or `--fp16`, else float32.
     """
     stage = stage or whole_model(config.model.num_layers)
-    context = RankContext.of(parallel, sequence_parallel=config.parallel.sequence_parallel,
-                                       params_dtype=PARAMS_DTYPE[config.training.precision],
-                                       cp_comm_type=config.parallel.cp_comm_type)
-    model = GPTModel(config.model, context, vocab_size=config.tokenizer.true_vocab_size,
-                     padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
-                     plan=plan_stage(config.recompute, stage.num_layers, stage.number),
-                     loss_chunk_size=config.training.loss_chunk_size, stage=stage)
-    initialize_parameters_(model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    context = RankContext.of(
+        parallel,
+        sequence_parallel=config.parallel.sequence_parallel,
+        params_dtype=PARAMS_DTYPE[config.training.precision],
+        cp_comm_type=config.parallel.cp_comm_type,
+    )
+    model = GPTModel(
+        config.model,
+        context,
+        vocab_size=config.tokenizer.true_vocab_size,
+        padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
+        plan=plan_stage(config.recompute, stage.num_layers, stage.number),
+        loss_chunk_size=config.training.loss_chunk_size,
+        stage=stage,
+    )
+    initialize_parameters_(
+        model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
+    )
     if config.training.torch_compile:
         compile_layers_(model)
     shard_model_(model, parallel, config.data_parallel)
@@ -72,7 +82,9 @@ def use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def build_trainer(config: RunConfig, parallel: ParallelState, *, pulse: Pulse | None = None) -> Trainer:
+def build_trainer(
+    config: RunConfig, parallel: ParallelState, *, pulse: Pulse | None = None
+) -> Trainer:
     """Returns a trainer with the model, optimizer, schedule and data of a run at iteration 0.
 
     This function chooses the checkpoint to start from, and `Trainer.run` loads it. It also takes
@@ -100,32 +112,70 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
     try:
         batches = training.batch_schedule(parallel.dp_size)
         # Counts from the checkpoint's progress: the run may continue with another batch size.
-        num_iterations = training.num_iterations(batches, done=done.iteration, consumed=done.consumed_samples)
-        _check_batches(config, parallel, batches, batches.sizes_from(done.consumed_samples,
-                                                                     num_iterations=num_iterations - done.iteration))
-        train_samples = batches.consumed_after(num_iterations - done.iteration, consumed=done.consumed_samples)
-        schedule = LrSchedule.build(config.lr_schedule, train_samples=training.train_samples or train_samples, batches=batches)
+        num_iterations = training.num_iterations(
+            batches, done=done.iteration, consumed=done.consumed_samples
+        )
+        _check_batches(
+            config,
+            parallel,
+            batches,
+            batches.sizes_from(
+                done.consumed_samples, num_iterations=num_iterations - done.iteration
+            ),
+        )
+        train_samples = batches.consumed_after(
+            num_iterations - done.iteration, consumed=done.consumed_samples
+        )
+        schedule = LrSchedule.build(
+            config.lr_schedule,
+            train_samples=training.train_samples or train_samples,
+            batches=batches,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     evaluation_samples = training.eval_iters * batches.full
-    datasets = build_datasets(config.data, vocab_size=config.tokenizer.true_vocab_size, seed=training.seed,
-                              num_samples=(train_samples, evaluation_samples, evaluation_samples))
+    datasets = build_datasets(
+        config.data,
+        vocab_size=config.tokenizer.true_vocab_size,
+        seed=training.seed,
+        num_samples=(train_samples, evaluation_samples, evaluation_samples),
+    )
     model = build_stages(config, parallel)
     loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
     ratio = training.skip_update_on_spike
-    optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel, loss_scale=loss_scale,
-                          spikes=None if ratio is None else SpikeGuard(ratio, parallel.device))
+    optimizer = Optimizer(
+        model,
+        config.optimizer,
+        parallel,
+        config.data_parallel,
+        loss_scale=loss_scale,
+        spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
+    )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.layout.gradients.watch()
     accumulation = fuse_weight_gradients_(config, parallel, model, optimizer)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
-    return Trainer(config=config, parallel=parallel, model=model, optimizer=optimizer, schedule=schedule, datasets=datasets,
-                   num_iterations=num_iterations, batches=batches, start=start,
-                   saver=Saver(config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course),
-                   notices=(accumulation, *notices.in_log), pulse=pulse)
+    return Trainer(
+        config=config,
+        parallel=parallel,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        datasets=datasets,
+        num_iterations=num_iterations,
+        batches=batches,
+        start=start,
+        saver=Saver(
+            config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
+        ),
+        notices=(accumulation, *notices.in_log),
+        pulse=pulse,
+    )
 
 
-def _check_batches(config: RunConfig, parallel: ParallelState, batches: BatchSchedule, sizes: Sequence[int]) -> None:
+def _check_batches(
+    config: RunConfig, parallel: ParallelState, batches: BatchSchedule, sizes: Sequence[int]
+) -> None:
     """Raises ValueError for a batch that the virtual stages of a pipeline cannot take.
 
     sizes: the global batch sizes of the iterations that this run still has.
@@ -133,9 +183,19 @@ def _check_batches(config: RunConfig, parallel: ParallelState, batches: BatchSch
     """
     chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
     if config.training.eval_iters or batches.full in sizes:
-        check_num_microbatches(batches.num_microbatches(batches.full), size=parallel.pp_size, chunks=chunks)
-    ramp, unit = " ".join(map(str, config.training.rampup_batch_size)), batches.samples_per_microbatch * parallel.pp_size
+        check_num_microbatches(
+            batches.num_microbatches(batches.full), size=parallel.pp_size, chunks=chunks
+        )
+    ramp, unit = (
+        " ".join(map(str, config.training.rampup_batch_size)),
+        batches.samples_per_microbatch * parallel.pp_size,
+    )
     for size in sizes:
-        check_num_microbatches(batches.num_microbatches(size), size=parallel.pp_size, chunks=chunks,
-                               remedy=f"--rampup-batch-size {ramp} has a batch of {size} samples; give a START and an INCREMENT "
-                                      f"that are multiples of {unit}, or leave the virtual stages out")
+        check_num_microbatches(
+            batches.num_microbatches(size),
+            size=parallel.pp_size,
+            chunks=chunks,
+            remedy=f"--rampup-batch-size {ramp} has a batch of {size} samples; give a START "
+            "and an INCREMENT "
+            f"that are multiples of {unit}, or leave the virtual stages out",
+        )

@@ -25,13 +25,23 @@ from megatron_lite.parallel.texts import gather_texts
 
 # Bytes of one parameter: the gradient buffer is float32, and so is the master of a 16-bit weight.
 GRADIENT, MASTER = 4, 4
-MEMINFO, CGROUP_LIMITS = Path("/proc/meminfo"), (Path("/sys/fs/cgroup/memory.max"),
-                                                 Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-FIX = ("give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer, "
-       "--use-torch-fsdp2), or smaller sizes")
+MEMINFO, CGROUP_LIMITS = (
+    Path("/proc/meminfo"),
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")),
+)
+FIX = (
+    "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+    "--use-distributed-optimizer, "
+    "--use-torch-fsdp2), or smaller sizes"
+)
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
-WORDS = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "integer multiplication overflow",
-         "CUDA out of memory")
+WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "Storage size calculation overflowed",
+    "integer multiplication overflow",
+    "CUDA out of memory",
+)
 
 
 def check_fits(config: RunConfig, parallel: ParallelState) -> None:
@@ -48,19 +58,33 @@ def check_fits(config: RunConfig, parallel: ParallelState) -> None:
         needed = least_bytes(config, parallel)
         there = memory_bytes(parallel.device)
         if there is not None and needed * ranks_here > there:
-            together = f" ({size(needed * ranks_here)} for its {ranks_here} ranks there)" if ranks_here > 1 else ""
-            raise InputError(f"the model does not fit: weights, gradients and optimizer state of one rank take {size(needed)}"
-                             f"{together}, and {host if on_cpu else parallel.device} has {size(there)}: {FIX}")
+            together = (
+                f" ({size(needed * ranks_here)} for its {ranks_here} ranks there)"
+                if ranks_here > 1
+                else ""
+            )
+            raise InputError(
+                "the model does not fit: weights, gradients and optimizer state of one rank "
+                f"take {size(needed)}"
+                f"{together}, and {host if on_cpu else parallel.device} has {size(there)}: {FIX}"
+            )
 
     parallel.together("the memory of the machine", check)
 
 
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """Returns a lower bound of the bytes that one rank holds for its parameters all the time."""
-    count, matrices = rank_parameter_count(config, parallel.pp_rank), rank_matrix_count(config, parallel.pp_rank)
+    count, matrices = (
+        rank_parameter_count(config, parallel.pp_rank),
+        rank_matrix_count(config, parallel.pp_rank),
+    )
     weight = 4 if config.training.precision == "fp32" else 2
     of_rule = OPTIMIZERS[config.optimizer.optimizer]
-    states = matrices * of_rule.matrix + (count - matrices) * of_rule.other + (0 if weight == 4 else count * MASTER)
+    states = (
+        matrices * of_rule.matrix
+        + (count - matrices) * of_rule.other
+        + (0 if weight == 4 else count * MASTER)
+    )
     if config.data_parallel.use_torch_fsdp2:
         return (count * (weight + GRADIENT) + states) // parallel.dp_cp_size
     shares = parallel.dp_cp_size if config.data_parallel.use_distributed_optimizer else 1
@@ -97,11 +121,19 @@ def told_where_memory_runs_out(config: RunConfig, parallel: ParallelState) -> It
         yield
     except (MemoryError, RuntimeError) as error:
         words = str(error)
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(known in words for known in WORDS):
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
+            known in words for known in WORDS
+        ):
             raise
         there = memory_bytes(parallel.device)
         shown = "an unknown amount" if there is None else size(there)
-        reason = next((line.strip() for line in words.splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"out of memory while the run was built ({reason}). Weights, gradients and optimizer state of this rank "
-                         f"take {size(least_bytes(config, parallel))}, and {parallel.device} has {shown} for all ranks on it: "
-                         f"{FIX}") from error
+        reason = next(
+            (line.strip() for line in words.splitlines() if line.strip()), type(error).__name__
+        )
+        raise InputError(
+            f"out of memory while the run was built ({reason}). Weights, gradients and "
+            "optimizer state of this rank "
+            f"take {size(least_bytes(config, parallel))}, and {parallel.device} has {shown} "
+            "for all ranks on it: "
+            f"{FIX}"
+        ) from error

@@ -20,9 +20,16 @@ class Evaluation(NamedTuple):
     perplexity: float
 
 
-def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int, num_microbatches: int,
-             micro_batch_size: int, where: str = "evaluation",
-             stops: Callable[[], bool] = lambda: False) -> Evaluation | None:
+def evaluate(
+    runner: StageRunner,
+    dataset: SampleDataset,
+    *,
+    num_iterations: int,
+    num_microbatches: int,
+    micro_batch_size: int,
+    where: str = "evaluation",
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Returns the mean loss over the first `num_iterations` global batches, or None if stopped.
 
     Every evaluation of a run sees the same samples. Dropout is off and no random number is drawn,
@@ -37,9 +44,16 @@ def evaluate(runner: StageRunner, dataset: SampleDataset, *, num_iterations: int
     for iteration in range(num_iterations):
         if stops():
             return None
-        total += runner.evaluate(MicroBatches(dataset=dataset, consumed_samples=iteration * batch_size, parallel=parallel,
-                                              micro_batch_size=micro_batch_size, num_microbatches=num_microbatches,
-                                              where=where))
+        total += runner.evaluate(
+            MicroBatches(
+                dataset=dataset,
+                consumed_samples=iteration * batch_size,
+                parallel=parallel,
+                micro_batch_size=micro_batch_size,
+                num_microbatches=num_microbatches,
+                where=where,
+            )
+        )
     total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
     loss = total.item() / (num_iterations * num_microbatches * parallel.dp_cp_size)
     return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

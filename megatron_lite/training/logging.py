@@ -73,8 +73,16 @@ class RunLog:
     keep_last: --save-keep-last, which also limits how many earlier versions of these files stay.
     """
 
-    def __init__(self, config: LoggingConfig, facts: RunFacts, *, enabled: bool, start: Progress,
-                 skipped_batches: str | None = None, keep_last: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LoggingConfig,
+        facts: RunFacts,
+        *,
+        enabled: bool,
+        start: Progress,
+        skipped_batches: str | None = None,
+        keep_last: int | None = None,
+    ) -> None:
         self._config = config
         self._facts = facts
         self._enabled = enabled
@@ -91,25 +99,43 @@ class RunLog:
         if skipped_batches is not None and os.path.exists(skipped_batches):
             self._skipped_rows = self._open_rows(skipped_batches, start.iteration, flag="--save")
         if config.metrics_jsonl:
-            self._metrics = self._open_rows(config.metrics_jsonl, start.iteration, flag="--metrics-jsonl")
+            self._metrics = self._open_rows(
+                config.metrics_jsonl, start.iteration, flag="--metrics-jsonl"
+            )
         if config.tensorboard_dir:
             self._tensorboard = ScalarFile(config.tensorboard_dir, purge_step=start.iteration + 1)
             self._stack.callback(self._tensorboard.close)
             # A separate file: its steps count samples, the first file's steps count iterations.
-            self._by_samples = ScalarFile(os.path.join(config.tensorboard_dir, "by_samples"),
-                                          purge_step=start.consumed_samples + 1)
+            self._by_samples = ScalarFile(
+                os.path.join(config.tensorboard_dir, "by_samples"),
+                purge_step=start.consumed_samples + 1,
+            )
             self._stack.callback(self._by_samples.close)
             self._warn(self._tensorboard.opening, self._by_samples.opening)
         if sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"),
-                       TimeElapsedColumn())
-            self._progress = self._stack.enter_context(ProgressBar(*columns, console=Console(soft_wrap=True)))
-            self._task = self._progress.add_task("training", total=facts.num_iterations, completed=start.iteration, status="")
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(),
+            )
+            self._progress = self._stack.enter_context(
+                ProgressBar(*columns, console=Console(soft_wrap=True))
+            )
+            self._task = self._progress.add_task(
+                "training", total=facts.num_iterations, completed=start.iteration, status=""
+            )
 
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
         if self._output_is_lost:
             try:
@@ -134,8 +160,14 @@ class RunLog:
             if not self._output_is_lost:
                 self._output_is_lost = True
                 with suppress(OSError):
-                    print(f"warning: standard output cannot be written ({error.strerror}); training goes on", file=sys.stderr,
-                          flush=True)
+                    print(
+                        (
+                            f"warning: standard output cannot be written ({error.strerror}); "
+                            "training goes on"
+                        ),
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
     def _open_rows(self, path: str, iteration: int, *, flag: str) -> MetricsFile | None:
         """Returns the file, or None with a warning if its disk is full, which ends no run.
@@ -143,7 +175,9 @@ class RunLog:
         Raises InputError for any other reason why the file cannot be opened.
         """
         try:
-            return self._stack.enter_context(MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=self._keep_last))
+            return self._stack.enter_context(
+                MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=self._keep_last)
+            )
         except InputError as error:
             if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL):
                 raise
@@ -164,15 +198,31 @@ class RunLog:
         if self._metrics is not None:
             self._warn(self._metrics.write(record))
         if self._tensorboard is not None:
-            self._warn(*_write_scalars(self._tensorboard, record, extras, self._facts, self._config),
-                       self._by_samples.add_scalar("lm loss vs samples", record.lm_loss, record.consumed_samples))
+            self._warn(
+                *_write_scalars(self._tensorboard, record, extras, self._facts, self._config),
+                self._by_samples.add_scalar(
+                    "lm loss vs samples", record.lm_loss, record.consumed_samples
+                ),
+            )
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.iteration, status=(
-                f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | "
-                f"ETA {_eta(record, self._facts, _full_batch_ms([record], self._facts))}"))
+            self._progress.update(
+                self._task,
+                completed=record.iteration,
+                status=(
+                    f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | "
+                    f"ETA {_eta(record, self._facts, _full_batch_ms([record], self._facts))}"
+                ),
+            )
         self._interval.append(record)
-        if record.iteration % self._config.log_interval == 0 or record.iteration == self._facts.num_iterations:
-            self.line(iteration_line(self._interval, self._facts, extras, throughput=self._config.log_throughput))
+        if (
+            record.iteration % self._config.log_interval == 0
+            or record.iteration == self._facts.num_iterations
+        ):
+            self.line(
+                iteration_line(
+                    self._interval, self._facts, extras, throughput=self._config.log_throughput
+                )
+            )
             self._interval.clear()
 
     def skipped(self, update: SkippedUpdate) -> None:
@@ -185,7 +235,9 @@ class RunLog:
         if update.reason != "overflow":
             self.line(update.line())
         if self._skipped_batches is not None and self._skipped_rows is None:
-            self._skipped_rows = self._open_rows(self._skipped_batches, update.iteration - 1, flag="--save")
+            self._skipped_rows = self._open_rows(
+                self._skipped_batches, update.iteration - 1, flag="--save"
+            )
             if self._skipped_rows is None:
                 self._skipped_batches = None
         if self._skipped_rows is not None:
@@ -193,29 +245,45 @@ class RunLog:
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
-        text = (f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
-                f"lm loss PPL: {result.perplexity:.6E} | ")
+        text = (
+            f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
+            f"lm loss PPL: {result.perplexity:.6E} | "
+        )
         rule = "-" * len(text)
         self.line(f"{rule}\n{text}\n{rule}")
         if self._tensorboard is not None:
             self._warn(self._tensorboard.add_scalar(f"lm loss {name}", result.loss, iteration))
             if self._config.log_validation_ppl_to_tensorboard:
-                self._warn(self._tensorboard.add_scalar(f"lm loss {name} ppl", result.perplexity, iteration))
+                self._warn(
+                    self._tensorboard.add_scalar(
+                        f"lm loss {name} ppl", result.perplexity, iteration
+                    )
+                )
 
 
-def iteration_line(records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool) -> str:
+def iteration_line(
+    records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool
+) -> str:
     """Returns Megatron's iteration line over the records since the last line.
 
     Megatron's fields come first, in its order, and our own fields come after them.
     """
     last = records[-1]
-    ms, full_ms = sum(record.iteration_ms for record in records) / len(records), _full_batch_ms(records, facts)
+    ms, full_ms = (
+        sum(record.iteration_ms for record in records) / len(records),
+        _full_batch_ms(records, facts),
+    )
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
     fields = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}/{facts.num_iterations:8d}",
+        (
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration "
+            f"{last.iteration:8d}/{facts.num_iterations:8d}"
+        ),
         f"consumed samples: {last.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {ms:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_shown(_teraflops(full_ms, facts))}" if throughput else None,
+        f"throughput per GPU (TFLOP/s/GPU): {_shown(_teraflops(full_ms, facts))}"
+        if throughput
+        else None,
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
@@ -243,7 +311,9 @@ def known_peak_flops(config: LoggingConfig, device: torch.device, *, bf16: bool)
         return config.peak_tflops_per_gpu * 1e12
     if device.type != "cuda":
         return None
-    return peak_flops(torch.cuda.get_device_name(device), bf16=bf16, tf32=torch.backends.cuda.matmul.allow_tf32)
+    return peak_flops(
+        torch.cuda.get_device_name(device), bf16=bf16, tf32=torch.backends.cuda.matmul.allow_tf32
+    )
 
 
 def peak_gib(device: torch.device) -> float:
@@ -259,7 +329,11 @@ def peak_gib(device: torch.device) -> float:
 
 def _full_batch_ms(records: list[IterationRecord], facts: RunFacts) -> float:
     """Returns the milliseconds of an iteration with the full batch at the speed of `records`."""
-    return facts.batch_size * sum(record.iteration_ms for record in records) / sum(record.global_batch_size for record in records)
+    return (
+        facts.batch_size
+        * sum(record.iteration_ms for record in records)
+        / sum(record.global_batch_size for record in records)
+    )
 
 
 def _utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, float]:
@@ -271,8 +345,15 @@ def _utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, f
         return {}
     available = facts.peak_flops * facts.world_size * (_full_batch_ms(records, facts) / 1000.0)
     samples = sum(record.global_batch_size for record in records)
-    spared = sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records) * facts.batch_size / samples
-    return {"MFU": 100.0 * facts.flops / available, "HFU": 100.0 * (facts.hardware_flops - spared) / available}
+    spared = (
+        sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records)
+        * facts.batch_size
+        / samples
+    )
+    return {
+        "MFU": 100.0 * facts.flops / available,
+        "HFU": 100.0 * (facts.hardware_flops - spared) / available,
+    }
 
 
 def _activation_bytes(record: IterationRecord) -> str | None:
@@ -294,22 +375,37 @@ def _shown(teraflops: float) -> str:
 
 
 def _eta(record: IterationRecord, facts: RunFacts, full_ms: float) -> str:
-    seconds = int((facts.num_samples - record.consumed_samples) / facts.batch_size * full_ms / 1000.0)
+    seconds = int(
+        (facts.num_samples - record.consumed_samples) / facts.batch_size * full_ms / 1000.0
+    )
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def _write_scalars(writer: ScalarFile, record: IterationRecord, extras: LogExtras, facts: RunFacts,
-                   config: LoggingConfig) -> list[str | None]:
+def _write_scalars(
+    writer: ScalarFile,
+    record: IterationRecord,
+    extras: LogExtras,
+    facts: RunFacts,
+    config: LoggingConfig,
+) -> list[str | None]:
     full_ms = _full_batch_ms([record], facts)
     scalars: dict[str, float | None] = {
-        "learning-rate": record.learning_rate, "batch-size": record.global_batch_size, "lm loss": record.lm_loss,
-        "loss-scale": record.loss_scale, "grad-norm": record.grad_norm,
-        "num-zeros": extras.num_zeros, "params-norm": extras.params_norm,
+        "learning-rate": record.learning_rate,
+        "batch-size": record.global_batch_size,
+        "lm loss": record.lm_loss,
+        "loss-scale": record.loss_scale,
+        "grad-norm": record.grad_norm,
+        "num-zeros": extras.num_zeros,
+        "params-norm": extras.params_norm,
         "throughput": _teraflops(full_ms, facts) if config.log_throughput else None,
-        "iteration-time": record.iteration_ms / 1000.0 if config.log_timers_to_tensorboard else None,
+        "iteration-time": record.iteration_ms / 1000.0
+        if config.log_timers_to_tensorboard
+        else None,
         "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
         **_utilization([record], facts),
     }
-    return [writer.add_scalar(name, value, record.iteration) for name, value in scalars.items() if value is not None]
-
-
+    return [
+        writer.add_scalar(name, value, record.iteration)
+        for name, value in scalars.items()
+        if value is not None
+    ]

@@ -41,8 +41,18 @@ from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer, TimelineRecorder
-from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted, skipped_batches_path
+from megatron_lite.training.observe import (
+    ActivationBytes,
+    ActivationMeter,
+    Observer,
+    TimelineRecorder,
+)
+from megatron_lite.training.skipped import (
+    SkippedUpdates,
+    StepFigures,
+    counted,
+    skipped_batches_path,
+)
 from megatron_lite.training.step import StepResult, TrainingError, train_step
 
 
@@ -106,8 +116,13 @@ class Trainer:
 
     def _make_guards(self) -> None:
         scaling = self.optimizer.loss_scale
-        self._skipped = SkippedUpdates(self.config, self.parallel, self.optimizer.layout.pieces, self.datasets.train,
-                                       loss_scale_minimum=None if scaling is None else scaling.minimum)
+        self._skipped = SkippedUpdates(
+            self.config,
+            self.parallel,
+            self.optimizer.layout.pieces,
+            self.datasets.train,
+            loss_scale_minimum=None if scaling is None else scaling.minimum,
+        )
         if self.config.training.check_weight_hash_across_dp_replicas_interval is not None:
             self._replicas = ReplicaCheck(self.model, self.optimizer, self.parallel)
         if self.config.logging.log_straggler:
@@ -132,14 +147,20 @@ class Trainer:
             for notice in (*notices, *self.notices):
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
-                log.line(f"nothing to train: iteration {self.progress.iteration} is the end of the run or past it "
-                         f"({self.num_iterations})")
+                log.line(
+                    f"nothing to train: iteration {self.progress.iteration} is the end of the "
+                    "run or past it "
+                    f"({self.num_iterations})"
+                )
             exits.begin()
             timed = self._slow_ranks.listening() if self._slow_ranks is not None else nullcontext()
             with memory_budget(self.config.recompute.activation_memory_budget), timed:
                 finished = self._train(log, exits)
             if self._timeline_is_due:
-                log.line("no memory timeline: --memory-timeline records the second iteration, and there was none")
+                log.line(
+                    "no memory timeline: --memory-timeline records the second iteration, and "
+                    "there was none"
+                )
             self._save(log)
             self.saver.wait(log.line)
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
@@ -154,7 +175,10 @@ class Trainer:
             log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
             return False
         self._clock = time.perf_counter()
-        first, waits = self.progress.iteration + 1, self.config.parallel.distributed_timeout_seconds_after_init
+        first, waits = (
+            self.progress.iteration + 1,
+            self.config.parallel.distributed_timeout_seconds_after_init,
+        )
         self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
         while self.progress.iteration < self.num_iterations:
             batch = self.batches.at(self.progress.consumed_samples)
@@ -167,7 +191,9 @@ class Trainer:
             finished = iteration == self.num_iterations
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
-            while len(self._started) > (0 if evaluates or saves or reason or last or finished else self._steps_in_flight()):
+            while len(self._started) > (
+                0 if evaluates or saves or reason or last or finished else self._steps_in_flight()
+            ):
                 self._finish_step(self._started.popleft(), log)
             if _due(iteration, training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
@@ -186,7 +212,10 @@ class Trainer:
                 self._clock = time.perf_counter()
             if iteration == first and waits is not None:
                 set_timeout(waits)
-            self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, self.batches.at(self.progress.consumed_samples) / batch))
+            self.pulse.at(
+                f"iteration {iteration + 1}",
+                growth=max(1.0, self.batches.at(self.progress.consumed_samples) / batch),
+            )
         return True
 
     def _evaluate_within(self, log: RunLog, exits: Exits) -> str | None:
@@ -206,23 +235,46 @@ class Trainer:
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
         learning_rate, batch_size = self.schedule.at(before), self.batches.at(before)
-        batches = MicroBatches(dataset=self.datasets.train, consumed_samples=before,
-                               num_microbatches=self.batches.num_microbatches(batch_size),
-                               micro_batch_size=self.config.training.micro_batch_size, parallel=self.parallel,
-                               where=f"iteration {self.progress.iteration + 1}")
+        batches = MicroBatches(
+            dataset=self.datasets.train,
+            consumed_samples=before,
+            num_microbatches=self.batches.num_microbatches(batch_size),
+            micro_batch_size=self.config.training.micro_batch_size,
+            parallel=self.parallel,
+            where=f"iteration {self.progress.iteration + 1}",
+        )
         measured = self.activation_bytes is not None or self.config.training.torch_compile
-        meter = None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
+        meter = (
+            None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
+        )
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
-        with self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext():
-            result = train_step(self._runner, self.optimizer, batches, learning_rate=learning_rate,
-                                observer=meter or self._timeline_recorder())
+        with (
+            self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext()
+        ):
+            result = train_step(
+                self._runner,
+                self.optimizer,
+                batches,
+                learning_rate=learning_rate,
+                observer=meter or self._timeline_recorder(),
+            )
         if meter is not None:
             self._compare_bytes(meter, log)
-        self.progress = replace(self.progress, iteration=iteration, consumed_samples=before + batch_size)
-        return StartedStep(iteration, self.progress.consumed_samples, batch_size, learning_rate, result,
-                           self.optimizer.params_norm() if logged and logging.log_params_norm else None,
-                           self.optimizer.num_zeros_in_grad() if logged and logging.log_num_zeros_in_grad else None)
+        self.progress = replace(
+            self.progress, iteration=iteration, consumed_samples=before + batch_size
+        )
+        return StartedStep(
+            iteration,
+            self.progress.consumed_samples,
+            batch_size,
+            learning_rate,
+            result,
+            self.optimizer.params_norm() if logged and logging.log_params_norm else None,
+            self.optimizer.num_zeros_in_grad()
+            if logged and logging.log_num_zeros_in_grad
+            else None,
+        )
 
     def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
         """Compares predicted with measured kept bytes of the run's first micro-batch.
@@ -244,7 +296,9 @@ class Trainer:
         """
         if self._timeline_is_due:
             self._timeline_is_due = False
-            return TimelineRecorder(self.config.logging.memory_timeline if self.parallel.rank == 0 else None)
+            return TimelineRecorder(
+                self.config.logging.memory_timeline if self.parallel.rank == 0 else None
+            )
         return Observer()
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
@@ -254,21 +308,35 @@ class Trainer:
         self._clock += seconds
         update = None
         if figures.skipped:
-            update = self._skipped.judge(step.iteration, step.samples, figures, step.result, self.progress)
+            update = self._skipped.judge(
+                step.iteration, step.samples, figures, step.result, self.progress
+            )
             log.skipped(update)
         self.progress = counted(self.progress, figures, update)
         kept = self.activation_bytes
-        log.iteration(IterationRecord(
-            iteration=step.iteration, consumed_samples=step.consumed_samples, global_batch_size=step.batch_size,
-            lm_loss=figures.loss, grad_norm=figures.grad_norm, learning_rate=step.learning_rate, loss_scale=figures.loss_scale,
-            iteration_ms=seconds * 1000.0, tokens_per_second=step.batch_size * self.config.data.seq_length / seconds,
-            skipped=int(figures.skipped), nan=int(not math.isfinite(figures.loss)),
-            activation_bytes_predicted=None if kept is None else kept.predicted,
-            activation_bytes_measured=None if kept is None else kept.measured,
-            activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
-            activation_host_bytes_measured=None if kept is None else kept.host_measured,
-        ), LogExtras(params_norm=None if step.params_norm is None else step.params_norm.item(),
-                     num_zeros=None if step.num_zeros is None else int(step.num_zeros.item())))
+        log.iteration(
+            IterationRecord(
+                iteration=step.iteration,
+                consumed_samples=step.consumed_samples,
+                global_batch_size=step.batch_size,
+                lm_loss=figures.loss,
+                grad_norm=figures.grad_norm,
+                learning_rate=step.learning_rate,
+                loss_scale=figures.loss_scale,
+                iteration_ms=seconds * 1000.0,
+                tokens_per_second=step.batch_size * self.config.data.seq_length / seconds,
+                skipped=int(figures.skipped),
+                nan=int(not math.isfinite(figures.loss)),
+                activation_bytes_predicted=None if kept is None else kept.predicted,
+                activation_bytes_measured=None if kept is None else kept.measured,
+                activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
+                activation_host_bytes_measured=None if kept is None else kept.host_measured,
+            ),
+            LogExtras(
+                params_norm=None if step.params_norm is None else step.params_norm.item(),
+                num_zeros=None if step.num_zeros is None else int(step.num_zeros.item()),
+            ),
+        )
         if update is not None:
             self._skipped.check(update)
         if self._slow_ranks is not None and step.iteration % self.config.logging.log_interval == 0:
@@ -277,10 +345,15 @@ class Trainer:
 
     def _compare_replicas(self) -> None:
         if self._replicas is not None and (fault := self._replicas.fault()) is not None:
-            raise TrainingError(f"iteration {self.progress.iteration}: ranks no longer hold the same weights: {fault}. Continue "
-                                "from a checkpoint before it, without the node of that rank if it happens again")
+            raise TrainingError(
+                f"iteration {self.progress.iteration}: ranks no longer hold the same weights: "
+                f"{fault}. Continue "
+                "from a checkpoint before it, without the node of that rank if it happens again"
+            )
 
-    def _evaluate(self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits) -> str | None:
+    def _evaluate(
+        self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits
+    ) -> str | None:
         """Evaluates the loss over `dataset` and logs it.
 
         Returns None, or a reason if something ended the run meanwhile. The log has no loss then.
@@ -289,7 +362,9 @@ class Trainer:
         if num_iterations == 0:
             return None
         if dataset is None:
-            log.line(f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it")
+            log.line(
+                f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it"
+            )
             return None
         reason, where = None, f"iteration {self.progress.iteration} ({name} loss)"
 
@@ -300,22 +375,38 @@ class Trainer:
             return reason is not None
 
         log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
-        result = evaluate(self._runner, dataset, num_iterations=num_iterations,
-                          num_microbatches=self.batches.num_microbatches(self.batches.full),
-                          micro_batch_size=self.config.training.micro_batch_size, where=where, stops=stops)
+        result = evaluate(
+            self._runner,
+            dataset,
+            num_iterations=num_iterations,
+            num_microbatches=self.batches.num_microbatches(self.batches.full),
+            micro_batch_size=self.config.training.micro_batch_size,
+            where=where,
+            stops=stops,
+        )
         if result is None:
             log.line(f"the {name} loss is left unfinished: {reason}")
             return reason
         log.evaluation(name, self.progress.iteration, result)
         if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
-            raise TrainingError(f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower --lr; "
-                                "--no-check-for-nan-in-loss-and-grad goes on nevertheless")
+            raise TrainingError(
+                f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower "
+                "--lr; "
+                "--no-check-for-nan-in-loss-and-grad goes on nevertheless"
+            )
         return None
 
     def _load(self) -> list[str]:
         if self.config.checkpoint.load is None:
             return []
-        loaded = load_checkpoint(self.start, self.config, self.parallel, self.model, self.optimizer, data=self.datasets.identity)
+        loaded = load_checkpoint(
+            self.start,
+            self.config,
+            self.parallel,
+            self.model,
+            self.optimizer,
+            data=self.datasets.identity,
+        )
         self.progress = loaded.progress
         if self.config.checkpoint.continues:
             self._saved_at = loaded.progress.iteration
@@ -326,39 +417,86 @@ class Trainer:
         if directory is None or iteration in (0, self._saved_at):
             return
         if not math.isfinite(self.optimizer.params_norm().item()):
-            raise TrainingError(f"iteration {iteration}: a weight is not finite, so no checkpoint is written. Lower --lr, and "
-                                f"continue from an earlier checkpoint")
+            raise TrainingError(
+                f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
+                "Lower --lr, and "
+                f"continue from an earlier checkpoint"
+            )
         self._compare_replicas()
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
         self.saver.wait(log.line)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
         began = time.perf_counter()
-        snapshot = take_snapshot(self.config, self.parallel, self.model, self.optimizer, self.progress,
-                                 data=self.datasets.identity, copy=self.saver.copies)
+        snapshot = take_snapshot(
+            self.config,
+            self.parallel,
+            self.model,
+            self.optimizer,
+            self.progress,
+            data=self.datasets.identity,
+            copy=self.saver.copies,
+        )
         self.saver.save(snapshot, log.line)
         if self.saver.copies:
-            log.line(f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the copy, which is now written")
+            log.line(
+                f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "
+                "copy, which is now written"
+            )
         self._saved_at = iteration
 
     def _open_log(self) -> RunLog:
         config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
-        vocabulary, batch_size = config.tokenizer.padded_vocab_size(self.parallel.tp_size), self.batches.full
-        remaining, consumed = self.num_iterations - self.progress.iteration, self.progress.consumed_samples
-        spared = {size: spared_flops(config, self.batches.num_microbatches(size), device=device.type,
-                                     samples_per_microbatch=self.batches.samples_per_microbatch)
-                  for size in self.batches.sizes_from(consumed, num_iterations=remaining)}
+        vocabulary, batch_size = (
+            config.tokenizer.padded_vocab_size(self.parallel.tp_size),
+            self.batches.full,
+        )
+        remaining, consumed = (
+            self.num_iterations - self.progress.iteration,
+            self.progress.consumed_samples,
+        )
+        spared = {
+            size: spared_flops(
+                config,
+                self.batches.num_microbatches(size),
+                device=device.type,
+                samples_per_microbatch=self.batches.samples_per_microbatch,
+            )
+            for size in self.batches.sizes_from(consumed, num_iterations=remaining)
+        }
         facts = RunFacts(
-            num_iterations=self.num_iterations, batch_size=batch_size, device=device, tokens=batch_size * seq_length,
-            num_samples=self.batches.consumed_after(remaining, consumed=consumed), spared_flops=spared,
+            num_iterations=self.num_iterations,
+            batch_size=batch_size,
+            device=device,
+            tokens=batch_size * seq_length,
+            num_samples=self.batches.consumed_after(remaining, consumed=consumed),
+            spared_flops=spared,
             world_size=self.parallel.world_size,
-            flops=step_flops(config.model, batch=batch_size, seq_length=seq_length, padded_vocab_size=vocabulary),
-            hardware_flops=hardware_flops(config.model, plan_model(config), batch=batch_size, seq_length=seq_length,
-                                          padded_vocab_size=vocabulary, device=device.type,
-                                          loss_chunk_size=config.training.loss_chunk_size,
-                                          tp_size=self.parallel.tp_size, cp_size=self.parallel.cp_size),
-            peak_flops=known_peak_flops(config.logging, device, bf16=config.training.precision != "fp32"))
-        return RunLog(config.logging, facts, enabled=self.parallel.rank == 0, start=self.progress,
-                      skipped_batches=skipped_batches_path(config), keep_last=config.checkpoint.save_keep_last)
+            flops=step_flops(
+                config.model, batch=batch_size, seq_length=seq_length, padded_vocab_size=vocabulary
+            ),
+            hardware_flops=hardware_flops(
+                config.model,
+                plan_model(config),
+                batch=batch_size,
+                seq_length=seq_length,
+                padded_vocab_size=vocabulary,
+                device=device.type,
+                loss_chunk_size=config.training.loss_chunk_size,
+                tp_size=self.parallel.tp_size,
+                cp_size=self.parallel.cp_size,
+            ),
+            peak_flops=known_peak_flops(
+                config.logging, device, bf16=config.training.precision != "fp32"
+            ),
+        )
+        return RunLog(
+            config.logging,
+            facts,
+            enabled=self.parallel.rank == 0,
+            start=self.progress,
+            skipped_batches=skipped_batches_path(config),
+            keep_last=config.checkpoint.save_keep_last,
+        )
 
 
 def _due(iteration: int, interval: int | None) -> bool:

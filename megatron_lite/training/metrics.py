@@ -66,7 +66,14 @@ class MetricsFile:
     (AppendedFile).
     """
 
-    def __init__(self, path: str, *, after_iteration: int, flag: str = "--metrics-jsonl", keep_last: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        after_iteration: int,
+        flag: str = "--metrics-jsonl",
+        keep_last: int | None = None,
+    ) -> None:
         target = Path(path)
         try:
             kept = _rows_up_to(target, after_iteration)
@@ -78,18 +85,30 @@ class MetricsFile:
                     old.unlink(missing_ok=True)
             self._file = AppendedFile(target, name=f"{flag} {path}")
         except OSError as error:
-            raise InputError(f"{flag} {path}: cannot be written ({error.strerror}): choose another file") from error
+            raise InputError(
+                f"{flag} {path}: cannot be written ({error.strerror}): choose another file"
+            ) from error
 
     def write(self, record: IterationRecord | SkippedUpdate) -> str | None:
-        """Appends one row. Returns a warning if the row is the first one that could not be written."""
-        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-               for key, value in asdict(record).items()}
-        return self._file.append((json.dumps(row) + "\n").encode(), what=f"iteration {record.iteration}")
+        """Appends one row. Returns a warning if the row is the first one that could not be
+        written."""
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(record).items()
+        }
+        return self._file.append(
+            (json.dumps(row) + "\n").encode(), what=f"iteration {record.iteration}"
+        )
 
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
 
@@ -115,7 +134,10 @@ def _replace(path: Path, text: str) -> None:
 
 def _previous(path: Path) -> list[tuple[int, Path]]:
     """Returns the old files that were kept, with their numbers, oldest first."""
-    names = ((re.fullmatch(re.escape(path.name) + r"\.previous(\d{0,9})", other.name), other) for other in path.parent.iterdir())
+    names = (
+        (re.fullmatch(re.escape(path.name) + r"\.previous(\d{0,9})", other.name), other)
+        for other in path.parent.iterdir()
+    )
     return sorted((int(name[1] or 1), other) for name, other in names if name is not None)
 
 

@@ -45,8 +45,16 @@ class StageRunner:
         micro-batches enlarges it.
     """
 
-    def __init__(self, model: ModelStages, parallel: ParallelState, *, links: Links | None = None, num_kept: int = 0,
-                 overlap: bool = True, most_microbatches: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelStages,
+        parallel: ParallelState,
+        *,
+        links: Links | None = None,
+        num_kept: int = 0,
+        overlap: bool = True,
+        most_microbatches: int | None = None,
+    ) -> None:
         self.model, self.parallel = model, parallel
         self.links, self._num_kept, self._overlap = links, num_kept, overlap
         self._chunks = list(model)
@@ -63,19 +71,43 @@ class StageRunner:
         if parallel.pp_size == 1:
             return cls(model, parallel)
         batches = config.training.batch_schedule(parallel.dp_size)
-        most = batches.num_microbatches(batches.full) if config.training.global_batch_size is not None else None
+        most = (
+            batches.num_microbatches(batches.full)
+            if config.training.global_batch_size is not None
+            else None
+        )
         context = next(iter(model)).context
         # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
-        seq_length = config.data.seq_length // parallel.cp_size // (context.size if context.sequence_parallel else 1)
-        links = Links(parallel.pp_lanes, device=parallel.device, dtype=context.params_dtype,
-                      shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size))
-        return cls(model, parallel, links=links, overlap=config.parallel.overlap_p2p_comm,
-                   most_microbatches=most,
-                   num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0)
+        seq_length = (
+            config.data.seq_length
+            // parallel.cp_size
+            // (context.size if context.sequence_parallel else 1)
+        )
+        links = Links(
+            parallel.pp_lanes,
+            device=parallel.device,
+            dtype=context.params_dtype,
+            shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
+        )
+        return cls(
+            model,
+            parallel,
+            links=links,
+            overlap=config.parallel.overlap_p2p_comm,
+            most_microbatches=most,
+            num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
+        )
 
-    def train(self, batches: Batches, *, share: float, observer: Observer, loss_scale: Tensor | None = None,
-              before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
-              after: Callable[[Action], None] | None = None) -> Tensor:
+    def train(
+        self,
+        batches: Batches,
+        *,
+        share: float,
+        observer: Observer,
+        loss_scale: Tensor | None = None,
+        before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
+        after: Callable[[Action], None] | None = None,
+    ) -> Tensor:
         """Runs forward and backward of all micro-batches. Returns the sum of their losses, 0-d.
 
         The sum is 0 on a rank without the last stage.
@@ -85,6 +117,7 @@ class StageRunner:
         before_last: called with a stage's parameters before the last backward through that stage.
         after: called after each action of a pipeline.
         """
+
         def before_backward(number: int, chunk: GPTModel) -> None:
             if before_last is not None and number == len(batches) - 1:
                 before_last(chunk.parameters())
@@ -96,22 +129,41 @@ class StageRunner:
             losses = []
             for number in range(len(batches)):
                 before_backward(number, chunk)
-                losses.append((observer if number == 0 else Observer()).micro_batch(chunk, partial(loss_of, number)))
+                losses.append(
+                    (observer if number == 0 else Observer()).micro_batch(
+                        chunk, partial(loss_of, number)
+                    )
+                )
             return self._sum(losses)
         step = self._step_of(len(batches))
         self._reserve(len(batches))
 
         def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
             chunk = self._chunks[action.chunk]
-            plan = keep_everything(chunk.stage.num_layers) if action in step.whole else chunk.decoder.plan
-            run = partial(_stage, chunk, batches, action.microbatch, share, hidden_states, plan, loss_scale)
+            plan = (
+                keep_everything(chunk.stage.num_layers)
+                if action in step.whole
+                else chunk.decoder.plan
+            )
+            run = partial(
+                _stage, chunk, batches, action.microbatch, share, hidden_states, plan, loss_scale
+            )
             del hidden_states  # `run` holds the only reference that this function still needs
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
-        return self._sum(run_actions(step.actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
-                                     overlap=self._overlap, after=after,
-                                     before_backward=lambda action: before_backward(action.microbatch,
-                                                                                    self._chunks[action.chunk])))
+        return self._sum(
+            run_actions(
+                step.actions,
+                forward,
+                stages=[chunk.stage for chunk in self._chunks],
+                links=self.links,
+                overlap=self._overlap,
+                after=after,
+                before_backward=lambda action: before_backward(
+                    action.microbatch, self._chunks[action.chunk]
+                ),
+            )
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
@@ -122,14 +174,30 @@ class StageRunner:
         self.model.eval()
         if self.links is None:
             (chunk,) = self._chunks
-            total = self._sum((_loss(chunk, batches, number, 1.0) for number in range(len(batches))), torch.float64)
+            total = self._sum(
+                (_loss(chunk, batches, number, 1.0) for number in range(len(batches))),
+                torch.float64,
+            )
         else:
-            def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
-                return _stage(self._chunks[action.chunk], batches, action.microbatch, 1.0, hidden_states, None)
 
-            actions = forwards_only(size=self.parallel.pp_size, num_microbatches=len(batches), chunks=len(self._chunks))
-            total = self._sum(run_actions(actions, forward, stages=[chunk.stage for chunk in self._chunks], links=self.links,
-                                          overlap=self._overlap), torch.float64)
+            def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
+                return _stage(
+                    self._chunks[action.chunk], batches, action.microbatch, 1.0, hidden_states, None
+                )
+
+            actions = forwards_only(
+                size=self.parallel.pp_size, num_microbatches=len(batches), chunks=len(self._chunks)
+            )
+            total = self._sum(
+                run_actions(
+                    actions,
+                    forward,
+                    stages=[chunk.stage for chunk in self._chunks],
+                    links=self.links,
+                    overlap=self._overlap,
+                ),
+                torch.float64,
+            )
         self.model.train()
         return total
 
@@ -142,15 +210,26 @@ class StageRunner:
         """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
         size, chunks = self.parallel.pp_size, len(self._chunks)
         # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
-        actions = order(size=size, rank=self.parallel.pp_rank, num_microbatches=min(num_microbatches, 2 * size), chunks=chunks)
+        actions = order(
+            size=size,
+            rank=self.parallel.pp_rank,
+            num_microbatches=min(num_microbatches, 2 * size),
+            chunks=chunks,
+        )
         held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
         return [max(counts[chunk] for counts in held) for chunk in range(chunks)]
 
     def _step_of(self, num_microbatches: int) -> _Step:
         if num_microbatches not in self._steps:
-            shape = dict(size=self.parallel.pp_size, rank=self.parallel.pp_rank, num_microbatches=num_microbatches,
-                         chunks=len(self._chunks))
-            self._steps[num_microbatches] = _Step(order(**shape), keeping_all(**shape, num_kept=self._num_kept))
+            shape = dict(
+                size=self.parallel.pp_size,
+                rank=self.parallel.pp_rank,
+                num_microbatches=num_microbatches,
+                chunks=len(self._chunks),
+            )
+            self._steps[num_microbatches] = _Step(
+                order(**shape), keeping_all(**shape, num_kept=self._num_kept)
+            )
         return self._steps[num_microbatches]
 
     def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
@@ -162,15 +241,26 @@ class StageRunner:
         return total
 
 
-def _loss(model: GPTModel, batches: Batches, number: int, share: float, scale: Tensor | None = None) -> Tensor:
+def _loss(
+    model: GPTModel, batches: Batches, number: int, share: float, scale: Tensor | None = None
+) -> Tensor:
     batch = batches[number]
     return scale_backward(model.loss(batch.tokens, batch.labels).mean() * share, scale)
 
 
-def _stage(chunk: GPTModel, batches: Batches, number: int, share: float, hidden_states: Tensor | None,
-           plan: RecomputePlan | None, scale: Tensor | None = None) -> Tensor:
+def _stage(
+    chunk: GPTModel,
+    batches: Batches,
+    number: int,
+    share: float,
+    hidden_states: Tensor | None,
+    plan: RecomputePlan | None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Runs one stage on a micro-batch. Returns hidden states, or loss x share on the last stage."""
     inputs = batches[number].tokens if hidden_states is None else hidden_states
     if not chunk.stage.is_last:
         return chunk.run_stage(inputs, None, plan)
-    return scale_backward(chunk.run_stage(inputs, batches[number].labels, plan).mean() * share, scale)
+    return scale_backward(
+        chunk.run_stage(inputs, batches[number].labels, plan).mean() * share, scale
+    )

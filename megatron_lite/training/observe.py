@@ -17,7 +17,12 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.difference import Saved, difference
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.memory.predict.kept_tensors import UNIT, activation_bytes, activation_terms, host_bytes
+from megatron_lite.memory.predict.kept_tensors import (
+    UNIT,
+    activation_bytes,
+    activation_terms,
+    host_bytes,
+)
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
@@ -48,13 +53,22 @@ class ActivationBytes:
     def fault(self) -> str | None:
         """Returns a sentence about the first difference from the prediction, or None."""
         if self.off:
-            return (f"the first micro-batch keeps {self.measured} bytes for backward, and {self.predicted} were predicted "
-                    f"({self.off:+d}){': ' if self.tensors else ''}{self.tensors}")
+            return (
+                f"the first micro-batch keeps {self.measured} bytes for backward, and "
+                f"{self.predicted} were predicted "
+                f"({self.off:+d}){': ' if self.tensors else ''}{self.tensors}"
+            )
         if self.host_measured != self.host_predicted:
-            return (f"the first micro-batch keeps {self.host_measured} bytes in host memory, and {self.host_predicted} were "
-                    "predicted")
+            return (
+                f"the first micro-batch keeps {self.host_measured} bytes in host memory, and "
+                f"{self.host_predicted} were "
+                "predicted"
+            )
         if self.unaccounted:
-            return f"{self.unaccounted} bytes live on after the forward that are not saved for backward"
+            return (
+                f"{self.unaccounted} bytes live on after the forward that are not saved for "
+                "backward"
+            )
         return None
 
 
@@ -90,8 +104,16 @@ class ActivationMeter(Observer):
         weights = list(weights_in_use(chunk))
         with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
-        self._seen.append((chunk, plan, [Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
-                                         for kept in meter.storages().values()]))
+        self._seen.append(
+            (
+                chunk,
+                plan,
+                [
+                    Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
+                    for kept in meter.storages().values()
+                ],
+            )
+        )
         # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
         stores = chunk.decoder.stores
         self._measured += meter.total_bytes() + stores.device_bytes
@@ -99,8 +121,12 @@ class ActivationMeter(Observer):
         if live is not None:
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
-            known = {tensor.untyped_storage()._cdata for tensor in (output, *weights, *chunk.constants())}
-            self._unaccounted += live.bytes_beside(known | meter.storages().keys() | stores.storages())
+            known = {
+                tensor.untyped_storage()._cdata for tensor in (output, *weights, *chunk.constants())
+            }
+            self._unaccounted += live.bytes_beside(
+                known | meter.storages().keys() | stores.storages()
+            )
         return output
 
     def result(self, config: RunConfig, parallel: ParallelState) -> ActivationBytes:
@@ -115,16 +141,32 @@ class ActivationMeter(Observer):
             host_predicted += host_bytes(config.model, plan, sizes)
         off = self._measured - predicted
         # One MAX finds both the largest surplus and the largest shortfall of any rank.
-        figures = [predicted, self._measured, off, -off, self._unaccounted, host_predicted, self._host_measured]
+        figures = [
+            predicted,
+            self._measured,
+            off,
+            -off,
+            self._unaccounted,
+            host_predicted,
+            self._host_measured,
+        ]
         most = torch.tensor(figures, device=parallel.device)
         predicted, measured, above, below, unaccounted, host_predicted, host_measured = all_reduce_(
-            most, parallel.world_group, dist.ReduceOp.MAX).tolist()
-        kept = ActivationBytes(predicted=predicted, measured=measured, off=above if above >= below else -below,
-                               unaccounted=unaccounted if self._thorough else None)
+            most, parallel.world_group, dist.ReduceOp.MAX
+        ).tolist()
+        kept = ActivationBytes(
+            predicted=predicted,
+            measured=measured,
+            off=above if above >= below else -below,
+            unaccounted=unaccounted if self._thorough else None,
+        )
         if kept.off:
             kept = replace(kept, tensors=self._tensors(config, parallel, differs=off == kept.off))
-        return replace(kept, host_predicted=host_predicted, host_measured=host_measured) if host_predicted else kept
-
+        return (
+            replace(kept, host_predicted=host_predicted, host_measured=host_measured)
+            if host_predicted
+            else kept
+        )
 
     def _tensors(self, config: RunConfig, parallel: ParallelState, *, differs: bool) -> str:
         """Returns the tensors that differ on the first rank whose bytes are off by the most.
@@ -135,8 +177,14 @@ class ActivationMeter(Observer):
         for chunk, plan, saved in self._seen if differs else ():
             sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
             # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
-            terms = [term for term in activation_terms(config.model, plan, sizes)
-                     if not (term.on_host or (plan.contiguous and term.operation == UNIT and not term.tensor.stays))]
+            terms = [
+                term
+                for term in activation_terms(config.model, plan, sizes)
+                if not (
+                    term.on_host
+                    or (plan.contiguous and term.operation == UNIT and not term.tensor.stays)
+                )
+            ]
             found = difference(terms, saved, first_layer=chunk.stage.first_layer)
             own += [str(found)] if found.saved or found.missing else []
         texts = all_gather_bytes("; ".join(own).encode(), parallel.world_group)

@@ -24,7 +24,9 @@ class RunNotices(NamedTuple):
     in_log: tuple[str, ...]
 
 
-def run_notices(config: RunConfig, *, device: str, world_size: int, of_settings: Sequence[str] | None = None) -> RunNotices:
+def run_notices(
+    config: RunConfig, *, device: str, world_size: int, of_settings: Sequence[str] | None = None
+) -> RunNotices:
     """Returns the notices of a run of `config` for its user.
 
     device: "cpu" or "cuda".
@@ -35,5 +37,7 @@ def run_notices(config: RunConfig, *, device: str, world_size: int, of_settings:
     Raises ValueError if the number of ranks is not a multiple of one model's ranks.
     """
     settings = setting_notices(config) if of_settings is None else of_settings
-    return RunNotices((*settings, *placement_notices(config, device=device, world_size=world_size)),
-                      (*kernel_notices(config, device), *guard_notices(config, world_size=world_size)))
+    return RunNotices(
+        (*settings, *placement_notices(config, device=device, world_size=world_size)),
+        (*kernel_notices(config, device), *guard_notices(config, world_size=world_size)),
+    )

@@ -43,7 +43,9 @@ class StepFigures(NamedTuple):
     @classmethod
     def read(cls, result: StepResult) -> StepFigures:
         """Reads the figures of `result`. Waits for the device, once for all four."""
-        loss, grad_norm, skipped, loss_scale = torch.stack([value.float() for value in result[:4]]).tolist()
+        loss, grad_norm, skipped, loss_scale = torch.stack(
+            [value.float() for value in result[:4]]
+        ).tolist()
         return cls(loss, grad_norm, bool(skipped), loss_scale)
 
 
@@ -74,10 +76,18 @@ class SkippedUpdate:
     def line(self) -> str:
         """Returns the line for the log."""
         last = self.first_sample + self.num_samples - 1
-        spike = f", {self.lm_loss / self.mean_loss:.2f} x its running mean {self.mean_loss:.4f}" if self.mean_loss else ""
-        return (f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row ({self.reason}): lm loss "
-                f"{self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, samples {self.first_sample} to {last}"
-                + (f"; not finite on {self.found_on}" if self.found_on else ""))
+        spike = (
+            f", {self.lm_loss / self.mean_loss:.2f} x its running mean {self.mean_loss:.4f}"
+            if self.mean_loss
+            else ""
+        )
+        return (
+            f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row "
+            f"({self.reason}): lm loss "
+            f"{self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, samples "
+            f"{self.first_sample} to {last}"
+            + (f"; not finite on {self.found_on}" if self.found_on else "")
+        )
 
 
 class SkippedUpdates:
@@ -86,63 +96,118 @@ class SkippedUpdates:
     loss_scale_minimum: the lowest loss scale of a float16 run. None for any other run.
     """
 
-    def __init__(self, config: RunConfig, parallel: ParallelState, pieces: Sequence[Piece], dataset: Dataset, *,
-                 loss_scale_minimum: float | None) -> None:
-        self._config, self._parallel, self._pieces, self._dataset = config.training, parallel, pieces, dataset
+    def __init__(
+        self,
+        config: RunConfig,
+        parallel: ParallelState,
+        pieces: Sequence[Piece],
+        dataset: Dataset,
+        *,
+        loss_scale_minimum: float | None,
+    ) -> None:
+        self._config, self._parallel, self._pieces, self._dataset = (
+            config.training,
+            parallel,
+            pieces,
+            dataset,
+        )
         self._minimum = loss_scale_minimum
 
-    def judge(self, iteration: int, samples: range, figures: StepFigures, result: StepResult, progress: Progress,
-              ) -> SkippedUpdate:
+    def judge(
+        self,
+        iteration: int,
+        samples: range,
+        figures: StepFigures,
+        result: StepResult,
+        progress: Progress,
+    ) -> SkippedUpdate:
         """Returns the row of one skipped update. Every rank must call this.
 
         Gathers a text from every rank, unless it is a spike. Only rank 0's row has documents.
         """
         finite = math.isfinite(figures.grad_norm)  # a loss that is not finite makes the norm so too
-        origins = [] if finite else gather_texts(_not_finite(result.traces, self._pieces), self._parallel)
+        origins = (
+            [] if finite else gather_texts(_not_finite(result.traces, self._pieces), self._parallel)
+        )
         if LOSS in origins:  # gradients of other ranks are its consequence
             origins = [text if text == LOSS else "" for text in origins]
-        overflow = not finite and LOSS not in origins and self._minimum is not None and figures.loss_scale > self._minimum
+        overflow = (
+            not finite
+            and LOSS not in origins
+            and self._minimum is not None
+            and figures.loss_scale > self._minimum
+        )
         return SkippedUpdate(
-            iteration=iteration, reason="spike" if finite else "overflow" if overflow else "not finite",
-            first_sample=samples.start, num_samples=len(samples), in_a_row=progress.skipped_in_a_row + (not overflow),
-            lm_loss=figures.loss, grad_norm=figures.grad_norm, loss_scale=figures.loss_scale,
+            iteration=iteration,
+            reason="spike" if finite else "overflow" if overflow else "not finite",
+            first_sample=samples.start,
+            num_samples=len(samples),
+            in_a_row=progress.skipped_in_a_row + (not overflow),
+            lm_loss=figures.loss,
+            grad_norm=figures.grad_norm,
+            loss_scale=figures.loss_scale,
             mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
             found_on=by_rank(origins),
-            documents=_documents(self._dataset, samples) if self._parallel.rank == 0 else {})
+            documents=_documents(self._dataset, samples) if self._parallel.rank == 0 else {},
+        )
 
     def check(self, update: SkippedUpdate) -> None:
         """Raises TrainingError if the run ends with this update, on all ranks alike."""
         config, reason = self._config, update.reason
         first_is_last = 1 if config.check_for_nan_in_loss_and_grad else None
-        limit = {"overflow": None, "spike": config.max_skipped_updates or SPIKES_IN_A_ROW,
-                 "not finite": config.max_skipped_updates or first_is_last}[reason]
+        limit = {
+            "overflow": None,
+            "spike": config.max_skipped_updates or SPIKES_IN_A_ROW,
+            "not finite": config.max_skipped_updates or first_is_last,
+        }[reason]
         if limit is None or update.in_a_row < limit:
             return
         found = f" ({update.found_on})" if update.found_on else ""
         if reason == "spike":
             raise TrainingError(
-                f"iteration {update.iteration}: the loss is {update.lm_loss}, more than --skip-update-on-spike "
-                f"{config.skip_update_on_spike} times its running mean {update.mean_loss}, and {update.in_a_row} updates in a "
-                f"row were skipped (--max-skipped-updates). Lower --lr, or look at the samples in {SKIPPED_BATCHES}, and "
-                "continue from the last checkpoint")
-        at_scale = "" if self._minimum is None else f", with loss scale {update.loss_scale} (at least {self._minimum})"
-        fix = "with --max-skipped-updates N such iterations are skipped and counted, up to N in a row"
+                f"iteration {update.iteration}: the loss is {update.lm_loss}, more than "
+                "--skip-update-on-spike "
+                f"{config.skip_update_on_spike} times its running mean {update.mean_loss}, and "
+                f"{update.in_a_row} updates in a "
+                "row were skipped (--max-skipped-updates). Lower --lr, or look at the samples "
+                f"in {SKIPPED_BATCHES}, and "
+                "continue from the last checkpoint"
+            )
+        at_scale = (
+            ""
+            if self._minimum is None
+            else f", with loss scale {update.loss_scale} (at least {self._minimum})"
+        )
+        fix = (
+            "with --max-skipped-updates N such iterations are skipped and counted, up to N in a row"
+        )
         if config.max_skipped_updates is not None:
             fix = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
-        raise TrainingError(f"iteration {update.iteration}: the loss is {update.lm_loss} and the gradient norm {update.grad_norm}"
-                            f"{at_scale}{found}, so no weight was changed. Lower --lr or raise --lr-warmup-iters; {fix}")
+        raise TrainingError(
+            f"iteration {update.iteration}: the loss is {update.lm_loss} and the gradient norm "
+            f"{update.grad_norm}"
+            f"{at_scale}{found}, so no weight was changed. Lower --lr or raise "
+            f"--lr-warmup-iters; {fix}"
+        )
 
 
 def counted(progress: Progress, figures: StepFigures, update: SkippedUpdate | None) -> Progress:
     """Returns the progress after a step. update: the step's skipped update, or None."""
-    return replace(progress, skipped_iterations=progress.skipped_iterations + figures.skipped,
-                   nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
-                   skipped_in_a_row=0 if update is None else update.in_a_row)
+    return replace(
+        progress,
+        skipped_iterations=progress.skipped_iterations + figures.skipped,
+        nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
+        skipped_in_a_row=0 if update is None else update.in_a_row,
+    )
 
 
 def skipped_batches_path(config: RunConfig) -> str | None:
     """Returns the path of skipped_batches.jsonl, or None without --save."""
-    return None if config.checkpoint.save is None else os.path.join(config.checkpoint.save, SKIPPED_BATCHES)
+    return (
+        None
+        if config.checkpoint.save is None
+        else os.path.join(config.checkpoint.save, SKIPPED_BATCHES)
+    )
 
 
 def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
@@ -153,15 +218,25 @@ def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
     if not math.isfinite(traces.own_loss.item()):
         return LOSS
     if traces.own_grad_norm is not None:
-        return "" if math.isfinite(traces.own_grad_norm.item()) else f"its gradient{_first(traces, pieces)}"
+        return (
+            ""
+            if math.isfinite(traces.own_grad_norm.item())
+            else f"its gradient{_first(traces, pieces)}"
+        )
     first = _first(traces, pieces)
     return f"the gradient{first}" if first else ""
 
 
 def _first(traces: Traces, pieces: Sequence[Piece]) -> str:
     """Returns " of NAME" with the first parameter whose summed gradient is not finite, or ""."""
-    return next((f" of {piece.name}" for piece, finite in zip(pieces, traces.piece_norms.isfinite().tolist(), strict=False)
-                 if not finite), "")
+    return next(
+        (
+            f" of {piece.name}"
+            for piece, finite in zip(pieces, traces.piece_norms.isfinite().tolist(), strict=False)
+            if not finite
+        ),
+        "",
+    )
 
 
 def _documents(dataset: Dataset, samples: Iterable[int]) -> dict[str, list[int]]:

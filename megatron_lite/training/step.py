@@ -55,8 +55,14 @@ class Traces(NamedTuple):
     piece_norms: Tensor
 
 
-def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, learning_rate: float,
-               observer: Observer | None = None) -> StepResult:
+def train_step(
+    runner: StageRunner,
+    optimizer: Optimizer,
+    batches: Batches,
+    *,
+    learning_rate: float,
+    observer: Observer | None = None,
+) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
 
     The loss is the mean over micro-batches and over the ranks of `dp_cp_group`. These ranks hold
@@ -67,11 +73,21 @@ def train_step(runner: StageRunner, optimizer: Optimizer, batches: Batches, *, l
     optimizer.zero_grad()
     parallel = runner.parallel
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
-    loss = runner.train(batches, share=1.0 / (len(batches) * parallel.dp_cp_size), observer=observer or Observer(),
-                        loss_scale=scale, before_last=optimizer.sync_next_backward)
+    loss = runner.train(
+        batches,
+        share=1.0 / (len(batches) * parallel.dp_cp_size),
+        observer=observer or Observer(),
+        loss_scale=scale,
+        before_last=optimizer.sync_next_backward,
+    )
     own_loss = loss.clone()
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
     update = optimizer.step(learning_rate, loss)
-    return StepResult(loss, update.grad_norm, update.skipped, torch.ones_like(loss) if scale is None else scale,
-                      None if optimizer.spikes is None else optimizer.spikes.mean,
-                      Traces(own_loss, optimizer.layout.gradients.own_norm, update.piece_norms))
+    return StepResult(
+        loss,
+        update.grad_norm,
+        update.skipped,
+        torch.ones_like(loss) if scale is None else scale,
+        None if optimizer.spikes is None else optimizer.spikes.mean,
+        Traces(own_loss, optimizer.layout.gradients.own_norm, update.piece_norms),
+    )

@@ -28,21 +28,38 @@ class ScalarFile:
     def __init__(self, folder: str, *, purge_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}"
+            f".{os.getpid()}.{time.monotonic_ns()}"
+        )
         try:
             os.makedirs(folder, exist_ok=True)
             self._file = AppendedFile(Path(folder) / name, name=f"--tensorboard-dir {folder}")
         except OSError as error:
-            raise InputError(f"--tensorboard-dir {folder}: cannot be written ({error.strerror})") from error
-        self.opening = self._append(Event(wall_time=time.time(), file_version="brain.Event:2"), "its first event")
-        self._append(Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START)), "")
+            raise InputError(
+                f"--tensorboard-dir {folder}: cannot be written ({error.strerror})"
+            ) from error
+        self.opening = self._append(
+            Event(wall_time=time.time(), file_version="brain.Event:2"), "its first event"
+        )
+        self._append(
+            Event(
+                wall_time=time.time(),
+                step=purge_step,
+                session_log=SessionLog(status=SessionLog.START),
+            ),
+            "",
+        )
 
     def add_scalar(self, name: str, value: float, step: int) -> str | None:
-        """Writes one point. Returns a warning if it is the first event of the file that could not be written."""
+        """Writes one point. Returns a warning if it is the first event of the file that could not
+        be written."""
         from tensorboard.compat.proto.event_pb2 import Event
         from torch.utils.tensorboard.summary import scalar
 
-        return self._append(Event(wall_time=time.time(), step=step, summary=scalar(name, value)), f"step {step}")
+        return self._append(
+            Event(wall_time=time.time(), step=step, summary=scalar(name, value)), f"step {step}"
+        )
 
     def close(self) -> None:
         """Closes the file."""

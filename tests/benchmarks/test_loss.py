@@ -1,4 +1,5 @@
-"""benchmarks/loss.py: every row computes the same loss, and only the rows in chunks stay below the logits' bytes."""
+"""benchmarks/loss.py: every row computes the same loss, and only the rows in chunks stay below the
+logits' bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ import pytest
 from benchmarks.loss import KEPT, main
 
 
-def test_only_the_rows_in_chunks_stay_below_the_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_rows_in_chunks_stay_below_the_logits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "new" / "loss.json"
-    sizes = "--tokens 96 --hidden-size 8 --vocab-size 2048 --chunk-size 8 16 --repeats 1 --threads 1"
+    sizes = (
+        "--tokens 96 --hidden-size 8 --vocab-size 2048 --chunk-size 8 16 --repeats 1 --threads 1"
+    )
     assert main([*f"--device cpu --dtype float32 {sizes} --json".split(), str(file)]) == 0
     rows = {row["engine"]: row for row in json.loads(file.read_text())["rows"]}
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)

@@ -1,4 +1,5 @@
-"""A run goes on with the data that its checkpoint has read; with any other only where it is told to."""
+"""A run goes on with the data that its checkpoint has read; with any other only where it is told
+to."""
 
 from __future__ import annotations
 
@@ -25,9 +26,17 @@ def write(prefix: Path, seed: int = 1, documents: int = 40) -> str:
     return str(prefix)
 
 
-def config_of(data: dict[str, Any], *, train_iters: int = 3, training: dict[str, Any] | None = None,
-              **checkpoint: Any) -> RunConfig:
-    config = tiny_run(training=dict(train_iters=train_iters, eval_iters=0, **(training or {})), checkpoint=checkpoint)
+def config_of(
+    data: dict[str, Any],
+    *,
+    train_iters: int = 3,
+    training: dict[str, Any] | None = None,
+    **checkpoint: Any,
+) -> RunConfig:
+    config = tiny_run(
+        training=dict(train_iters=train_iters, eval_iters=0, **(training or {})),
+        checkpoint=checkpoint,
+    )
     return replace(config, data=DataConfig(**{"seq_length": 16, "split": "90,10,0", **data}))
 
 
@@ -45,10 +54,16 @@ def other_tokens(folder: Path) -> dict[str, Any]:
 
 CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "tokens": (other_tokens, "files"),
-    "more documents": (lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 2, 41))), "files"),
+    "more documents": (
+        lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 2, 41))),
+        "files",
+    ),
     "one file": (lambda folder: dict(data_path=(str(folder / "a"),)), "files"),
     "order": (lambda folder: dict(data_path=(str(folder / "b"), str(folder / "a"))), "files"),
-    "weights": (lambda folder: dict(data_path=("0.3", str(folder / "a"), "0.7", str(folder / "b"))), "weights"),
+    "weights": (
+        lambda folder: dict(data_path=("0.3", str(folder / "a"), "0.7", str(folder / "b"))),
+        "weights",
+    ),
     "split": (lambda folder: dict(split="80,20,0"), "split"),
     "length": (lambda folder: dict(seq_length=8), "seq_length"),
     "mock": (lambda folder: dict(data_path=(), mock_data=True), "source"),
@@ -56,21 +71,35 @@ CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_data_is_refused_with_a_table(begun: tuple[Path, dict[str, Any]], change: str) -> None:
+def test_other_data_is_refused_with_a_table(
+    begun: tuple[Path, dict[str, Any]], change: str
+) -> None:
     folder, data = begun
     make, field = CHANGES[change]
     changed = {**data, **make(folder)}
     load = str(folder / "steps")
-    table = rf"(?s)was trained on other data.*--allow-changed-data.*checkpoint +this run\n.*  {field} +"
+    table = (
+        rf"(?s)was trained on other data.*--allow-changed-data.*checkpoint +this run\n.*  {field} +"
+    )
     with pytest.raises(InputError, match=table):
         run_to_end(config_of(changed, train_iters=4, load=load))
-    assert run_to_end(config_of(changed, train_iters=4, load=load, allow_changed_data=True)).progress.iteration == 4
-    assert run_to_end(config_of(changed, train_iters=1, load=load, finetune=True)).progress.iteration == 1
+    assert (
+        run_to_end(
+            config_of(changed, train_iters=4, load=load, allow_changed_data=True)
+        ).progress.iteration
+        == 4
+    )
+    assert (
+        run_to_end(config_of(changed, train_iters=1, load=load, finetune=True)).progress.iteration
+        == 1
+    )
 
 
 def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(
-        begun: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    """Moved files, equal shares in other numbers, another seed and length of the run: the last two are told."""
+    begun: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Moved files, equal shares in other numbers, another seed and length of the run: the last two
+    are told."""
     folder, _ = begun
     moved = []
     for name in ("a", "b"):

@@ -1,6 +1,8 @@
-"""A save asks the file system for things in the order that a power cut demands, as a recorder of its calls sees it.
+"""A save asks the file system for things in the order that a power cut demands, as a recorder of
+its calls sees it.
 
-A name is worth nothing before the data that it names are on the disk, and nothing is deleted before what replaces it is.
+A name is worth nothing before the data that it names are on the disk, and nothing is deleted before
+what replaces it is.
 """
 
 from __future__ import annotations
@@ -42,33 +44,53 @@ def calls_of_a_save(root: Path, saved: Saved) -> list[Call]:
     """It replaces step 2, supersedes step 3, and deletes step 1."""
     with recorded() as calls:
         assert saved.start(root, 1, [2], save_keep_last=1).iteration == 1
-    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000002", "iter_0000003.superseded"]
+    assert sorted(path.name for path in root.glob("iter_*")) == [
+        "iter_0000002",
+        "iter_0000003.superseded",
+    ]
     return calls
 
 
 def index(calls: list[Call], name: str, where: Callable[[Call], bool], *, after: int = -1) -> int:
     """The place of the first such call after another one."""
-    found = next((place for place, call in enumerate(calls) if place > after and call.name == name and where(call)), None)
+    found = next(
+        (
+            place
+            for place, call in enumerate(calls)
+            if place > after and call.name == name and where(call)
+        ),
+        None,
+    )
     assert found is not None, f"no such {name}"
     return found
 
 
 def published(calls: list[Call], root: Path) -> int:
-    return index(calls, "rename", lambda call: call.target == str(root / "iter_0000002") and ".tmp" in call.path)
+    return index(
+        calls,
+        "rename",
+        lambda call: call.target == str(root / "iter_0000002") and ".tmp" in call.path,
+    )
 
 
 def pointed(calls: list[Call], root: Path) -> int:
     return index(calls, "rename", lambda call: call.target == str(root / LATEST))
 
 
-def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(root: Path, saved: Saved) -> None:
+def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(
+    root: Path, saved: Saved
+) -> None:
     calls = calls_of_a_save(root, saved)
     place = published(calls, root)
     rename = calls[place]
     assert len(rename.times) == 7
     last = 0
     for file, changed in rename.times.items():
-        synced = [number for number, call in enumerate(calls[:place]) if call.name == "fsync" and call.path == file]
+        synced = [
+            number
+            for number, call in enumerate(calls[:place])
+            if call.name == "fsync" and call.path == file
+        ]
         assert synced, f"{file} is not synced"
         assert calls[synced[-1]].times[file] == changed, f"{file} is written to after it was synced"
         last = max(last, synced[-1])
@@ -77,7 +99,9 @@ def test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name(
 
 def test_the_name_is_on_the_disk_before_the_pointer_names_it(root: Path, saved: Saved) -> None:
     calls = calls_of_a_save(root, saved)
-    assert index(calls, "fsync", lambda call: call.path == str(root), after=published(calls, root)) < pointed(calls, root)
+    assert index(
+        calls, "fsync", lambda call: call.path == str(root), after=published(calls, root)
+    ) < pointed(calls, root)
 
 
 def test_the_pointers_text_is_on_the_disk_before_it_gets_its_name(root: Path, saved: Saved) -> None:
@@ -88,11 +112,21 @@ def test_the_pointers_text_is_on_the_disk_before_it_gets_its_name(root: Path, sa
     assert synced < place and calls[synced].times == rename.times
 
 
-def test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk(root: Path, saved: Saved) -> None:
+def test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk(
+    root: Path, saved: Saved
+) -> None:
     calls = calls_of_a_save(root, saved)
     durable = index(calls, "fsync", lambda call: call.path == str(root), after=pointed(calls, root))
-    gone = [place for place, call in enumerate(calls) if "iter_" in call.path and ".tmp" not in call.path and (
-        call.name in ("unlink", "rmdir") or (call.name == "rename" and (".deleted" in call.target or ".supers" in call.target)))]
+    gone = [
+        place
+        for place, call in enumerate(calls)
+        if "iter_" in call.path
+        and ".tmp" not in call.path
+        and (
+            call.name in ("unlink", "rmdir")
+            or (call.name == "rename" and (".deleted" in call.target or ".supers" in call.target))
+        )
+    ]
     assert len(gone) > 7 and min(gone) > durable
 
 
@@ -101,9 +135,12 @@ def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root: Path, sa
     for step in ("iter_0000001", "iter_0000002.old"):
         renamed = index(calls, "rename", lambda call, step=step: call.path == str(root / step))
         target = calls[renamed].target
-        first = index(calls, "unlink", lambda call, target=target: call.path.startswith(target), after=renamed)
+        first = index(
+            calls, "unlink", lambda call, target=target: call.path.startswith(target), after=renamed
+        )
         assert index(calls, "fsync", lambda call: call.path == str(root), after=renamed) < first
-        assert calls[first].path.endswith("manifest.json")  # what a kill leaves from here on does not look complete
+        # what a kill leaves from here on does not look complete
+        assert calls[first].path.endswith("manifest.json")
 
 
 def test_a_save_is_over_when_the_pointer_is_on_the_disk(root: Path, saved: Saved) -> None:

@@ -19,13 +19,20 @@ from tests.support.ranks import RankFailure, run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 
-def holder(job: str = "7", starts: tuple[int, int] = (0, 0), token: str = "a", run: str = "r") -> Holder:
-    return Holder(job=job, run=run, requeues=starts[0], restarts=starts[1], host="node1", pid=42, token=token)
+def holder(
+    job: str = "7", starts: tuple[int, int] = (0, 0), token: str = "a", run: str = "r"
+) -> Holder:
+    return Holder(
+        job=job, run=run, requeues=starts[0], restarts=starts[1], host="node1", pid=42, token=token
+    )
 
 
 def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path) -> None:
     first = DirectoryLock(tmp_path, holder("7"))
-    with pytest.raises(InputError, match=r"is in use by job 7, process 42 on node1: wait for its end, or choose another"):
+    with pytest.raises(
+        InputError,
+        match=r"is in use by job 7, process 42 on node1: wait for its end, or choose another",
+    ):
         DirectoryLock(tmp_path, holder("8", token="b"))
     first.check()
     first.release()
@@ -33,11 +40,16 @@ def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("earlier", [(0, 0), (1, 9), (2, 0), (2, 3)])
-def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(tmp_path: Path, earlier: tuple[int, int]) -> None:
+def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(
+    tmp_path: Path, earlier: tuple[int, int]
+) -> None:
     stale = DirectoryLock(tmp_path, holder(starts=earlier, token="a"))
     new = DirectoryLock(tmp_path, holder(starts=(2, 4), token="b"))
     new.check()
-    with pytest.raises(InputError, match=r"is now held by job 7, .*was given up for lost, and writes no more checkpoints"):
+    with pytest.raises(
+        InputError,
+        match=r"is now held by job 7, .*was given up for lost, and writes no more checkpoints",
+    ):
         stale.check()
     with pytest.raises(InputError, match="in use by job 7"):  # and nobody else can come in
         DirectoryLock(tmp_path, holder("8"))
@@ -48,8 +60,16 @@ def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(tmp_path: Pa
     new.release()
 
 
-@pytest.mark.parametrize("other", [holder(), holder(starts=(0, 1)), holder(starts=(0, 9), run="another"),
-                                   holder(starts=(0, 9), run=""), holder("8", starts=(5, 9))])
+@pytest.mark.parametrize(
+    "other",
+    [
+        holder(),
+        holder(starts=(0, 1)),
+        holder(starts=(0, 9), run="another"),
+        holder(starts=(0, 9), run=""),
+        holder("8", starts=(5, 9)),
+    ],
+)
 def test_what_is_no_later_start_is_refused(tmp_path: Path, other: Holder) -> None:
     """The same one, an earlier one, and restarts by another torchrun within the same job."""
     first = DirectoryLock(tmp_path, holder(starts=(0, 1)))
@@ -58,9 +78,14 @@ def test_what_is_no_later_start_is_refused(tmp_path: Path, other: Holder) -> Non
     first.release()
 
 
-def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_ended(tmp_path: Path) -> None:
+def test_a_start_from_before_a_requeue_is_refused_even_after_the_later_one_has_ended(
+    tmp_path: Path,
+) -> None:
     DirectoryLock(tmp_path, holder(starts=(1, 0))).release()
-    with pytest.raises(InputError, match=r"a later start of this job \(requeued 1 times, this one 0\) has had the directory"):
+    with pytest.raises(
+        InputError,
+        match=r"a later start of this job \(requeued 1 times, this one 0\) has had the directory",
+    ):
         DirectoryLock(tmp_path, holder(starts=(0, 5), token="b"))
     DirectoryLock(tmp_path, holder("8", token="c")).release()
 
@@ -89,24 +114,40 @@ def test_a_lock_file_that_was_removed_comes_back(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(lock_module.errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock_module.fcntl, "flock", unsupported)
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(tmp_path))))
+    run_to_end(
+        tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(tmp_path)))
+    )
     assert f"warning: --save {tmp_path}: this file system keeps no locks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("environ", "expected"), [
-    ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, ("11", "", 2, 0)),
-    ({"SLURM_JOB_ID": "11", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3"}, ("11", "x", 0, 3)),
-    ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, ("abc", "abc", 0, 1)),
-])
-def test_the_launcher_says_which_job_and_which_start(environ: dict[str, str], expected: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_JOB_ID": "11", "SLURM_RESTART_COUNT": "2"}, ("11", "", 2, 0)),
+        (
+            {"SLURM_JOB_ID": "11", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3"},
+            ("11", "x", 0, 3),
+        ),
+        ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "1"}, ("abc", "abc", 0, 1)),
+    ],
+)
+def test_the_launcher_says_which_job_and_which_start(
+    environ: dict[str, str], expected: tuple[object, ...]
+) -> None:
     found = Holder.this_process(environ)
-    assert (found.job, found.run, found.requeues, found.restarts) == expected and found.pid == os.getpid()
+    assert (
+        found.job,
+        found.run,
+        found.requeues,
+        found.restarts,
+    ) == expected and found.pid == os.getpid()
 
 
 @pytest.mark.parametrize("environ", [{}, {"TORCHELASTIC_RUN_ID": "none"}])
@@ -115,8 +156,17 @@ def test_a_run_without_an_id_is_no_other_ones_start(environ: dict[str, str]) -> 
 
 
 def config_of(folder: Path, last: int = 4, **checkpoint: object) -> RunConfig:
-    return tiny_run(tp_size=2, training=dict(train_iters=last, eval_iters=0),
-                    checkpoint=dict(save=str(folder), load=str(folder), save_interval=2, allow_fresh_start=True, **checkpoint))
+    return tiny_run(
+        tp_size=2,
+        training=dict(train_iters=last, eval_iters=0),
+        checkpoint=dict(
+            save=str(folder),
+            load=str(folder),
+            save_interval=2,
+            allow_fresh_start=True,
+            **checkpoint,
+        ),
+    )
 
 
 def attempt(rank: int, world_size: int, config: RunConfig, environ: dict[str, str]) -> str:
@@ -128,10 +178,15 @@ def attempt(rank: int, world_size: int, config: RunConfig, environ: dict[str, st
     return ""
 
 
-def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(tmp_path: Path) -> None:
+def test_a_run_in_use_refuses_another_on_every_rank_and_lets_it_in_at_its_end(
+    tmp_path: Path,
+) -> None:
     other = DirectoryLock(tmp_path, holder("99"))
     messages = run_ranks(attempt, 2, config_of(tmp_path), {})
-    assert "in use by job 99, process 42 on node1" in messages[0] and "another rank failed" in messages[1]
+    assert (
+        "in use by job 99, process 42 on node1" in messages[0]
+        and "another rank failed" in messages[1]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK]
     other.release()
     assert run_ranks(attempt, 2, config_of(tmp_path), {}) == ["", ""]

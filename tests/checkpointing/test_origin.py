@@ -1,4 +1,5 @@
-"""Readers follow the course of the highest start, and a pointer that was written before it is not followed."""
+"""Readers follow the course of the highest start, and a pointer that was written before it is not
+followed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def saved() -> Iterator[Saved]:
 
 @pytest.fixture(scope="module")
 def two_starts(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
-    """Start 1 saved 2, 4, 6 (6 is damaged); start 2 went on from 4 and saved 5, 8. In 6.superseded is what start 1 left."""
+    """Start 1 saved 2, 4, 6 (6 is damaged); start 2 went on from 4 and saved 5, 8. In 6.superseded
+    is what start 1 left."""
     root = tmp_path_factory.mktemp("two")
     saved.start(root, 0, [2, 4, 6])
     flip_bit(root / "iter_0000006" / "model_pp00_tp00of01.safetensors", 4001)
@@ -67,7 +69,10 @@ def test_a_pointer_of_a_start_before_the_last_one_is_not_followed(root: Path, sa
     written_before(root / LATEST, root / "iter_0000008" / MANIFEST)
     there = candidates(root)
     assert there.steps == [8, 5, 4, 2] and there.fault is None
-    assert "names iteration 4, but a later start has saved iter_0000008 since: the pointer is not followed" in str(there.stale)
+    assert (
+        "names iteration 4, but a later start has saved iter_0000008 since: the pointer is not "
+        "followed"
+    ) in str(there.stale)
     assert saved.start(root, 2, []).iteration == 8
 
 
@@ -77,7 +82,9 @@ def test_a_pointer_that_a_person_has_set_is_followed(root: Path) -> None:
     assert (there.fault, there.stale, there.steps, there.later) == (None, None, [4, 2], [5, 8])
 
 
-def test_a_step_of_a_course_that_was_left_is_passed_over_and_set_aside_by_the_next_save(root: Path, saved: Saved) -> None:
+def test_a_step_of_a_course_that_was_left_is_set_aside_by_the_next_save(
+    root: Path, saved: Saved
+) -> None:
     """Whether the pointer is whole or not."""
     shutil.copytree(root / "iter_0000006.superseded", root / "iter_0000006")
     assert (candidates(root).steps, candidates(root).left) == ([8, 5, 4, 2], [6])
@@ -107,11 +114,18 @@ def test_no_start_touches_a_step_of_a_later_one(root: Path, saved: Saved) -> Non
 def test_steps_without_a_number_are_on_every_course() -> None:
     old, new = Origin(), Origin(3, (OwnSteps(0, 6), OwnSteps(2, 8)))
     assert old.includes(new, 9) and new.includes(old, 5)
-    assert new.includes(Origin(1), 6) and not new.includes(Origin(1), 7)  # an older version may have saved in between
-    assert new.includes(Origin(2), 8) and not new.includes(Origin(2), 9) and new.includes(Origin(3), 99)
+    # an older version may have saved in between
+    assert new.includes(Origin(1), 6) and not new.includes(Origin(1), 7)
+    assert (
+        new.includes(Origin(2), 8)
+        and not new.includes(Origin(2), 9)
+        and new.includes(Origin(3), 99)
+    )
 
 
-def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(root: Path, saved: Saved) -> None:
+def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(
+    root: Path, saved: Saved
+) -> None:
     for name in ("iter_0000009.tmp-x", f"{LATEST}.tmp-x"):
         path = root / name
         path.write_text("") if LATEST in name else shutil.copytree(root / "iter_0000008", path)
@@ -120,7 +134,9 @@ def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(root: 
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_step_that_was_about_to_be_deleted_comes_back_if_it_is_whole(root: Path, saved: Saved, whole: bool) -> None:
+def test_a_step_that_was_about_to_be_deleted_comes_back_if_it_is_whole(
+    root: Path, saved: Saved, whole: bool
+) -> None:
     (root / "iter_0000005").rename(root / "iter_0000005.deleted-x")
     if not whole:
         (root / "iter_0000005.deleted-x" / MANIFEST).unlink()
@@ -128,16 +144,22 @@ def test_a_step_that_was_about_to_be_deleted_comes_back_if_it_is_whole(root: Pat
     assert (root / "iter_0000005").exists() is whole and not list(root.glob("*.deleted*"))
 
 
-def test_a_whole_step_that_was_moved_aside_takes_the_place_of_a_damaged_one(root: Path, saved: Saved) -> None:
+def test_a_whole_step_that_was_moved_aside_takes_the_place_of_a_damaged_one(
+    root: Path, saved: Saved
+) -> None:
     shutil.copytree(root / "iter_0000008", root / "iter_0000008.old")
     (root / "iter_0000008" / "rng_00000.safetensors").write_bytes(b"")
     assert saved.start(root, 2, []).iteration == 8
     assert not (root / "iter_0000008.old").exists()
 
 
-def test_a_lock_that_comes_back_leaves_another_ones_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_comes_back_leaves_another_ones_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Removed by hand, and taken by another run between a look and the return."""
-    lock = DirectoryLock(root, Holder(job="1", run="", requeues=0, restarts=0, host="a", pid=1, token="a"))
+    lock = DirectoryLock(
+        root, Holder(job="1", run="", requeues=0, restarts=0, host="a", pid=1, token="a")
+    )
     (root / LOCK).unlink()
     sign = lock._sign
     other: list[DirectoryLock] = []
@@ -145,7 +167,11 @@ def test_a_lock_that_comes_back_leaves_another_ones_alone(root: Path, monkeypatc
     def signing(descriptor: int) -> None:
         sign(descriptor)
         monkeypatch.undo()
-        other.append(DirectoryLock(root, Holder(job="2", run="", requeues=0, restarts=0, host="b", pid=2, token="b")))
+        other.append(
+            DirectoryLock(
+                root, Holder(job="2", run="", requeues=0, restarts=0, host="b", pid=2, token="b")
+            )
+        )
 
     monkeypatch.setattr(lock, "_sign", signing)
     with pytest.raises(LockLost, match="is now held by job 2"):

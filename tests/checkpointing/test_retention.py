@@ -15,29 +15,53 @@ from tests.support.runs import run_to_end, tiny_run
 from tests.support.starts import saved_model
 
 
-@given(complete=st.sets(st.integers(1, 60)), newest=st.integers(1, 60), keep_last=st.none() | st.integers(1, 5),
-       retain_interval=st.none() | st.integers(1, 20))
+@given(
+    complete=st.sets(st.integers(1, 60)),
+    newest=st.integers(1, 60),
+    keep_last=st.none() | st.integers(1, 5),
+    retain_interval=st.none() | st.integers(1, 20),
+)
 def test_the_last_ones_the_nth_ones_and_later_ones_stay_and_nothing_else(
-        complete: set[int], newest: int, keep_last: int | None, retain_interval: int | None) -> None:
+    complete: set[int], newest: int, keep_last: int | None, retain_interval: int | None
+) -> None:
     complete |= {newest}
-    gone = steps_to_delete(sorted(complete), newest=newest, keep_last=keep_last, retain_interval=retain_interval)
+    gone = steps_to_delete(
+        sorted(complete), newest=newest, keep_last=keep_last, retain_interval=retain_interval
+    )
     if keep_last is None and retain_interval is None:
         assert gone == []
         return
     for step in complete:
         after_it = len([other for other in complete if step < other <= newest])
-        stays = step > newest or after_it < (keep_last or 1) or (retain_interval is not None and step % retain_interval == 0)
+        stays = (
+            step > newest
+            or after_it < (keep_last or 1)
+            or (retain_interval is not None and step % retain_interval == 0)
+        )
         assert (step in gone) != stays
     assert newest not in gone and gone == sorted(gone)
 
 
-@pytest.mark.parametrize(("flags", "kept"), [
-    (dict(), [2, 4, 6, 8, 10, 11]), (dict(save_keep_last=2), [10, 11]), (dict(save_keep_last=1), [11]),
-    (dict(save_retain_interval=4), [4, 8, 11]), (dict(save_retain_interval=4, save_keep_last=3), [4, 8, 10, 11])])
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        (dict(), [2, 4, 6, 8, 10, 11]),
+        (dict(save_keep_last=2), [10, 11]),
+        (dict(save_keep_last=1), [11]),
+        (dict(save_retain_interval=4), [4, 8, 11]),
+        (dict(save_retain_interval=4, save_keep_last=3), [4, 8, 10, 11]),
+    ],
+)
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-def test_a_run_keeps_what_the_flags_say(tmp_path: Path, flags: dict[str, int], kept: list[int], async_save: bool) -> None:
-    run_to_end(tiny_run(training=dict(train_iters=11, eval_iters=0),
-                        checkpoint=dict(save=str(tmp_path), save_interval=2, async_save=async_save, **flags)))
+def test_a_run_keeps_what_the_flags_say(
+    tmp_path: Path, flags: dict[str, int], kept: list[int], async_save: bool
+) -> None:
+    run_to_end(
+        tiny_run(
+            training=dict(train_iters=11, eval_iters=0),
+            checkpoint=dict(save=str(tmp_path), save_interval=2, async_save=async_save, **flags),
+        )
+    )
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
     assert [step_fault(step_directory(tmp_path, step)) for step in kept] == [None] * len(kept)
 
@@ -45,19 +69,31 @@ def test_a_run_keeps_what_the_flags_say(tmp_path: Path, flags: dict[str, int], k
 def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path: Path) -> None:
     """Two of three steps are cut short: the complete one stays among the last two."""
     common = dict(save=str(tmp_path), save_interval=1)
-    run_to_end(tiny_run(training=dict(train_iters=9, eval_iters=0, exit_interval=3), checkpoint=common))
+    run_to_end(
+        tiny_run(training=dict(train_iters=9, eval_iters=0, exit_interval=3), checkpoint=common)
+    )
     for step in (2, 3):
         (tmp_path / f"iter_{step:07d}" / "rng_00000.safetensors").write_bytes(b"")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    (tmp_path / "iter_0000003").rename(tmp_path / "iter_0000000")  # an old one that this version cannot read
-    run_to_end(tiny_run(training=dict(train_iters=3, eval_iters=0),
-                        checkpoint=dict(load=str(tmp_path), save=str(tmp_path), save_keep_last=2)))
+    # an old one that this version cannot read
+    (tmp_path / "iter_0000003").rename(tmp_path / "iter_0000000")
+    run_to_end(
+        tiny_run(
+            training=dict(train_iters=3, eval_iters=0),
+            checkpoint=dict(load=str(tmp_path), save=str(tmp_path), save_keep_last=2),
+        )
+    )
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
-        "iter_0000000", "iter_0000001", "iter_0000002.superseded", "iter_0000003"]
+        "iter_0000000",
+        "iter_0000001",
+        "iter_0000002.superseded",
+        "iter_0000003",
+    ]
 
 
 def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path: Path) -> None:
-    """With a flag that deletes; without one they stay for ever. A damaged one counts for nothing, and stays."""
+    """With a flag that deletes; without one they stay for ever. A damaged one counts for nothing,
+    and stays."""
     with saved_model() as saved:
         saved.start(tmp_path, 0, [1, 2, 4, 5, 9])
         (tmp_path / "iter_0000002" / "rng_00000.safetensors").write_bytes(b"")
@@ -66,7 +102,9 @@ def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path: Pat
         aside = [f"iter_000000{step}.superseded" for step in (2, 4, 5, 9)]
         assert names(tmp_path) == sorted(["iter_0000001", "iter_0000003", *aside])
         saved.start(tmp_path, 2, [4], save_keep_last=3)
-        assert names(tmp_path) == sorted(["iter_0000001", "iter_0000003", "iter_0000004", aside[0], *aside[2:]])
+        assert names(tmp_path) == sorted(
+            ["iter_0000001", "iter_0000003", "iter_0000004", aside[0], *aside[2:]]
+        )
         saved.start(tmp_path, 3, [8], save_keep_last=1)
         assert names(tmp_path) == sorted(["iter_0000008", aside[0], aside[3]])
         saved.start(tmp_path, 4, [10])

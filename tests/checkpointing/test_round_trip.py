@@ -16,17 +16,42 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 ITERATIONS = 3
-ZERO1, FSDP2 = DataParallelConfig(use_distributed_optimizer=True), DataParallelConfig(use_torch_fsdp2=True)
-# ranks, sizes of the axes, what data-parallel ranks share out, recompute policy, padding of the vocabulary
+ZERO1, FSDP2 = (
+    DataParallelConfig(use_distributed_optimizer=True),
+    DataParallelConfig(use_torch_fsdp2=True),
+)
+# ranks, sizes of the axes, what data-parallel ranks share out, recompute policy, padding of the
+# vocabulary
 LAYOUTS: dict[str, tuple[int, dict[str, Any], DataParallelConfig, str | None, int]] = {
     "one rank": (1, {}, DataParallelConfig(), None, 64),
     "one rank, 99 rows and no padding": (1, {}, DataParallelConfig(), "*:full", 1),
-    "TP 2, sequence parallel, DP 2, ZeRO-1": (4, dict(tensor_model_parallel_size=2, sequence_parallel=True), ZERO1, None, 64),
-    "TP 4, 256 rows": (4, dict(tensor_model_parallel_size=4), DataParallelConfig(), "*:core_attn+mlp", 64),
+    "TP 2, sequence parallel, DP 2, ZeRO-1": (
+        4,
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        ZERO1,
+        None,
+        64,
+    ),
+    "TP 4, 256 rows": (
+        4,
+        dict(tensor_model_parallel_size=4),
+        DataParallelConfig(),
+        "*:core_attn+mlp",
+        64,
+    ),
     "TP 2, 100 rows": (2, dict(tensor_model_parallel_size=2), DataParallelConfig(), None, 5),
     "PP 2": (2, dict(pipeline_model_parallel_size=2), DataParallelConfig(), "*:full", 64),
-    "PP 2, interleaved, TP 2": (4, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2,
-                                        tensor_model_parallel_size=2), DataParallelConfig(), None, 64),
+    "PP 2, interleaved, TP 2": (
+        4,
+        dict(
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=2,
+            tensor_model_parallel_size=2,
+        ),
+        DataParallelConfig(),
+        None,
+        64,
+    ),
     "CP 2": (2, dict(context_parallel_size=2), DataParallelConfig(), None, 64),
     "DP 2, FSDP2": (2, {}, FSDP2, "every-2:full", 64),
     "DP 4": (4, {}, DataParallelConfig(), None, 64),
@@ -36,10 +61,18 @@ HERE = "TP 2, sequence parallel, DP 2, ZeRO-1"
 
 def config_of(layout: str, **checkpoint: str) -> RunConfig:
     _, sizes, data_parallel, policy, padding = LAYOUTS[layout]
-    config = tiny_run(model=dict(num_layers=4, attention_dropout=0.0), checkpoint=checkpoint, data_parallel=data_parallel,
-                      training=dict(train_iters=ITERATIONS, eval_iters=0, bf16=True))
-    return replace(config, parallel=replace(config.parallel, **sizes), recompute=RecomputeConfig(recompute_policy=policy),
-                   tokenizer=replace(config.tokenizer, make_vocab_size_divisible_by=padding))
+    config = tiny_run(
+        model=dict(num_layers=4, attention_dropout=0.0),
+        checkpoint=checkpoint,
+        data_parallel=data_parallel,
+        training=dict(train_iters=ITERATIONS, eval_iters=0, bf16=True),
+    )
+    return replace(
+        config,
+        parallel=replace(config.parallel, **sizes),
+        recompute=RecomputeConfig(recompute_policy=policy),
+        tokenizer=replace(config.tokenizer, make_vocab_size_divisible_by=padding),
+    )
 
 
 def run(rank: int, world_size: int, config: RunConfig) -> None:
@@ -48,7 +81,10 @@ def run(rank: int, world_size: int, config: RunConfig) -> None:
 
 def tensors(folder: Path) -> dict[str, dict[str, Any]]:
     step = folder / f"iter_{ITERATIONS:07d}"
-    return {kind: load_file(step / f"{kind}_pp00_tp00of01.safetensors") for kind in ("model", "optimizer")}
+    return {
+        kind: load_file(step / f"{kind}_pp00_tp00of01.safetensors")
+        for kind in ("model", "optimizer")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +101,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_through_a_layout_and_back_no_bit_changes(tmp_path: Path, saved: Path, layout: str) -> None:
     """Nothing is trained: each run loads the last iteration and writes it again."""
     there, back = tmp_path / "there", tmp_path / "back"
-    run_ranks(run, LAYOUTS[layout][0], config_of(layout, load=str(saved / "there"), save=str(there)), detail=False)
+    run_ranks(
+        run,
+        LAYOUTS[layout][0],
+        config_of(layout, load=str(saved / "there"), save=str(there)),
+        detail=False,
+    )
     run_to_end(config_of("one rank", load=str(there), save=str(back)))
     expected, found = tensors(saved / "here"), tensors(back)
     assert any(name.endswith("/master") for name in expected["optimizer"])

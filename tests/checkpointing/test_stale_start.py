@@ -1,7 +1,9 @@
-"""A start that its launcher has given up, and that wakes while or after a later start has used the directory, changes nothing.
+"""A start that its launcher has given up, and that wakes while or after a later start has used the
+directory, changes nothing.
 
-It is held at every named point of a save, and, in one process, before every call that the file system sees. Whatever it is held
-in, the later start's steps keep their names and bytes, and the pointer keeps naming the last of them.
+It is held at every named point of a save, and, in one process, before every call that the file
+system sees. Whatever it is held in, the later start's steps keep their names and bytes, and the
+pointer keeps naming the last of them.
 """
 
 from __future__ import annotations
@@ -33,10 +35,22 @@ JOB = dict(SLURM_JOB_ID="7")
 
 # --- whole runs, held at the named points ---
 
-def config_of(folder: Path, *, tp_size: int, last: int, seed: int = 1234, load: bool = True, **checkpoint: object) -> RunConfig:
+
+def config_of(
+    folder: Path,
+    *,
+    tp_size: int,
+    last: int,
+    seed: int = 1234,
+    load: bool = True,
+    **checkpoint: object,
+) -> RunConfig:
     where = dict(save=str(folder), save_interval=1, **({"load": str(folder)} if load else {}))
-    return tiny_run(tp_size=tp_size, training=dict(train_iters=last, eval_iters=0, seed=seed),
-                    checkpoint=dict(**where, **checkpoint))
+    return tiny_run(
+        tp_size=tp_size,
+        training=dict(train_iters=last, eval_iters=0, seed=seed),
+        checkpoint=dict(**where, **checkpoint),
+    )
 
 
 def train(rank: int, world_size: int, config: RunConfig) -> str:
@@ -50,23 +64,32 @@ def train(rank: int, world_size: int, config: RunConfig) -> str:
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Callable[[int], Path]:
-    """By the number of ranks a directory of three steps, of which only the first is good: a run that goes on from it replaces the
-    second, supersedes the third, and deletes the first."""
+    """By the number of ranks a directory of three steps, of which only the first is good: a run
+    that goes on from it replaces the second, supersedes the third, and deletes the first."""
     made: dict[int, Path] = {}
 
     def of(ranks: int) -> Path:
         if ranks not in made:
             made[ranks] = tmp_path_factory.mktemp("damaged") / "steps"
-            run_ranks(train, ranks, config_of(made[ranks], tp_size=ranks, last=3, load=False), detail=False)
+            run_ranks(
+                train,
+                ranks,
+                config_of(made[ranks], tp_size=ranks, last=3, load=False),
+                detail=False,
+            )
             for step in (2, 3):
-                flip_bit(made[ranks] / f"iter_{step:07d}" / f"model_pp00_tp00of{ranks:02d}.safetensors", 4001)
+                flip_bit(
+                    made[ranks] / f"iter_{step:07d}" / f"model_pp00_tp00of{ranks:02d}.safetensors",
+                    4001,
+                )
         return made[ranks]
 
     return of
 
 
 def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save: bool) -> None:
-    """Start 0 is held while it saves step 2. Start 1, a process of its own on one rank, goes on to step 4. Then start 0 wakes."""
+    """Start 0 is held while it saves step 2. Start 1, a process of its own on one rank, goes on to
+    step 4. Then start 0 wakes."""
     shutil.copytree(damaged, folder)
     newer = config_of(folder, tp_size=1, last=4, seed=9)
 
@@ -87,22 +110,34 @@ def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save:
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
         points.reached = reached
-        return train(rank, world_size, config_of(folder, tp_size=ranks, last=2, async_save=async_save, save_keep_last=1))
+        return train(
+            rank,
+            world_size,
+            config_of(folder, tp_size=ranks, last=2, async_save=async_save, save_keep_last=1),
+        )
 
     messages = run_ranks(stale, ranks, detail=False)
     if point not in (Point.DELETED, Point.DONE):  # then nothing of its save was left to do
-        assert all("is now held by job 7" in message and "was given up for lost" in message for message in messages), messages
+        assert all(
+            "is now held by job 7" in message and "was given up for lost" in message
+            for message in messages
+        ), messages
     assert (folder / LATEST).read_text() == "4"
     for step in (3, 4):
         path = folder / f"iter_{step:07d}"
-        assert json.loads((path / "config.json").read_text())["training"]["seed"] == 9 and step_fault(path) is None
+        assert (
+            json.loads((path / "config.json").read_text())["training"]["seed"] == 9
+            and step_fault(path) is None
+        )
     there = candidates(folder)
     assert (there.fault, there.stale, there.steps[0]) == (None, None, 4)
     assert not list(folder.glob("*.tmp*"))
 
 
 @pytest.mark.parametrize("point", [Point.RENAMED, Point.POINTER, Point.POINTED])
-def test_a_stale_start_publishes_nothing_over_the_newer_one(tmp_path: Path, damaged: Callable[[int], Path], point: Point) -> None:
+def test_a_stale_start_publishes_nothing_over_the_newer_one(
+    tmp_path: Path, damaged: Callable[[int], Path], point: Point
+) -> None:
     """Between two ranks in the training's own thread, on one in a background thread, by turns."""
     two = list(Point).index(point) % 2 == 0
     check_run(tmp_path / "steps", damaged(1 + two), 1 + two, point, async_save=not two)
@@ -112,11 +147,14 @@ def test_a_stale_start_publishes_nothing_over_the_newer_one(tmp_path: Path, dama
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("point", Point)
-def test_at_every_point(tmp_path: Path, damaged: Callable[[int], Path], point: Point, ranks: int, async_save: bool) -> None:
+def test_at_every_point(
+    tmp_path: Path, damaged: Callable[[int], Path], point: Point, ranks: int, async_save: bool
+) -> None:
     check_run(tmp_path / "steps", damaged(ranks), ranks, point, async_save)
 
 
 # --- a writer alone, held before every call that the file system sees ---
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
@@ -134,7 +172,9 @@ Hold = Callable[[pytest.MonkeyPatch, Callable[[], None]], None]
 
 
 def before_call(calls: tuple[str, ...], number: int) -> Hold:
-    """Holds a start before one of these calls; the first one is counted once the directory is taken."""
+    """Holds a start before one of these calls; the first one is counted once the directory is
+    taken."""
+
     def hold(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
         count = -1
 
@@ -163,6 +203,7 @@ def before_call(calls: tuple[str, ...], number: int) -> Hold:
 
 def at_point(point: Point) -> Hold:
     """Holds a start at the named point."""
+
     def hold(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
         def reached(at: Point) -> None:
             if at is point:
@@ -176,7 +217,8 @@ def at_point(point: Point) -> Hold:
 
 @pytest.fixture(scope="module")
 def beginning(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
-    """A directory in which steps 1 and 2 are good, 4 is damaged, and 3 is later than where a run goes on from."""
+    """A directory in which steps 1 and 2 are good, 4 is damaged, and 3 is later than where a run
+    goes on from."""
     root = tmp_path_factory.mktemp("beginning")
     saved.start(root, 0, [1, 2, 3, 4])
     flip_bit(root / "iter_0000004" / "model_pp00_tp00of01.safetensors", 4001)
@@ -186,12 +228,17 @@ def beginning(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
 
 def contents(root: Path) -> dict[str, bytes]:
     """All files that a reader looks at."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*"))
-            if path.is_file() and (path.name == LATEST or (path.parent != root and path.parent.suffix == ""))}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+        and (path.name == LATEST or (path.parent != root and path.parent.suffix == ""))
+    }
 
 
 def check_held(root: Path, saved: Saved, hold: Hold, later: list[int]) -> bool:
-    """Holds a start, while a later one saves these iterations. Whether the start came to where it is held."""
+    """Holds a start, while a later one saves these iterations. Whether the start came to where it
+    is held."""
     at_the_end: dict[str, bytes] = {}
 
     def take_over() -> None:
@@ -220,26 +267,39 @@ def check_held(root: Path, saved: Saved, hold: Hold, later: list[int]) -> bool:
     return True
 
 
-def check_all(folder: Path, beginning: Path, saved: Saved, calls: tuple[str, ...], later: list[int]) -> int:
+def check_all(
+    folder: Path, beginning: Path, saved: Saved, calls: tuple[str, ...], later: list[int]
+) -> int:
     """Holds a start before each of these calls by turns; how many there are."""
     number = 0
-    while check_held(shutil.copytree(beginning, folder / str(number)), saved, before_call(calls, number), later):
+    while check_held(
+        shutil.copytree(beginning, folder / str(number)), saved, before_call(calls, number), later
+    ):
         number += 1
     return number
 
 
-def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(tmp_path: Path, beginning: Path, saved: Saved) -> None:
-    """A step moves aside and is deleted, one is published, the pointer moves, one is superseded, three are deleted."""
+def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(
+    tmp_path: Path, beginning: Path, saved: Saved
+) -> None:
+    """A step moves aside and is deleted, one is published, the pointer moves, one is superseded,
+    three are deleted."""
     assert check_all(tmp_path, beginning, saved, RENAMES, [3, 6]) == 8
 
 
-@pytest.mark.parametrize("point", [point for point in Point if point is not Point.SNAPSHOT])  # no model is copied here
-def test_held_at_a_named_point_a_stale_start_changes_nothing(tmp_path: Path, beginning: Path, saved: Saved, point: Point) -> None:
-    assert check_held(shutil.copytree(beginning, tmp_path / "steps"), saved, at_point(point), [3, 6])
+# no model is copied here
+@pytest.mark.parametrize("point", [point for point in Point if point is not Point.SNAPSHOT])
+def test_held_at_a_named_point_a_stale_start_changes_nothing(
+    tmp_path: Path, beginning: Path, saved: Saved, point: Point
+) -> None:
+    assert check_held(
+        shutil.copytree(beginning, tmp_path / "steps"), saved, at_point(point), [3, 6]
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("later", [[5, 6], [3, 4, 6], [4]], ids=str)
-def test_held_before_any_call_a_stale_start_changes_nothing(tmp_path: Path, beginning: Path, saved: Saved,
-                                                            later: list[int]) -> None:
+def test_held_before_any_call_a_stale_start_changes_nothing(
+    tmp_path: Path, beginning: Path, saved: Saved, later: list[int]
+) -> None:
     assert check_all(tmp_path, beginning, saved, CALLS, later) > 30

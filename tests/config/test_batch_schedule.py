@@ -1,4 +1,5 @@
-"""The batch size by consumed samples: Megatron's rule, and what follows from it for the length of a run."""
+"""The batch size by consumed samples: Megatron's rule, and what follows from it for the length of a
+run."""
 
 from __future__ import annotations
 
@@ -14,34 +15,75 @@ from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.training import TrainingConfig
 
 
-def ramp(start: int, increment: int, samples: int, full: int, *, micro_batch_size: int = 1, dp_size: int = 1) -> BatchSchedule:
-    return TrainingConfig(micro_batch_size=micro_batch_size, global_batch_size=full,
-                          rampup_batch_size=(start, increment, samples)).batch_schedule(dp_size)
+def ramp(
+    start: int,
+    increment: int,
+    samples: int,
+    full: int,
+    *,
+    micro_batch_size: int = 1,
+    dp_size: int = 1,
+) -> BatchSchedule:
+    return TrainingConfig(
+        micro_batch_size=micro_batch_size,
+        global_batch_size=full,
+        rampup_batch_size=(start, increment, samples),
+    ).batch_schedule(dp_size)
 
 
 @st.composite
 def ramps(draw: st.DrawFn) -> BatchSchedule:
-    """Sizes that are multiples of up to 6 samples, and every kind of ramp: shorter and longer than its steps."""
-    step, start, increment = draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    """Sizes that are multiples of up to 6 samples, and every kind of ramp: shorter and longer than
+    its steps."""
+    step, start, increment = (
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 9)),
+    )
     full = start + increment * draw(st.integers(1, 9))
-    return ramp(start * step, increment * step, draw(st.integers(1, 700)), full * step, dp_size=step)
+    return ramp(
+        start * step, increment * step, draw(st.integers(1, 700)), full * step, dp_size=step
+    )
 
 
 @given(ramps())
 @pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
 def test_every_batch_of_a_ramp_equals_megatron_core(schedule: BatchSchedule) -> None:
-    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator").RampupBatchsizeNumMicroBatchesCalculator
-    oracle = calculator(schedule.full, 1, schedule.samples_per_microbatch, False, 1, schedule.start, schedule.increment,
-                        schedule.ramp_samples)
+    calculator = pytest.importorskip(
+        "megatron.core.num_microbatches_calculator"
+    ).RampupBatchsizeNumMicroBatchesCalculator
+    oracle = calculator(
+        schedule.full,
+        1,
+        schedule.samples_per_microbatch,
+        False,
+        1,
+        schedule.start,
+        schedule.increment,
+        schedule.ramp_samples,
+    )
     for consumed in range(0, schedule.ramp_samples + 2 * schedule.full):
         oracle.update(consumed, consistency_check=True)
         size = schedule.at(consumed)
-        assert (size, schedule.num_microbatches(size)) == (oracle.current_running_global_batch_size, oracle.num_micro_batches)
+        assert (size, schedule.num_microbatches(size)) == (
+            oracle.current_running_global_batch_size,
+            oracle.num_micro_batches,
+        )
 
 
 def test_a_ramp_takes_the_start_first_and_reaches_the_full_batch_with_its_last_sample() -> None:
     schedule = ramp(2, 3, 12, 11)
-    assert [schedule.at(consumed) for consumed in (0, 3, 4, 7, 8, 11, 12, 13, 10**9)] == [2, 2, 5, 5, 8, 8, 11, 11, 11]
+    assert [schedule.at(consumed) for consumed in (0, 3, 4, 7, 8, 11, 12, 13, 10**9)] == [
+        2,
+        2,
+        5,
+        5,
+        8,
+        8,
+        11,
+        11,
+        11,
+    ]
     assert schedule.sizes == (2, 5, 8, 11)
 
 
@@ -52,26 +94,40 @@ def test_a_constant_batch_is_the_same_everywhere() -> None:
 
 
 @given(ramps(), st.integers(0, 900), st.integers(0, 60))
-def test_the_sizes_that_a_run_still_has_are_those_of_its_iterations(schedule: BatchSchedule, consumed: int,
-                                                                    iterations: int) -> None:
+def test_the_sizes_that_a_run_still_has_are_those_of_its_iterations(
+    schedule: BatchSchedule, consumed: int, iterations: int
+) -> None:
     sizes, so_far = [], consumed
     for _ in range(iterations):
         sizes.append(schedule.at(so_far))
         so_far += sizes[-1]
-    assert list(schedule.sizes_from(consumed, num_iterations=iterations)) == list(dict.fromkeys(sizes))
+    assert list(schedule.sizes_from(consumed, num_iterations=iterations)) == list(
+        dict.fromkeys(sizes)
+    )
 
 
 def test_a_steep_ramp_leaves_sizes_out() -> None:
     schedule = ramp(4, 1, 6, 8)
-    assert schedule.sizes == (4, 5, 6, 7, 8) and schedule.sizes_from(0, num_iterations=9) == (4, 6, 8)
+    assert schedule.sizes == (4, 5, 6, 7, 8) and schedule.sizes_from(0, num_iterations=9) == (
+        4,
+        6,
+        8,
+    )
 
 
 @given(ramps(), st.integers(0, 60), st.integers(0, 1500), st.integers(0, 900))
-def test_lengths_are_those_of_a_loop_over_iterations(schedule: BatchSchedule, iterations: int, samples: int,
-                                                     consumed: int) -> None:
-    after = list(itertools.accumulate(range(1600), lambda so_far, _: so_far + schedule.at(so_far), initial=consumed))
+def test_lengths_are_those_of_a_loop_over_iterations(
+    schedule: BatchSchedule, iterations: int, samples: int, consumed: int
+) -> None:
+    after = list(
+        itertools.accumulate(
+            range(1600), lambda so_far, _: so_far + schedule.at(so_far), initial=consumed
+        )
+    )
     assert schedule.consumed_after(iterations, consumed=consumed) == after[iterations]
-    assert schedule.iterations_within(samples, consumed=consumed) == sum(end <= samples for end in after[1:])
+    assert schedule.iterations_within(samples, consumed=consumed) == sum(
+        end <= samples for end in after[1:]
+    )
 
 
 def megatrons_iterations(training: TrainingConfig, schedule: BatchSchedule) -> int:
@@ -85,19 +141,49 @@ def megatrons_iterations(training: TrainingConfig, schedule: BatchSchedule) -> i
 
 
 @given(ramps(), st.integers(0, 500))
-def test_a_run_in_samples_has_as_many_iterations_as_in_megatron(schedule: BatchSchedule, more: int) -> None:
-    training = TrainingConfig(micro_batch_size=1, global_batch_size=schedule.full,
-                              train_samples=schedule.ramp_samples + schedule.full + more)
+def test_a_run_in_samples_has_as_many_iterations_as_in_megatron(
+    schedule: BatchSchedule, more: int
+) -> None:
+    training = TrainingConfig(
+        micro_batch_size=1,
+        global_batch_size=schedule.full,
+        train_samples=schedule.ramp_samples + schedule.full + more,
+    )
     assert training.num_iterations(schedule) == megatrons_iterations(training, schedule)
 
 
-@pytest.mark.parametrize(("sizes", "dp_size", "message"), [
-    ((6, 4, 9, 14), 2, "--global-batch-size 14 is not divisible by --micro-batch-size 2 x data-parallel size 2 = 4"),
-    ((6, 5, 9, 16), 2, "--rampup-batch-size 6 5 9: the start 6 is not divisible by --micro-batch-size 2 x data-parallel"),
-    ((4, 6, 9, 16), 2, "--rampup-batch-size 4 6 9: the increment 6 is not divisible by --micro-batch-size 2 x data-parallel"),
-])
-def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(sizes: tuple[int, int, int, int], dp_size: int,
-                                                                message: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dp_size", "message"),
+    [
+        (
+            (6, 4, 9, 14),
+            2,
+            (
+                "--global-batch-size 14 is not divisible by --micro-batch-size 2 x data-parallel "
+                "size 2 = 4"
+            ),
+        ),
+        (
+            (6, 5, 9, 16),
+            2,
+            (
+                "--rampup-batch-size 6 5 9: the start 6 is not divisible by --micro-batch-size 2 x "
+                "data-parallel"
+            ),
+        ),
+        (
+            (4, 6, 9, 16),
+            2,
+            (
+                "--rampup-batch-size 4 6 9: the increment 6 is not divisible by --micro-batch-size "
+                "2 x data-parallel"
+            ),
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(
+    sizes: tuple[int, int, int, int], dp_size: int, message: str
+) -> None:
     with pytest.raises(ValueError) as fault:
         ramp(*sizes, micro_batch_size=2, dp_size=dp_size)
     assert message in str(fault.value)
@@ -105,6 +191,10 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(sizes: tuple[int
 
 
 def test_a_run_shorter_than_its_first_batch_is_refused() -> None:
-    training = TrainingConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(4, 4, 9), train_samples=3)
-    with pytest.raises(ValueError, match=r"--train-samples 3 is less than one start of --rampup-batch-size \(4\)"):
+    training = TrainingConfig(
+        micro_batch_size=1, global_batch_size=8, rampup_batch_size=(4, 4, 9), train_samples=3
+    )
+    with pytest.raises(
+        ValueError, match=r"--train-samples 3 is less than one start of --rampup-batch-size \(4\)"
+    ):
         training.num_iterations(training.batch_schedule(1))

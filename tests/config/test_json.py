@@ -42,32 +42,73 @@ def runs(draw: st.DrawFn) -> RunConfig:
     unit = "samples" if by_samples else "iters"
     style = draw(st.sampled_from(["constant", "linear", "cosine", "inverse-square-root", "WSD"]))
     wsd = {f"lr_wsd_decay_{unit}": draw(positive)} if style == "WSD" else {}
-    warmup = draw(st.sampled_from([{}, {f"lr_warmup_{unit}": 5}, {"lr_warmup_fraction": draw(rates)}]))
+    warmup = draw(
+        st.sampled_from([{}, {f"lr_warmup_{unit}": 5}, {"lr_warmup_fraction": draw(rates)}])
+    )
     load, save = draw(maybe(st.text(min_size=1))), draw(maybe(st.text(min_size=1)))
     grouped = draw(st.booleans())
     return RunConfig(
-        model=ModelConfig(num_layers=draw(positive), hidden_size=64 * heads, num_attention_heads=heads,
-                          max_position_embeddings=seq_length + draw(st.integers(0, 3)), swiglu=draw(st.booleans()),
-                          ffn_hidden_size=64 * tp_size * draw(positive), kv_channels=draw(maybe(st.just(8))),
-                          group_query_attention=grouped, num_query_groups=tp_size * groups if grouped else 1,
-                          position_embedding_type=position, bias_gelu_fusion=draw(st.booleans()), hidden_dropout=draw(rates),
-                          norm_epsilon=draw(any_size)),
-        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, rampup_batch_size=draw(st.sampled_from([(), (4, 2, 9)])),
-                                train_samples=draw(positive) if by_samples else None,
-                                train_iters=None if by_samples else draw(maybe(positive)), bf16=draw(st.booleans()),
-                                eval_interval=draw(maybe(positive))),
-        data=DataConfig(seq_length=seq_length, data_path=tuple(draw(st.lists(st.text(), max_size=3))), split=draw(st.text())),
-        tokenizer=draw(st.sampled_from([
-            TokenizerConfig(vocab_size=99), TokenizerConfig(vocab_file="v", merge_file="m"),
-            TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="é\n\"")])),
-        parallel=ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=draw(st.booleans())),
-        optimizer=OptimizerConfig(adam_beta1=draw(rates), adam_eps=draw(st.floats(1e-12, 0.5)), weight_decay=draw(any_size),
-                                  **draw(st.sampled_from([{}, dict(optimizer="muon", muon_nesterov=True,
-                                                                   muon_split_qkv=False)]))),
+        model=ModelConfig(
+            num_layers=draw(positive),
+            hidden_size=64 * heads,
+            num_attention_heads=heads,
+            max_position_embeddings=seq_length + draw(st.integers(0, 3)),
+            swiglu=draw(st.booleans()),
+            ffn_hidden_size=64 * tp_size * draw(positive),
+            kv_channels=draw(maybe(st.just(8))),
+            group_query_attention=grouped,
+            num_query_groups=tp_size * groups if grouped else 1,
+            position_embedding_type=position,
+            bias_gelu_fusion=draw(st.booleans()),
+            hidden_dropout=draw(rates),
+            norm_epsilon=draw(any_size),
+        ),
+        training=TrainingConfig(
+            micro_batch_size=2,
+            global_batch_size=8,
+            rampup_batch_size=draw(st.sampled_from([(), (4, 2, 9)])),
+            train_samples=draw(positive) if by_samples else None,
+            train_iters=None if by_samples else draw(maybe(positive)),
+            bf16=draw(st.booleans()),
+            eval_interval=draw(maybe(positive)),
+        ),
+        data=DataConfig(
+            seq_length=seq_length,
+            data_path=tuple(draw(st.lists(st.text(), max_size=3))),
+            split=draw(st.text()),
+        ),
+        tokenizer=draw(
+            st.sampled_from(
+                [
+                    TokenizerConfig(vocab_size=99),
+                    TokenizerConfig(vocab_file="v", merge_file="m"),
+                    TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model='é\n"'),
+                ]
+            )
+        ),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp_size, sequence_parallel=draw(st.booleans())
+        ),
+        optimizer=OptimizerConfig(
+            adam_beta1=draw(rates),
+            adam_eps=draw(st.floats(1e-12, 0.5)),
+            weight_decay=draw(any_size),
+            **draw(
+                st.sampled_from(
+                    [{}, dict(optimizer="muon", muon_nesterov=True, muon_split_qkv=False)]
+                )
+            ),
+        ),
         lr_schedule=LrScheduleConfig(lr=lr, min_lr=lr / 2, lr_decay_style=style, **warmup, **wsd),
-        checkpoint=CheckpointConfig(load=load, finetune=load is not None and draw(st.booleans()), save=save,
-                                    save_interval=None if save is None else draw(maybe(positive))),
-        logging=LoggingConfig(log_interval=draw(positive), metrics_jsonl=draw(maybe(st.text(min_size=1)))),
+        checkpoint=CheckpointConfig(
+            load=load,
+            finetune=load is not None and draw(st.booleans()),
+            save=save,
+            save_interval=None if save is None else draw(maybe(positive)),
+        ),
+        logging=LoggingConfig(
+            log_interval=draw(positive), metrics_jsonl=draw(maybe(st.text(min_size=1)))
+        ),
     )
 
 
@@ -80,14 +121,23 @@ def test_a_run_survives_json(config: RunConfig) -> None:
 
 def plain() -> dict[str, Any]:
     config = RunConfig(
-        model=ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=8),
-        training=TrainingConfig(micro_batch_size=2), data=DataConfig(seq_length=8), tokenizer=TokenizerConfig(vocab_size=99))
+        model=ModelConfig(
+            num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=8
+        ),
+        training=TrainingConfig(micro_batch_size=2),
+        data=DataConfig(seq_length=8),
+        tokenizer=TokenizerConfig(vocab_size=99),
+    )
     values: dict[str, Any] = json.loads(config.to_json())
     return values
 
 
 def test_topics_with_defaults_may_be_left_out() -> None:
-    values = {topic: fields for topic, fields in plain().items() if topic in ("model", "training", "data", "tokenizer")}
+    values = {
+        topic: fields
+        for topic, fields in plain().items()
+        if topic in ("model", "training", "data", "tokenizer")
+    }
     assert RunConfig.from_json(json.dumps(values)) == RunConfig.from_json(json.dumps(plain()))
 
 
@@ -98,26 +148,41 @@ def test_a_whole_number_is_read_as_a_float_where_a_float_is_meant() -> None:
     assert clip_grad == 1.0 and isinstance(clip_grad, float)
 
 
-@pytest.mark.parametrize(("topic", "field", "value", "message"), [
-    ("model", "num_layers", "2", "run.model.num_layers: expected"),
-    ("model", "num_layers", 2.0, "run.model.num_layers: expected"),
-    ("model", "num_layers", True, "run.model.num_layers: expected"),
-    ("model", "num_layers", None, "run.model.num_layers: expected"),
-    ("model", "swiglu", 1, "run.model.swiglu: expected"),
-    ("model", "hidden_dropout", False, "run.model.hidden_dropout: expected"),
-    ("model", "hidden_dropout", "0.1", "run.model.hidden_dropout: expected"),
-    ("model", "normalization", 3, "run.model.normalization: expected"),
-    ("training", "global_batch_size", "8", "run.training.global_batch_size: expected"),
-    ("training", "global_batch_size", [8], "run.training.global_batch_size: expected"),
-    ("data", "data_path", "a", "run.data.data_path: expected a list of strings, got 'a'"),
-    ("data", "data_path", [1], "run.data.data_path: expected a list of strings, got [1]"),
-    ("training", "rampup_batch_size", ["1"], "run.training.rampup_batch_size: expected a list of whole numbers, got ['1']"),
-    ("training", "rampup_batch_size", [True, 1, 1], "run.training.rampup_batch_size: expected a list of whole numbers"),
-    ("optimizer", "clip_grad", float("inf"), "--clip-grad must be at least 0.0 and finite"),
-    ("model", "hidden_sizes", 3, "run.model: unknown field hidden_sizes"),
-    ("model", "hidden_size", -1, "--hidden-size must be at least 1 (got -1)"),
-])
-def test_an_ill_typed_field_is_refused_by_name(topic: str, field: str, value: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("topic", "field", "value", "message"),
+    [
+        ("model", "num_layers", "2", "run.model.num_layers: expected"),
+        ("model", "num_layers", 2.0, "run.model.num_layers: expected"),
+        ("model", "num_layers", True, "run.model.num_layers: expected"),
+        ("model", "num_layers", None, "run.model.num_layers: expected"),
+        ("model", "swiglu", 1, "run.model.swiglu: expected"),
+        ("model", "hidden_dropout", False, "run.model.hidden_dropout: expected"),
+        ("model", "hidden_dropout", "0.1", "run.model.hidden_dropout: expected"),
+        ("model", "normalization", 3, "run.model.normalization: expected"),
+        ("training", "global_batch_size", "8", "run.training.global_batch_size: expected"),
+        ("training", "global_batch_size", [8], "run.training.global_batch_size: expected"),
+        ("data", "data_path", "a", "run.data.data_path: expected a list of strings, got 'a'"),
+        ("data", "data_path", [1], "run.data.data_path: expected a list of strings, got [1]"),
+        (
+            "training",
+            "rampup_batch_size",
+            ["1"],
+            "run.training.rampup_batch_size: expected a list of whole numbers, got ['1']",
+        ),
+        (
+            "training",
+            "rampup_batch_size",
+            [True, 1, 1],
+            "run.training.rampup_batch_size: expected a list of whole numbers",
+        ),
+        ("optimizer", "clip_grad", float("inf"), "--clip-grad must be at least 0.0 and finite"),
+        ("model", "hidden_sizes", 3, "run.model: unknown field hidden_sizes"),
+        ("model", "hidden_size", -1, "--hidden-size must be at least 1 (got -1)"),
+    ],
+)
+def test_an_ill_typed_field_is_refused_by_name(
+    topic: str, field: str, value: Any, message: str
+) -> None:
     values = plain()
     values[topic][field] = value
     with pytest.raises(ValueError) as fault:
@@ -125,26 +190,41 @@ def test_an_ill_typed_field_is_refused_by_name(topic: str, field: str, value: An
     assert message in str(fault.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "Expecting value"), ("null", "run: expected an object, got NoneType"), ("[1]", "run: expected an object, got list"),
-    ("{}", "run: missing field data, model, tokenizer, training"), ('{"modell": {}}', "run: unknown field modell (known: "),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("null", "run: expected an object, got NoneType"),
+        ("[1]", "run: expected an object, got list"),
+        ("{}", "run: missing field data, model, tokenizer, training"),
+        ('{"modell": {}}', "run: unknown field modell (known: "),
+    ],
+)
 def test_text_that_is_no_run_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError) as fault:
         RunConfig.from_json(text)
     assert message in str(fault.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("[" * 200_000, "brackets nested too deeply: a run is an object of objects"),
-    ('{"a":' * 100_000, "brackets nested too deeply"),
-    (" " * 2_000_000, "longer than 1048576 characters, which no run is"),
-    ('{"model": {"num_layers": 1%s}}' % ("0" * 5000), "... (5001 characters) is beyond 64 bits"),
-    ('{"model": {"num_layers": 9223372036854775808}}', "9223372036854775808 is beyond 64 bits"),
-    ('{"model": {"num_layers": -9223372036854775809}}', "-9223372036854775809 is beyond 64 bits"),
-    ('{"model": {}, "model": {}}', "'model' is given twice"),
-    ('{"model": {"num_layers": 2, "num_layers": 3}}', "'num_layers' is given twice"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 200_000, "brackets nested too deeply: a run is an object of objects"),
+        ('{"a":' * 100_000, "brackets nested too deeply"),
+        (" " * 2_000_000, "longer than 1048576 characters, which no run is"),
+        (
+            '{"model": {"num_layers": 1%s}}' % ("0" * 5000),
+            "... (5001 characters) is beyond 64 bits",
+        ),
+        ('{"model": {"num_layers": 9223372036854775808}}', "9223372036854775808 is beyond 64 bits"),
+        (
+            '{"model": {"num_layers": -9223372036854775809}}',
+            "-9223372036854775809 is beyond 64 bits",
+        ),
+        ('{"model": {}, "model": {}}', "'model' is given twice"),
+        ('{"model": {"num_layers": 2, "num_layers": 3}}', "'num_layers' is given twice"),
+    ],
+)
 def test_text_beyond_all_bounds_is_one_short_error(text: str, message: str) -> None:
     with pytest.raises(ValueError) as fault:
         RunConfig.from_json(text)
@@ -154,7 +234,13 @@ def test_text_beyond_all_bounds_is_one_short_error(text: str, message: str) -> N
 def test_a_long_value_is_shown_by_its_beginning() -> None:
     values = plain()
     values["model"]["num_layers"] = "9" * 100_000
-    with pytest.raises(ValueError, match=r"run\.model\.num_layers: expected <class 'int'>, got '9+\.\.\. \(100002 characters\)$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"run\.model\.num_layers: expected <class 'int'>, got '9+\.\.\. \(100002 "
+            r"characters\)$"
+        ),
+    ):
         RunConfig.from_json(json.dumps(values))
 
 

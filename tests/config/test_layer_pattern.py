@@ -1,4 +1,5 @@
-"""Windows and layers without rotary embedding: what the flags' text means, which layers it names, and what is refused."""
+"""Windows and layers without rotary embedding: what the flags' text means, which layers it names,
+and what is refused."""
 
 from __future__ import annotations
 
@@ -12,17 +13,45 @@ from hypothesis import strategies as st
 from arguments import parse_args
 from megatron_lite.config import layer_pattern
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.pattern_text import LONGEST_LIST, LONGEST_TEXT, parse_pattern, parse_window
+from megatron_lite.config.pattern_text import (
+    LONGEST_LIST,
+    LONGEST_TEXT,
+    parse_pattern,
+    parse_window,
+)
 from megatron_lite.config.run import RunConfig
 
 ROPE = {"position_embedding_type": "rope"}
-COMMAND = ["--num-layers", "6", "--hidden-size", "16", "--num-attention-heads", "4", "--max-position-embeddings", "16",
-           "--seq-length", "16", "--micro-batch-size", "2", "--vocab-size", "99", "--attention-dropout", "0",
-           "--position-embedding-type", "rope"]
+COMMAND = [
+    "--num-layers",
+    "6",
+    "--hidden-size",
+    "16",
+    "--num-attention-heads",
+    "4",
+    "--max-position-embeddings",
+    "16",
+    "--seq-length",
+    "16",
+    "--micro-batch-size",
+    "2",
+    "--vocab-size",
+    "99",
+    "--attention-dropout",
+    "0",
+    "--position-embedding-type",
+    "rope",
+]
 
 
 def model(num_layers: int = 6, **settings: Any) -> ModelConfig:
-    return ModelConfig(num_layers=num_layers, hidden_size=16, num_attention_heads=4, max_position_embeddings=16, **settings)
+    return ModelConfig(
+        num_layers=num_layers,
+        hidden_size=16,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        **settings,
+    )
 
 
 def windowed(config: ModelConfig) -> list[int]:
@@ -36,6 +65,7 @@ def unrotated(config: ModelConfig) -> list[int]:
 
 
 # --- which layers ---
+
 
 def test_layers_of_a_frequency_and_of_a_list() -> None:
     window = {"window_size": (3, 0)}
@@ -64,35 +94,77 @@ def test_the_layers_are_those_of_megatron_core() -> None:
         from megatron.core.transformer.transformer_config import TransformerConfig
         from megatron.core.transformer.utils import is_layer_window_attention
     for num_layers in (1, 4, 6, 12):
-        lists = [tuple(int(layer * 7 % 5 > start) for layer in range(num_layers)) for start in range(3)]
+        lists = [
+            tuple(int(layer * 7 % 5 > start) for layer in range(num_layers)) for start in range(3)
+        ]
         for pattern in [*range(1, num_layers + 3), *lists]:
-            theirs = [is_layer_window_attention((3, 0), list(pattern) if isinstance(pattern, tuple) else pattern, number)
-                      for number in range(1, num_layers + 1)]
+            theirs = [
+                is_layer_window_attention(
+                    (3, 0), list(pattern) if isinstance(pattern, tuple) else pattern, number
+                )
+                for number in range(1, num_layers + 1)
+            ]
             if any(theirs):
-                assert windowed(model(num_layers, window_size=(3, 0), window_attn_skip_freq=pattern)) == theirs, pattern
-        divisors = [frequency for frequency in range(2, num_layers + 1) if num_layers % frequency == 0]
+                assert (
+                    windowed(model(num_layers, window_size=(3, 0), window_attn_skip_freq=pattern))
+                    == theirs
+                ), pattern
+        divisors = [
+            frequency for frequency in range(2, num_layers + 1) if num_layers % frequency == 0
+        ]
         for pattern in [*divisors, *(each for each in lists if 0 in each)]:
-            their_config = TransformerConfig(num_layers=num_layers, hidden_size=16, num_attention_heads=4, no_rope_freq=(
-                list(pattern) if isinstance(pattern, tuple) else pattern))
-            assert unrotated(model(num_layers, **ROPE, no_rope_freq=pattern)) == their_config.no_rope_freq, pattern
+            their_config = TransformerConfig(
+                num_layers=num_layers,
+                hidden_size=16,
+                num_attention_heads=4,
+                no_rope_freq=(list(pattern) if isinstance(pattern, tuple) else pattern),
+            )
+            assert (
+                unrotated(model(num_layers, **ROPE, no_rope_freq=pattern))
+                == their_config.no_rope_freq
+            ), pattern
 
 
 # --- the text ---
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("4", 4), ("(4)", 4), ("2*3", 6), ("[1,0]", (1, 0)), ("[1,0,]", (1, 0)), ("([0]*3+[1]*1)*3", (0, 0, 0, 1) * 3),
-    ("([1]+[0]*23)", (1,) + (0,) * 23), ("3*[0]+[1]", (0, 0, 0, 1)), ("[0]*(1+1)", (0, 0)), ("[1, 0] + [0]", (1, 0, 0)),
-    ("[1*1,0+1]", (1, 1)), ("((([1])))", (1,)), ("[1]*2*2", (1,) * 4), ("[]+[1]", (1,)),
-])
-def test_a_pattern_is_a_number_or_a_list_expression(text: str, value: int | tuple[int, ...]) -> None:
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4),
+        ("(4)", 4),
+        ("2*3", 6),
+        ("[1,0]", (1, 0)),
+        ("[1,0,]", (1, 0)),
+        ("([0]*3+[1]*1)*3", (0, 0, 0, 1) * 3),
+        ("([1]+[0]*23)", (1,) + (0,) * 23),
+        ("3*[0]+[1]", (0, 0, 0, 1)),
+        ("[0]*(1+1)", (0, 0)),
+        ("[1, 0] + [0]", (1, 0, 0)),
+        ("[1*1,0+1]", (1, 1)),
+        ("((([1])))", (1,)),
+        ("[1]*2*2", (1,) * 4),
+        ("[]+[1]", (1,)),
+    ],
+)
+def test_a_pattern_is_a_number_or_a_list_expression(
+    text: str, value: int | tuple[int, ...]
+) -> None:
     assert parse_pattern("--no-rope-freq", text) == value
 
 
 numbers = st.integers(0, 4).map(str)
 lists = st.lists(numbers, max_size=3).map(lambda items: f"[{','.join(items)}]")
-expressions = st.recursive(lists, lambda inner: st.one_of(
-    st.tuples(inner, inner).map("+".join), st.tuples(inner, numbers).map(lambda pair: f"({pair[0]})*{pair[1]}"),
-    st.tuples(numbers, inner).map(lambda pair: f"{pair[0]}*({pair[1]})"), inner.map(lambda text: f"({text})")), max_leaves=6)
+expressions = st.recursive(
+    lists,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("+".join),
+        st.tuples(inner, numbers).map(lambda pair: f"({pair[0]})*{pair[1]}"),
+        st.tuples(numbers, inner).map(lambda pair: f"{pair[0]}*({pair[1]})"),
+        inner.map(lambda text: f"({text})"),
+    ),
+    max_leaves=6,
+)
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -102,15 +174,29 @@ def test_a_list_expression_means_what_python_says(text: str) -> None:
     assert parse_pattern("--no-rope-freq", text) == tuple(eval(text))
 
 
-@pytest.mark.parametrize(("text", "fault"), [
-    ("", "it ends too early"), ("[1", "it ends too early"), ("[1 0]", "'0' stands where ']' is expected"),
-    ("[1]]", "']' is not expected after"), ("[0]*x", "'x' is no number, list or bracket"), ("-1", "'-' is no number"),
-    ("1.5", "'.' is not expected after '1'"), ("[[1]]", "a list inside a list: join lists with +"),
-    ("[1]+1", "+ adds two lists or two numbers, not one of each"), ("[1]*[1]", "* repeats a list a number of times"),
-    ("[1]*999999999", "a list of 999999999 numbers"), ("(" * 60 + "1" + ")" * 60, "more than 50 brackets inside each other"),
-    ("[1]*2*999*999*999", f"more than {LONGEST_LIST}"), ("99999999999", "is too large"), ("9999999*9999999", "is too large"),
-    ("__import__('os')", "'_' is no number"), ("1,0", "',' is not expected after '1'"), ("2**9", "'*' is no number"),
-])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "it ends too early"),
+        ("[1", "it ends too early"),
+        ("[1 0]", "'0' stands where ']' is expected"),
+        ("[1]]", "']' is not expected after"),
+        ("[0]*x", "'x' is no number, list or bracket"),
+        ("-1", "'-' is no number"),
+        ("1.5", "'.' is not expected after '1'"),
+        ("[[1]]", "a list inside a list: join lists with +"),
+        ("[1]+1", "+ adds two lists or two numbers, not one of each"),
+        ("[1]*[1]", "* repeats a list a number of times"),
+        ("[1]*999999999", "a list of 999999999 numbers"),
+        ("(" * 60 + "1" + ")" * 60, "more than 50 brackets inside each other"),
+        ("[1]*2*999*999*999", f"more than {LONGEST_LIST}"),
+        ("99999999999", "is too large"),
+        ("9999999*9999999", "is too large"),
+        ("__import__('os')", "'_' is no number"),
+        ("1,0", "',' is not expected after '1'"),
+        ("2**9", "'*' is no number"),
+    ],
+)
 def test_other_text_is_refused_with_the_fault_and_an_example(text: str, fault: str) -> None:
     with pytest.raises(ValueError) as error:
         parse_pattern("--no-rope-freq", text)
@@ -119,79 +205,162 @@ def test_other_text_is_refused_with_the_fault_and_an_example(text: str, fault: s
 
 
 def test_a_long_text_is_not_read_at_all() -> None:
-    with pytest.raises(ValueError, match=rf"--no-rope-freq has {LONGEST_TEXT + 1} characters, more than the {LONGEST_TEXT}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"--no-rope-freq has {LONGEST_TEXT + 1} characters, more than the {LONGEST_TEXT}",
+    ):
         parse_pattern("--no-rope-freq", "1" * (LONGEST_TEXT + 1))
 
 
 def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
-    assert [parse_window(text) for text in ("128,0", "(128,0)", " (128, 0) ", "-1,0")] == [(128, 0)] * 3 + [(-1, 0)]
+    assert [parse_window(text) for text in ("128,0", "(128,0)", " (128, 0) ", "-1,0")] == [
+        (128, 0)
+    ] * 3 + [(-1, 0)]
     for text in ("128", "1,2,3", "a,0", "128,", "1.5,0", "", "99999999999,0"):
-        with pytest.raises(ValueError, match=r"--window-size .*: give two numbers, the tokens before and after a query"):
+        with pytest.raises(
+            ValueError,
+            match=r"--window-size .*: give two numbers, the tokens before and after a query",
+        ):
             parse_window(text)
 
 
 # --- rules ---
 
 RULES: list[tuple[dict[str, Any], str]] = [
-    ({"window_size": (128, 4)}, "--window-size 128,4: the model is causal and no query reads a later token, so the second number "
-                                "must be 0: give 128,0"),
+    (
+        {"window_size": (128, 4)},
+        "--window-size 128,4: the model is causal and no query reads a later token, so the "
+        "second number "
+        "must be 0: give 128,0",
+    ),
     ({"window_size": (128, -1)}, "give 128,0"),
-    ({"window_size": (-1, 0)}, "--window-size -1,0 limits nothing, since -1 is a window without an end: leave it out"),
+    (
+        {"window_size": (-1, 0)},
+        "--window-size -1,0 limits nothing, since -1 is a window without an end: leave it out",
+    ),
     ({"window_size": (-2, 0)}, "--window-size -2,0: give two numbers"),
     ({"window_size": (3, 0, 0)}, "--window-size 3,0,0: give two numbers"),
-    ({"window_attn_skip_freq": 2}, "--window-attn-skip-freq 2 says which layers have no window, and no layer has one: give "
-                                   "--window-size LEFT,0 too"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": 0}, "--window-attn-skip-freq must be at least 1 (got 0)"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": 1}, "--window-attn-skip-freq 1 leaves no layer with --window-size 3,0: "
-                                                          "leave both out"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": (0,) * 6}, "leaves no layer with --window-size 3,0"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": (1, 0)}, "--window-attn-skip-freq has 2 numbers for --num-layers 6: give "
-                                                               "one for each layer"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": (1, 0, 2, 0, 0, 0)}, "must be a list of 0 and 1 (got 2)"),
+    (
+        {"window_attn_skip_freq": 2},
+        "--window-attn-skip-freq 2 says which layers have no window, and no layer has one: give "
+        "--window-size LEFT,0 too",
+    ),
+    (
+        {"window_size": (3, 0), "window_attn_skip_freq": 0},
+        "--window-attn-skip-freq must be at least 1 (got 0)",
+    ),
+    (
+        {"window_size": (3, 0), "window_attn_skip_freq": 1},
+        "--window-attn-skip-freq 1 leaves no layer with --window-size 3,0: leave both out",
+    ),
+    (
+        {"window_size": (3, 0), "window_attn_skip_freq": (0,) * 6},
+        "leaves no layer with --window-size 3,0",
+    ),
+    (
+        {"window_size": (3, 0), "window_attn_skip_freq": (1, 0)},
+        "--window-attn-skip-freq has 2 numbers for --num-layers 6: give one for each layer",
+    ),
+    (
+        {"window_size": (3, 0), "window_attn_skip_freq": (1, 0, 2, 0, 0, 0)},
+        "must be a list of 0 and 1 (got 2)",
+    ),
     ({**ROPE, "no_rope_freq": 0}, "--no-rope-freq must be at least 1 (got 0)"),
-    ({**ROPE, "no_rope_freq": 4}, "--no-rope-freq 4 does not divide --num-layers 6: give a divisor, or a list with one number "
-                                  "for each layer"),
-    ({**ROPE, "no_rope_freq": 1}, "--no-rope-freq 1 leaves no layer that rotates: give --position-embedding-type none instead"),
+    (
+        {**ROPE, "no_rope_freq": 4},
+        "--no-rope-freq 4 does not divide --num-layers 6: give a divisor, or a list with one "
+        "number "
+        "for each layer",
+    ),
+    (
+        {**ROPE, "no_rope_freq": 1},
+        (
+            "--no-rope-freq 1 leaves no layer that rotates: give --position-embedding-type none "
+            "instead"
+        ),
+    ),
     ({**ROPE, "no_rope_freq": (1,) * 6}, "leaves no layer that rotates"),
     ({**ROPE, "no_rope_freq": (1, 0)}, "--no-rope-freq has 2 numbers for --num-layers 6"),
-    ({"no_rope_freq": 3}, "--no-rope-freq 3 takes rotary embedding out of some layers, and --position-embedding-type "
-                          "learned_absolute has none: give --position-embedding-type rope, or leave --no-rope-freq out"),
+    (
+        {"no_rope_freq": 3},
+        "--no-rope-freq 3 takes rotary embedding out of some layers, and --position-embedding-type "
+        "learned_absolute has none: give --position-embedding-type rope, or leave "
+        "--no-rope-freq out",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "message"), RULES, ids=lambda value: str(value)[:40])
-def test_a_broken_rule_names_the_value_and_the_way_out(settings: dict[str, Any], message: str) -> None:
+def test_a_broken_rule_names_the_value_and_the_way_out(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError) as error:
         model(**settings)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("settings", [
-    {"window_size": (0, 0)}, {"window_size": (3, 0), "window_attn_skip_freq": 2}, {**ROPE, "no_rope_freq": 6},
-    {**ROPE, "no_rope_freq": (1, 0, 1, 1, 1, 1)}, {"position_embedding_type": "none", "window_size": (3, 0)},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window_size": (0, 0)},
+        {"window_size": (3, 0), "window_attn_skip_freq": 2},
+        {**ROPE, "no_rope_freq": 6},
+        {**ROPE, "no_rope_freq": (1, 0, 1, 1, 1, 1)},
+        {"position_embedding_type": "none", "window_size": (3, 0)},
+    ],
+)
 def test_what_keeps_the_rules_says_nothing(settings: dict[str, Any]) -> None:
     assert layer_pattern.notices(model(**settings), 16) == []
 
 
-@pytest.mark.parametrize(("settings", "notice"), [
-    ({"window_size": (15, 0)}, "--window-size 15,0 limits nothing: no token of --seq-length 16 is 16 or more tokens away from "
-                               "another"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": 7}, "--window-attn-skip-freq 7 has no effect: it gives all 6 layers the "
-                                                          "window"),
-    ({"window_size": (3, 0), "window_attn_skip_freq": (1,) * 6}, "--window-attn-skip-freq 1,1,1,1,1,1 has no effect"),
-    ({**ROPE, "no_rope_freq": (0,) * 6}, "--no-rope-freq 0,0,0,0,0,0 has no effect: every layer rotates"),
-])
+@pytest.mark.parametrize(
+    ("settings", "notice"),
+    [
+        (
+            {"window_size": (15, 0)},
+            "--window-size 15,0 limits nothing: no token of --seq-length 16 is 16 or more "
+            "tokens away from "
+            "another",
+        ),
+        (
+            {"window_size": (3, 0), "window_attn_skip_freq": 7},
+            "--window-attn-skip-freq 7 has no effect: it gives all 6 layers the window",
+        ),
+        (
+            {"window_size": (3, 0), "window_attn_skip_freq": (1,) * 6},
+            "--window-attn-skip-freq 1,1,1,1,1,1 has no effect",
+        ),
+        (
+            {**ROPE, "no_rope_freq": (0,) * 6},
+            "--no-rope-freq 0,0,0,0,0,0 has no effect: every layer rotates",
+        ),
+    ],
+)
 def test_a_setting_without_effect_is_told(settings: dict[str, Any], notice: str) -> None:
     assert any(line.startswith(notice) for line in layer_pattern.notices(model(**settings), 16))
 
 
 # --- the command line, and stored runs ---
 
+
 def test_the_flags_reach_the_config_and_survive_json() -> None:
-    parsed = parse_args([*COMMAND, "--window-size", "(5,0)", "--window-attn-skip-freq", "([1]*2+[0])*2", "--no-rope-freq", "3"])
+    parsed = parse_args(
+        [
+            *COMMAND,
+            "--window-size",
+            "(5,0)",
+            "--window-attn-skip-freq",
+            "([1]*2+[0])*2",
+            "--no-rope-freq",
+            "3",
+        ]
+    )
     config = parsed.config.model
-    assert (config.window_size, config.window_attn_skip_freq, config.no_rope_freq) == ((5, 0), (1, 1, 0, 1, 1, 0), 3)
+    assert (config.window_size, config.window_attn_skip_freq, config.no_rope_freq) == (
+        (5, 0),
+        (1, 1, 0, 1, 1, 0),
+        3,
+    )
     again = RunConfig.from_json(parsed.config.to_json())
     assert again == parsed.config and type(again.model.window_size) is tuple
     assert not any("window" in notice for notice in parsed.notices)
@@ -206,11 +375,19 @@ def test_a_run_that_was_stored_without_the_fields_still_loads() -> None:
     assert RunConfig.from_json(text) == stored
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("window_size", '"3,0"'), ("window_size", "3"), ("window_size", "[3.0, 0]"), ("window_size", "[true, 0]"),
-    ("window_attn_skip_freq", "[1, true]"), ("window_attn_skip_freq", '"[1,0]"'), ("no_rope_freq", "2.0"),
-    ("no_rope_freq", "true"),
-])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("window_size", '"3,0"'),
+        ("window_size", "3"),
+        ("window_size", "[3.0, 0]"),
+        ("window_size", "[true, 0]"),
+        ("window_attn_skip_freq", "[1, true]"),
+        ("window_attn_skip_freq", '"[1,0]"'),
+        ("no_rope_freq", "2.0"),
+        ("no_rope_freq", "true"),
+    ],
+)
 def test_stored_values_of_another_type_are_refused(field: str, value: str) -> None:
     text = parse_args(COMMAND).config.to_json().replace(f'"{field}": null', f'"{field}": {value}')
     with pytest.raises(ValueError, match=rf"run.model.{field}: expected"):
@@ -218,7 +395,11 @@ def test_stored_values_of_another_type_are_refused(field: str, value: str) -> No
 
 
 def test_the_command_line_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--window-size", "5"], ["--window-size", "5,0", "--window-attn-skip-freq", "[1]*x"], ["--no-rope-freq", "4"]):
+    for flags in (
+        ["--window-size", "5"],
+        ["--window-size", "5,0", "--window-attn-skip-freq", "[1]*x"],
+        ["--no-rope-freq", "4"],
+    ):
         with pytest.raises(SystemExit) as exit_info:
             parse_args([*COMMAND, *flags])
         assert exit_info.value.code == 2
@@ -226,14 +407,20 @@ def test_the_command_line_ends_with_one_line(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_window_that_limits_nothing_is_told_on_the_command_line() -> None:
-    assert any("--window-size 15,0 limits nothing" in notice for notice in
-               parse_args([*COMMAND, "--window-size", "15,0"]).notices)
+    assert any(
+        "--window-size 15,0 limits nothing" in notice
+        for notice in parse_args([*COMMAND, "--window-size", "15,0"]).notices
+    )
 
 
-def test_flash_attention_over_context_parallel_ranks_has_no_window(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flash_attention_over_context_parallel_ranks_has_no_window(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     flags = [*COMMAND, "--context-parallel-size", "2", "--window-size", "5,0"]
     with pytest.raises(SystemExit):
         parse_args(flags)
     assert "Give --attention-backend unfused" in capsys.readouterr().err
     assert parse_args([*flags, "--attention-backend", "unfused"]).config.model.window_size == (5, 0)
-    assert parse_args([*COMMAND, "--context-parallel-size", "2", "--window-size", "15,0"]).config.model.window_size == (15, 0)
+    assert parse_args(
+        [*COMMAND, "--context-parallel-size", "2", "--window-size", "15,0"]
+    ).config.model.window_size == (15, 0)

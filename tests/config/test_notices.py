@@ -1,4 +1,5 @@
-"""Notices of settings that do nothing, or less than they say: which there are, and that one function gives all of a run."""
+"""Notices of settings that do nothing, or less than they say: which there are, and that one
+function gives all of a run."""
 
 from __future__ import annotations
 
@@ -20,82 +21,167 @@ HASH = "--check-weight-hash-across-dp-replicas-interval compares nothing over da
 REST = " (weights that tensor-parallel ranks or the ends of the pipeline hold alike are)"
 
 
-@pytest.mark.parametrize(("config", "dp_cp_size", "expected"), [
-    (DataParallelConfig(), None, []),
-    (DataParallelConfig(), 1, []),
-    (DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True), 2, []),
-    (DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True), 1,
-     ["--overlap-grad-reduce has no effect at data-parallel size 1: nothing is shared out or summed",
-      "--use-distributed-optimizer has no effect at data-parallel size 1: nothing is shared out or summed"]),
-    (DataParallelConfig(ddp_bucket_size=5), None,
-     ["--ddp-bucket-size 5 has no effect without --overlap-grad-reduce: everything is reduced at once"]),
-    (DataParallelConfig(use_torch_fsdp2=True, overlap_grad_reduce=True, ddp_bucket_size=5), None,
-     ["--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps always",
-      "--ddp-bucket-size 5 has no effect under --use-torch-fsdp2, which reduces layer by layer"]),
-])
-def test_settings_without_effect_are_named(config: DataParallelConfig, dp_cp_size: int | None, expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("config", "dp_cp_size", "expected"),
+    [
+        (DataParallelConfig(), None, []),
+        (DataParallelConfig(), 1, []),
+        (DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True), 2, []),
+        (
+            DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True),
+            1,
+            [
+                (
+                    "--overlap-grad-reduce has no effect at data-parallel size 1: nothing is "
+                    "shared out or summed"
+                ),
+                (
+                    "--use-distributed-optimizer has no effect at data-parallel size 1: nothing is "
+                    "shared out or summed"
+                ),
+            ],
+        ),
+        (
+            DataParallelConfig(ddp_bucket_size=5),
+            None,
+            [
+                (
+                    "--ddp-bucket-size 5 has no effect without --overlap-grad-reduce: everything "
+                    "is reduced at once"
+                )
+            ],
+        ),
+        (
+            DataParallelConfig(use_torch_fsdp2=True, overlap_grad_reduce=True, ddp_bucket_size=5),
+            None,
+            [
+                (
+                    "--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps "
+                    "always"
+                ),
+                (
+                    "--ddp-bucket-size 5 has no effect under --use-torch-fsdp2, which reduces "
+                    "layer by layer"
+                ),
+            ],
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(
+    config: DataParallelConfig, dp_cp_size: int | None, expected: list[str]
+) -> None:
     run = tiny_run(data_parallel=config)
-    found = setting_notices(run) if dp_cp_size is None else placement_notices(run, device="cpu", world_size=dp_cp_size)
+    found = (
+        setting_notices(run)
+        if dp_cp_size is None
+        else placement_notices(run, device="cpu", world_size=dp_cp_size)
+    )
     assert found == expected
 
 
-@pytest.mark.parametrize(("sizes", "world_size", "fsdp", "expected"), [
-    (dict(tp=2), 4, False, []),
-    (dict(), 1, False, [HASH + "there is one"]),
-    (dict(tp=2), 2, False, [HASH + "there is one" + REST]),
-    (dict(pp=2), 2, False, [HASH + "there is one" + REST]),
-    (dict(), 2, True, [HASH + "--use-torch-fsdp2 keeps one copy"]),
-    (dict(tp=2), 4, True, [HASH + "--use-torch-fsdp2 keeps one copy" + REST]),
-    (dict(), 1, True, [HASH + "there is one"]),
-])
-def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(sizes: dict[str, int], world_size: int, fsdp: bool,
-                                                                    expected: list[str]) -> None:
-    config = _run(sizes, training=dict(check_weight_hash_across_dp_replicas_interval=2),
-                  data_parallel=DataParallelConfig(use_torch_fsdp2=fsdp))
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "fsdp", "expected"),
+    [
+        (dict(tp=2), 4, False, []),
+        (dict(), 1, False, [HASH + "there is one"]),
+        (dict(tp=2), 2, False, [HASH + "there is one" + REST]),
+        (dict(pp=2), 2, False, [HASH + "there is one" + REST]),
+        (dict(), 2, True, [HASH + "--use-torch-fsdp2 keeps one copy"]),
+        (dict(tp=2), 4, True, [HASH + "--use-torch-fsdp2 keeps one copy" + REST]),
+        (dict(), 1, True, [HASH + "there is one"]),
+    ],
+)
+def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
+    sizes: dict[str, int], world_size: int, fsdp: bool, expected: list[str]
+) -> None:
+    config = _run(
+        sizes,
+        training=dict(check_weight_hash_across_dp_replicas_interval=2),
+        data_parallel=DataParallelConfig(use_torch_fsdp2=fsdp),
+    )
     assert guard_notices(config, world_size=world_size) == expected
 
 
-@pytest.mark.parametrize(("sizes", "world_size", "named"), [(dict(pp=2), 2, True), (dict(), 1, True),
-                                                            (dict(pp=2), 4, False), (dict(tp=2), 2, False)])
-def test_slow_ranks_are_looked_for_where_a_stage_has_several(sizes: dict[str, int], world_size: int, named: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "named"),
+    [(dict(pp=2), 2, True), (dict(), 1, True), (dict(pp=2), 4, False), (dict(tp=2), 2, False)],
+)
+def test_slow_ranks_are_looked_for_where_a_stage_has_several(
+    sizes: dict[str, int], world_size: int, named: bool
+) -> None:
     config = replace(_run(sizes), logging=LoggingConfig(log_straggler=True))
-    assert [line.partition(":")[0] for line in guard_notices(config, world_size=world_size)] \
-        == ["--log-straggler names nobody"] * named
+    assert [line.partition(":")[0] for line in guard_notices(config, world_size=world_size)] == [
+        "--log-straggler names nobody"
+    ] * named
 
 
-def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the configuration, of the device, of the ranks; then those of the log: kernels, comparisons. No two are the same."""
+def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the configuration, of the device, of the ranks; then those of the log: kernels,
+    comparisons. No two are the same."""
     monkeypatch.setattr(apex, "notice", lambda: "another apex")
-    config = tiny_run(data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True),
-                      training=dict(check_weight_hash_across_dp_replicas_interval=2))
-    config = replace(config, recompute=RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn",)),
-                     model=replace(config.model, attention_dropout=0.1, attention_backend="auto"))
+    config = tiny_run(
+        data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True),
+        training=dict(check_weight_hash_across_dp_replicas_interval=2),
+    )
+    config = replace(
+        config,
+        recompute=RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=("core_attn",)
+        ),
+        model=replace(config.model, attention_dropout=0.1, attention_backend="auto"),
+    )
     found = run_notices(config, device="cuda", world_size=1)
     assert [line.partition(":")[0].partition(" has no")[0] for line in found.at_start] == [
-        "--ddp-bucket-size 5", "--recompute-modules core_attn saves next to nothing on CUDA", "--use-distributed-optimizer"]
+        "--ddp-bucket-size 5",
+        "--recompute-modules core_attn saves next to nothing on CUDA",
+        "--use-distributed-optimizer",
+    ]
     assert found.in_log == ("another apex", HASH + "there is one")
     assert run_notices(config, device="cpu", world_size=2).at_start == found.at_start[:1]
 
 
 def test_the_notices_of_a_command_line_stand_for_those_of_its_configuration() -> None:
-    config = tiny_run(data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True))
-    found = run_notices(config, device="cpu", world_size=1, of_settings=["--old is an old spelling", "of the configuration"])
-    assert found.at_start[:2] == ("--old is an old spelling", "of the configuration") and len(found.at_start) == 3
+    config = tiny_run(
+        data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True)
+    )
+    found = run_notices(
+        config,
+        device="cpu",
+        world_size=1,
+        of_settings=["--old is an old spelling", "of the configuration"],
+    )
+    assert (
+        found.at_start[:2] == ("--old is an old spelling", "of the configuration")
+        and len(found.at_start) == 3
+    )
 
 
 def test_context_parallel_ranks_share_the_work_too() -> None:
-    config = tiny_run(model=dict(attention_dropout=0.0), data_parallel=DataParallelConfig(use_distributed_optimizer=True))
+    config = tiny_run(
+        model=dict(attention_dropout=0.0),
+        data_parallel=DataParallelConfig(use_distributed_optimizer=True),
+    )
     config = replace(config, parallel=replace(config.parallel, context_parallel_size=2))
     assert placement_notices(config, device="cpu", world_size=2) == []
 
 
 def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:
-    with pytest.raises(ValueError, match="world size 3 is not a multiple of --tensor-model-parallel-size 2"):
+    with pytest.raises(
+        ValueError, match="world size 3 is not a multiple of --tensor-model-parallel-size 2"
+    ):
         run_notices(_run(dict(tp=2)), device="cpu", world_size=3)
 
 
 def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
     """The run with these sizes of "tp" and "pp"."""
     config = tiny_run(**options)
-    return replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=sizes.get("tp", 1),
-                                            pipeline_model_parallel_size=sizes.get("pp", 1)))
+    return replace(
+        config,
+        parallel=replace(
+            config.parallel,
+            tensor_model_parallel_size=sizes.get("tp", 1),
+            pipeline_model_parallel_size=sizes.get("pp", 1),
+        ),
+    )

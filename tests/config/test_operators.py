@@ -1,4 +1,5 @@
-"""Which operators `ops(...)` may name, which of their results are kept, and what a run says of names without effect."""
+"""Which operators `ops(...)` may name, which of their results are kept, and what a run says of
+names without effect."""
 
 from __future__ import annotations
 
@@ -15,11 +16,21 @@ from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import tiny_run
 
-MM, ADDMM, BMM, SUM = "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "_c10d_functional.all_reduce.default"
+MM, ADDMM, BMM, SUM = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "_c10d_functional.all_reduce.default",
+)
 
 
-@given(st.lists(st.sampled_from([MM, ADDMM, BMM, SUM, "aten.add.Tensor"]), max_size=20), st.integers(1, 5))
-def test_every_nth_result_of_a_group_is_kept_from_the_first_on(forward: list[str], every: int) -> None:
+@given(
+    st.lists(st.sampled_from([MM, ADDMM, BMM, SUM, "aten.add.Tensor"]), max_size=20),
+    st.integers(1, 5),
+)
+def test_every_nth_result_of_a_group_is_kept_from_the_first_on(
+    forward: list[str], every: int
+) -> None:
     choice = Choice((f"matmul/{every}",))
     matmuls = [place for place, name in enumerate(forward) if name in GROUPS["matmul"]]
     kept = [place for place, name in enumerate(forward) if choice.keeps(name)]
@@ -34,24 +45,39 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
 
 @pytest.mark.parametrize("name", [*GROUPS, MM, "mine.attention.causal"])
 def test_groups_and_operators_with_a_count(name: str) -> None:
-    assert parse_entry(name) == OperatorEntry(name, 1) and parse_entry(f"{name}/2") == OperatorEntry(name, 2)
+    assert parse_entry(name) == OperatorEntry(name, 1) and parse_entry(
+        f"{name}/2"
+    ) == OperatorEntry(name, 2)
     assert str(parse_policy(f"*:ops({name}/2)")) == f"*:ops({name}/2)"
 
 
-@pytest.mark.parametrize(("text", "character", "message"), [
-    ("*:ops(matmuls)", 7, "matmuls is no group of operators (matmul, attention, collective, max)"),
-    ("*:ops(matmul, aten.mm)", 15, "no operator spelled namespace.op.overload"),
-    ("*:ops(aten.mul_.Tensor/2)", 7, "writes into its argument"),
-    ("*:ops(c10d.allreduce_.default)", 7, "collective names those"),
-    ("*:ops(c10d._allgather_base_.default)", 7, "writes into its argument")])
-def test_an_unknown_name_is_an_error_that_points_at_it(text: str, character: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "character", "message"),
+    [
+        (
+            "*:ops(matmuls)",
+            7,
+            "matmuls is no group of operators (matmul, attention, collective, max)",
+        ),
+        ("*:ops(matmul, aten.mm)", 15, "no operator spelled namespace.op.overload"),
+        ("*:ops(aten.mul_.Tensor/2)", 7, "writes into its argument"),
+        ("*:ops(c10d.allreduce_.default)", 7, "collective names those"),
+        ("*:ops(c10d._allgather_base_.default)", 7, "writes into its argument"),
+    ],
+)
+def test_an_unknown_name_is_an_error_that_points_at_it(
+    text: str, character: int, message: str
+) -> None:
     with pytest.raises(ValueError) as raised:
         parse_policy(text)
     assert message in str(raised.value) and f"at character {character}\n" in str(raised.value)
 
 
 def run_with(policy: str, *, tp_size: int = 1, **model: object) -> RunConfig:
-    return replace(tiny_run(tp_size=tp_size, model=dict(model)), recompute=RecomputeConfig(recompute_policy=policy))
+    return replace(
+        tiny_run(tp_size=tp_size, model=dict(model)),
+        recompute=RecomputeConfig(recompute_policy=policy),
+    )
 
 
 def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:
@@ -60,22 +86,34 @@ def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:
     run_with("0:ops(matmul);1:ops(aten.bmm.default/2,max)")
 
 
-@pytest.mark.parametrize(("policy", "tp_size", "model", "warned"), [
-    ("*:ops(matmul)", 1, {}, []),
-    ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.0), []),
-    ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.1), ["attention"]),
-    ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.0, attention_backend="unfused"), ["attention"]),
-    ("0:ops(collective/2);1:ops(max)", 1, {}, ["collective", "max"]),
-    ("0:ops(collective/2)", 2, {}, []),
-])
-def test_a_name_without_effect_is_a_warning(policy: str, tp_size: int, model: dict[str, object], warned: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("policy", "tp_size", "model", "warned"),
+    [
+        ("*:ops(matmul)", 1, {}, []),
+        ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.0), []),
+        ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.1), ["attention"]),
+        (
+            "*:ops(matmul,attention)",
+            1,
+            dict(attention_dropout=0.0, attention_backend="unfused"),
+            ["attention"],
+        ),
+        ("0:ops(collective/2);1:ops(max)", 1, {}, ["collective", "max"]),
+        ("0:ops(collective/2)", 2, {}, []),
+    ],
+)
+def test_a_name_without_effect_is_a_warning(
+    policy: str, tp_size: int, model: dict[str, object], warned: list[str]
+) -> None:
     warnings = recompute_notices(run_with(policy, tp_size=tp_size, **model))
     assert [one.split("(")[1].split(")")[0] for one in warnings if "keeps nothing" in one] == warned
 
 
 def test_the_tail_flags_have_an_effect_on_kept_operators() -> None:
     run = run_with("*:ops(matmul)")
-    assert not recompute_notices(replace(run, recompute=replace(run.recompute, recompute_tail_skip=False)))
+    assert not recompute_notices(
+        replace(run, recompute=replace(run.recompute, recompute_tail_skip=False))
+    )
     verified = replace(run, recompute=replace(run.recompute, recompute_verify=True))
     assert any("turns the tail skip off" in one for one in recompute_notices(verified))
 

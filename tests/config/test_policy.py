@@ -14,17 +14,37 @@ from megatron_lite.recompute.schedule import plan_stage, segments
 
 LAYERS = st.one_of(
     st.just(Layers()),
-    st.tuples(st.integers(0, 12), st.integers(0, 4)).map(lambda pair: Layers(pair[0], pair[0] + pair[1])),
-    st.tuples(st.integers(2, 5), st.integers(0, 1)).map(lambda pair: Layers(pair[1], None, pair[0])))
+    st.tuples(st.integers(0, 12), st.integers(0, 4)).map(
+        lambda pair: Layers(pair[0], pair[0] + pair[1])
+    ),
+    st.tuples(st.integers(2, 5), st.integers(0, 1)).map(
+        lambda pair: Layers(pair[1], None, pair[0])
+    ),
+)
 ACTIONS = st.one_of(
-    st.just(LayerAction()), st.integers(1, 4).map(lambda unit: LayerAction(unit=unit)),
-    st.sets(st.sampled_from(MODULES), min_size=1).map(lambda regions: LayerAction(regions=tuple(sorted(regions)))),
-    st.lists(st.sampled_from(["matmul", "matmul/2", "attention", "aten.mm.default"]), min_size=1, unique=True).map(
-        lambda ops: LayerAction(ops=tuple(ops))))
+    st.just(LayerAction()),
+    st.integers(1, 4).map(lambda unit: LayerAction(unit=unit)),
+    st.sets(st.sampled_from(MODULES), min_size=1).map(
+        lambda regions: LayerAction(regions=tuple(sorted(regions)))
+    ),
+    st.lists(
+        st.sampled_from(["matmul", "matmul/2", "attention", "aten.mm.default"]),
+        min_size=1,
+        unique=True,
+    ).map(lambda ops: LayerAction(ops=tuple(ops))),
+)
 RULES = st.builds(
-    lambda layers, action, store, stage: Rule(layers=tuple(layers), action=action, stage=stage,
-                                              store=store if action.unit or not store.startswith("split") else "host"),
-    st.lists(LAYERS, min_size=1, max_size=3), ACTIONS, st.sampled_from(STORES), st.one_of(st.none(), st.integers(0, 2)))
+    lambda layers, action, store, stage: Rule(
+        layers=tuple(layers),
+        action=action,
+        stage=stage,
+        store=store if action.unit or not store.startswith("split") else "host",
+    ),
+    st.lists(LAYERS, min_size=1, max_size=3),
+    ACTIONS,
+    st.sampled_from(STORES),
+    st.one_of(st.none(), st.integers(0, 2)),
+)
 POLICIES = st.lists(RULES, min_size=1, max_size=4).map(lambda rules: Policy(tuple(rules)))
 
 
@@ -35,17 +55,30 @@ def test_what_a_policy_prints_parses_to_it(policy: Policy) -> None:
 
 @given(POLICIES, st.integers(1, 12), st.integers(0, 2))
 def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_that_names_it(
-        policy: Policy, num_layers: int, stage: int) -> None:
+    policy: Policy, num_layers: int, stage: int
+) -> None:
     plan = RecomputePlan(tuple(segments(policy, num_layers, stage)))
-    assert [layer for segment in plan.segments for layer in range(segment.first_layer,
-            segment.first_layer + segment.num_layers)] == list(range(num_layers))
+    assert [
+        layer
+        for segment in plan.segments
+        for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)
+    ] == list(range(num_layers))
     for segment in plan.segments:
         for layer in range(segment.first_layer, segment.first_layer + segment.num_layers):
-            first = next((rule for rule in policy.rules if rule.stage in (None, stage) and any(
-                layer in layers for layers in rule.layers)), None)
+            first = next(
+                (
+                    rule
+                    for rule in policy.rules
+                    if rule.stage in (None, stage)
+                    and any(layer in layers for layers in rule.layers)
+                ),
+                None,
+            )
             action = LayerAction() if first is None else first.action
             assert segment.unit == bool(action.unit) and segment.ops == action.ops
-            assert segment.regions == set(action.regions) - ({"activation"} if "mlp" in action.regions else set())
+            assert segment.regions == set(action.regions) - (
+                {"activation"} if "mlp" in action.regions else set()
+            )
             assert segment.store == ("device" if first is None else first.store)
             assert not segment.unit or segment.num_layers <= action.unit
 
@@ -59,19 +92,31 @@ def test_a_plan_prints_as_a_policy_that_gives_it(policy: Policy, num_layers: int
 FULL = dict(recompute_granularity="full")
 
 
-@pytest.mark.parametrize(("flags", "policy"), [
-    ({}, "*:none"),
-    (dict(recompute_activations=True), "*:core_attn"),
-    (dict(recompute_granularity="selective", recompute_modules=("pointwise", "core_attn")),
-     "*:layernorm+activation+dropout+core_attn"),
-    (dict(**FULL, recompute_method="uniform"), "*:full"),
-    (dict(**FULL, recompute_method="uniform", recompute_num_layers=2), "0-4:full/2"),
-    (dict(**FULL, recompute_method="block", recompute_num_layers=2), "0,1:full; 2-4:none"),
-    (dict(**FULL, recompute_method="block", recompute_num_layers=9), "*:full"),
-    (dict(**FULL, recompute_method="uniform", distribute_saved_activations=True), "*:full@split"),
-])
-def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(flags: dict[str, object], policy: str) -> None:
-    assert plan_stage(RecomputeConfig(**flags), 5) == plan_stage(RecomputeConfig(recompute_policy=policy), 5)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ({}, "*:none"),
+        (dict(recompute_activations=True), "*:core_attn"),
+        (
+            dict(recompute_granularity="selective", recompute_modules=("pointwise", "core_attn")),
+            "*:layernorm+activation+dropout+core_attn",
+        ),
+        (dict(**FULL, recompute_method="uniform"), "*:full"),
+        (dict(**FULL, recompute_method="uniform", recompute_num_layers=2), "0-4:full/2"),
+        (dict(**FULL, recompute_method="block", recompute_num_layers=2), "0,1:full; 2-4:none"),
+        (dict(**FULL, recompute_method="block", recompute_num_layers=9), "*:full"),
+        (
+            dict(**FULL, recompute_method="uniform", distribute_saved_activations=True),
+            "*:full@split",
+        ),
+    ],
+)
+def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(
+    flags: dict[str, object], policy: str
+) -> None:
+    assert plan_stage(RecomputeConfig(**flags), 5) == plan_stage(
+        RecomputeConfig(recompute_policy=policy), 5
+    )  # type: ignore[arg-type]
 
 
 def test_every_nth_layer_goes_by_its_number() -> None:
@@ -79,7 +124,11 @@ def test_every_nth_layer_goes_by_its_number() -> None:
         plan = plan_stage(RecomputeConfig(recompute_policy=policy), 8)
         return [segment.first_layer for segment in plan.segments if segment.unit]
 
-    assert units("every-3:full") == [0, 3, 6] and units("every-3+2:full") == [2, 5] and units("every-1:full") == list(range(8))
+    assert (
+        units("every-3:full") == [0, 3, 6]
+        and units("every-3+2:full") == [2, 5]
+        and units("every-1:full") == list(range(8))
+    )
 
 
 def test_units_never_reach_over_layers_of_another_rule() -> None:
@@ -91,17 +140,33 @@ def test_units_never_reach_over_layers_of_another_rule() -> None:
 
 def test_a_rule_of_a_stage_leaves_the_others_alone() -> None:
     config = RecomputeConfig(recompute_policy="stage1/0:full; 0:mlp")
-    assert [str(plan_stage(config, 2, stage)) for stage in (0, 1)] == ["0:mlp; 1:none", "0:full; 1:none"]
+    assert [str(plan_stage(config, 2, stage)) for stage in (0, 1)] == [
+        "0:mlp; 1:none",
+        "0:full; 1:none",
+    ]
 
 
-@pytest.mark.parametrize(("text", "character", "message"), [
-    ("", 1, "expected a layer"), ("0-3", 4, "expected ':'"), ("0-3:", 5, "expected an action"),
-    ("0-3:ful", 5, "expected an action: none, full, core_attn"), ("3-1:full", 2, "the range ends before it begins (3-1)"),
-    ("*:full/0", 8, "of at least 1"), ("*:full@moon", 8, "expected a place: device, split, host, split+host (got moon)"),
-    ("*:mlp@split", 7, "full@split"), ("*:mlp+norm", 7, "expected a region"), ("*:mlp+mlp", 3, "named twice"),
-    ("every-0:full", 7, "a step of at least 1"), ("every-2+2:full", 10, "below 2"), ("*:ops()", 7, "expected an operator"),
-    ("*:ops(matmul", 13, "expected ')'"), ("*:full 0:none", 8, "expected ';'"), ("stage/0:full", 6, "the number of a stage"),
-])
+@pytest.mark.parametrize(
+    ("text", "character", "message"),
+    [
+        ("", 1, "expected a layer"),
+        ("0-3", 4, "expected ':'"),
+        ("0-3:", 5, "expected an action"),
+        ("0-3:ful", 5, "expected an action: none, full, core_attn"),
+        ("3-1:full", 2, "the range ends before it begins (3-1)"),
+        ("*:full/0", 8, "of at least 1"),
+        ("*:full@moon", 8, "expected a place: device, split, host, split+host (got moon)"),
+        ("*:mlp@split", 7, "full@split"),
+        ("*:mlp+norm", 7, "expected a region"),
+        ("*:mlp+mlp", 3, "named twice"),
+        ("every-0:full", 7, "a step of at least 1"),
+        ("every-2+2:full", 10, "below 2"),
+        ("*:ops()", 7, "expected an operator"),
+        ("*:ops(matmul", 13, "expected ')'"),
+        ("*:full 0:none", 8, "expected ';'"),
+        ("stage/0:full", 6, "the number of a stage"),
+    ],
+)
 def test_an_error_points_at_the_character(text: str, character: int, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_policy(text)
@@ -115,8 +180,15 @@ def test_text_is_bounded() -> None:
         parse_policy("0:full;" * 1000)
 
 
-@pytest.mark.parametrize("flags", [dict(recompute_activations=True), dict(**FULL, recompute_method="uniform"),
-                                   dict(distribute_saved_activations=True), dict(recompute_modules=("mlp",))])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(recompute_activations=True),
+        dict(**FULL, recompute_method="uniform"),
+        dict(distribute_saved_activations=True),
+        dict(recompute_modules=("mlp",)),
+    ],
+)
 def test_megatrons_flags_and_a_policy_exclude_each_other(flags: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="and --recompute-policy are two ways"):
         RecomputeConfig(recompute_policy="*:full", **flags)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Which layers a stage has, by hand, and the arithmetic that is told where they cannot be divided."""
+"""Which layers a stage has, by hand, and the arithmetic that is told where they cannot be
+divided."""
 
 from __future__ import annotations
 
@@ -12,75 +13,186 @@ from megatron_lite.config.stages import stages, stages_of_rank, whole_model
 
 def of(**fields: int) -> ParallelConfig:
     axes = ("tensor", "pipeline")
-    return ParallelConfig(**{f"{name}_model_parallel_size" if name in axes else name: value for name, value in fields.items()})
+    return ParallelConfig(
+        **{
+            f"{name}_model_parallel_size" if name in axes else name: value
+            for name, value in fields.items()
+        }
+    )
 
 
 def layers(parallel: ParallelConfig, num_layers: int) -> list[list[range]]:
-    return [[range(stage.first_layer, stage.first_layer + stage.num_layers)
-             for stage in stages_of_rank(parallel, num_layers, rank)]
-            for rank in range(parallel.pipeline_model_parallel_size)]
+    return [
+        [
+            range(stage.first_layer, stage.first_layer + stage.num_layers)
+            for stage in stages_of_rank(parallel, num_layers, rank)
+        ]
+        for rank in range(parallel.pipeline_model_parallel_size)
+    ]
 
 
-@pytest.mark.parametrize(("parallel", "num_layers", "expected"), [
-    (of(), 5, [[range(5)]]),
-    (of(pipeline=2), 8, [[range(4)], [range(4, 8)]]),
-    (of(pipeline=2, num_virtual_stages_per_pipeline_rank=2), 8, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
-    (of(pipeline=2, num_layers_per_virtual_pipeline_stage=2), 8, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
-    (of(pipeline=3, decoder_first_pipeline_num_layers=1), 7, [[range(1)], [range(1, 4)], [range(4, 7)]]),
-    (of(pipeline=3, decoder_last_pipeline_num_layers=1), 7, [[range(3)], [range(3, 6)], [range(6, 7)]]),
-    (of(pipeline=2, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=3), 5, [[range(2)], [range(2, 5)]]),
-    (of(pipeline=2, decoder_first_pipeline_num_layers=2, num_virtual_stages_per_pipeline_rank=2), 6,
-     [[range(1), range(3, 4)], [range(1, 3), range(4, 6)]]),
-])
+@pytest.mark.parametrize(
+    ("parallel", "num_layers", "expected"),
+    [
+        (of(), 5, [[range(5)]]),
+        (of(pipeline=2), 8, [[range(4)], [range(4, 8)]]),
+        (
+            of(pipeline=2, num_virtual_stages_per_pipeline_rank=2),
+            8,
+            [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
+        ),
+        (
+            of(pipeline=2, num_layers_per_virtual_pipeline_stage=2),
+            8,
+            [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
+        ),
+        (
+            of(pipeline=3, decoder_first_pipeline_num_layers=1),
+            7,
+            [[range(1)], [range(1, 4)], [range(4, 7)]],
+        ),
+        (
+            of(pipeline=3, decoder_last_pipeline_num_layers=1),
+            7,
+            [[range(3)], [range(3, 6)], [range(6, 7)]],
+        ),
+        (
+            of(pipeline=2, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=3),
+            5,
+            [[range(2)], [range(2, 5)]],
+        ),
+        (
+            of(
+                pipeline=2,
+                decoder_first_pipeline_num_layers=2,
+                num_virtual_stages_per_pipeline_rank=2,
+            ),
+            6,
+            [[range(1), range(3, 4)], [range(1, 3), range(4, 6)]],
+        ),
+    ],
+)
 def test_layers_are_dealt_out_in_the_order_of_the_model(parallel, num_layers, expected):
     assert layers(parallel, num_layers) == expected
     dealt = stages(parallel, num_layers)
     ends = [0, *itertools.accumulate(stage.num_layers for stage in dealt)]
     assert [stage.first_layer for stage in dealt] == ends[:-1] and ends[-1] == num_layers
-    assert [stage.number for stage in dealt] == [*range(len(dealt))] and {stage.count for stage in dealt} == {len(dealt)}
-    assert [stage.number for stage in dealt if stage.is_first or stage.is_last] == sorted({0, len(dealt) - 1})
+    assert [stage.number for stage in dealt] == [*range(len(dealt))] and {
+        stage.count for stage in dealt
+    } == {len(dealt)}
+    assert [stage.number for stage in dealt if stage.is_first or stage.is_last] == sorted(
+        {0, len(dealt) - 1}
+    )
 
 
 def test_without_a_pipeline_there_is_one_stage():
     assert stages(ParallelConfig(), 7) == (whole_model(7),)
 
 
-@pytest.mark.parametrize(("fields", "num_layers", "message"), [
-    (dict(pipeline=3), 8, r"--num-layers 8 is not divisible by --pipeline-model-parallel-size \(3\)"),
-    (dict(pipeline=3, decoder_first_pipeline_num_layers=1), 8,
-     "^--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the other 2 ranks of --pipeline-model-parallel-size "
-     "3, which does not divide evenly: 7 is not a multiple of 2$"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=5), 4,
-     "^--decoder-first-pipeline-num-layers 5 is more than --num-layers 4: give the pipeline rank fewer layers$"),
-    (dict(pipeline=3, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2), 4,
-     "^--decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 2 are together more than --num-layers 4: "
-     "give the pipeline ranks fewer layers$"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=3), 8,
-     "are 6 layers together, and --num-layers is 8: the two ranks of --pipeline-model-parallel-size 2 hold all layers"),
-    (dict(pipeline=4, decoder_last_pipeline_num_layers=6), 8,
-     "--decoder-last-pipeline-num-layers 6 leaves 2 of --num-layers 8 for the other 3 ranks of --pipeline-model-parallel-size 4: "
-     "each pipeline rank needs a layer, so give fewer"),
-    (dict(pipeline=2, num_virtual_stages_per_pipeline_rank=3), 8,
-     "pipeline rank 0 holds 4 layers, which are not divisible by 3 virtual stages"),
-    (dict(pipeline=2, num_layers_per_virtual_pipeline_stage=3), 8,
-     "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=2, num_layers_per_virtual_pipeline_stage=1), 6,
-     "needs stages of equal length"),
-    (dict(pipeline=2, decoder_first_pipeline_num_layers=8), 8,
-     "leaves 0 of --num-layers 8 for the other rank of --pipeline-model-parallel-size 2: each pipeline rank needs a layer"),
-])
+@pytest.mark.parametrize(
+    ("fields", "num_layers", "message"),
+    [
+        (
+            dict(pipeline=3),
+            8,
+            r"--num-layers 8 is not divisible by --pipeline-model-parallel-size \(3\)",
+        ),
+        (
+            dict(pipeline=3, decoder_first_pipeline_num_layers=1),
+            8,
+            "^--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the other 2 "
+            "ranks of --pipeline-model-parallel-size "
+            "3, which does not divide evenly: 7 is not a multiple of 2$",
+        ),
+        (
+            dict(pipeline=2, decoder_first_pipeline_num_layers=5),
+            4,
+            (
+                "^--decoder-first-pipeline-num-layers 5 is more than --num-layers 4: give the "
+                "pipeline rank fewer layers$"
+            ),
+        ),
+        (
+            dict(
+                pipeline=3, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2
+            ),
+            4,
+            "^--decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 2 "
+            "are together more than --num-layers 4: "
+            "give the pipeline ranks fewer layers$",
+        ),
+        (
+            dict(
+                pipeline=2, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=3
+            ),
+            8,
+            (
+                "are 6 layers together, and --num-layers is 8: the two ranks of "
+                "--pipeline-model-parallel-size 2 hold all layers"
+            ),
+        ),
+        (
+            dict(pipeline=4, decoder_last_pipeline_num_layers=6),
+            8,
+            "--decoder-last-pipeline-num-layers 6 leaves 2 of --num-layers 8 for the other 3 "
+            "ranks of --pipeline-model-parallel-size 4: "
+            "each pipeline rank needs a layer, so give fewer",
+        ),
+        (
+            dict(pipeline=2, num_virtual_stages_per_pipeline_rank=3),
+            8,
+            "pipeline rank 0 holds 4 layers, which are not divisible by 3 virtual stages",
+        ),
+        (
+            dict(pipeline=2, num_layers_per_virtual_pipeline_stage=3),
+            8,
+            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers",
+        ),
+        (
+            dict(
+                pipeline=2,
+                decoder_first_pipeline_num_layers=2,
+                num_layers_per_virtual_pipeline_stage=1,
+            ),
+            6,
+            "needs stages of equal length",
+        ),
+        (
+            dict(pipeline=2, decoder_first_pipeline_num_layers=8),
+            8,
+            (
+                "leaves 0 of --num-layers 8 for the other rank of --pipeline-model-parallel-size "
+                "2: each pipeline rank needs a layer"
+            ),
+        ),
+    ],
+)
 def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_layers, message):
     with pytest.raises(ValueError, match=message):
         stages(of(**fields), num_layers)
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    (dict(num_virtual_stages_per_pipeline_rank=2),
-     "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size > 1"),
-    (dict(decoder_last_pipeline_num_layers=2), "--decoder-last-pipeline-num-layers needs --pipeline-model-parallel-size > 1"),
-    (dict(pipeline=2, num_virtual_stages_per_pipeline_rank=2, num_layers_per_virtual_pipeline_stage=2),
-     "both give the number of virtual stages: set one"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            dict(num_virtual_stages_per_pipeline_rank=2),
+            "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size > 1",
+        ),
+        (
+            dict(decoder_last_pipeline_num_layers=2),
+            "--decoder-last-pipeline-num-layers needs --pipeline-model-parallel-size > 1",
+        ),
+        (
+            dict(
+                pipeline=2,
+                num_virtual_stages_per_pipeline_rank=2,
+                num_layers_per_virtual_pipeline_stage=2,
+            ),
+            "both give the number of virtual stages: set one",
+        ),
+    ],
+)
 def test_flags_that_need_a_pipeline_say_so(fields, message):
     with pytest.raises(ValueError, match=message):
         of(**fields)
@@ -89,6 +201,9 @@ def test_flags_that_need_a_pipeline_say_so(fields, message):
 def test_the_world_is_divided_with_the_arithmetic_spelled_out():
     parallel = of(tensor=2, pipeline=3)
     assert parallel.data_parallel_size(12) == 2
-    with pytest.raises(ValueError, match="world size 8 is not a multiple of --tensor-model-parallel-size 2 x "
-                                         "--pipeline-model-parallel-size 3 = 6: start a multiple of 6 processes"):
+    with pytest.raises(
+        ValueError,
+        match="world size 8 is not a multiple of --tensor-model-parallel-size 2 x "
+        "--pipeline-model-parallel-size 3 = 6: start a multiple of 6 processes",
+    ):
         parallel.data_parallel_size(8)

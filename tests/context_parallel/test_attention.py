@@ -1,4 +1,5 @@
-"""Attention over context-parallel ranks, alone, against the softmax formula on whole sequences in float64."""
+"""Attention over context-parallel ranks, alone, against the softmax formula on whole sequences in
+float64."""
 
 from __future__ import annotations
 
@@ -34,10 +35,13 @@ class Results(NamedTuple):
 
 
 def inputs(groups: int, *, size: float = 2.0) -> list[Tensor]:
-    """query, key, value and the output's gradient, whole, in float64. size: the softmax rows are far from even."""
+    """query, key, value and the output's gradient, whole, in float64. size: the softmax rows are
+    far from even."""
     generator = torch.Generator().manual_seed(5)
-    return [size * torch.randn((S, B, heads, D), dtype=torch.float64, generator=generator)
-            for heads in (HEADS, groups, groups, HEADS)]
+    return [
+        size * torch.randn((S, B, heads, D), dtype=torch.float64, generator=generator)
+        for heads in (HEADS, groups, groups, HEADS)
+    ]
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Results:
@@ -51,7 +55,9 @@ def formula(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> Results:
 
 
 def place_of(parallel: ParallelState, comm_type: str) -> ContextParallel:
-    return ContextParallel(group=parallel.cp_group, rank=parallel.cp_rank, size=parallel.cp_size, comm_type=comm_type)
+    return ContextParallel(
+        group=parallel.cp_group, rank=parallel.cp_rank, size=parallel.cp_size, comm_type=comm_type
+    )
 
 
 def of_rank(tensors: list[Tensor] | Results, cp: ContextParallel) -> list[Tensor]:
@@ -73,8 +79,12 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
             cp = place_of(parallel, comm_type)
             for groups in (HEADS, 2, 1):
                 expected = of_rank(formula(*inputs(groups)), cp)
-                for name, want, have in zip(Results._fields, expected, run(cp, groups), strict=True):
-                    found[f"{comm_type}, {groups} groups: {name}"] = ((have - want).abs().max() / want.abs().max()).item()
+                for name, want, have in zip(
+                    Results._fields, expected, run(cp, groups), strict=True
+                ):
+                    found[f"{comm_type}, {groups} groups: {name}"] = (
+                        (have - want).abs().max() / want.abs().max()
+                    ).item()
     return found
 
 
@@ -87,8 +97,9 @@ def test_output_and_gradients_are_those_of_the_formula(cp_size: int) -> None:
 def one_kernel(groups: int) -> Results:
     """Of the whole sequence, in bf16."""
     *leaves, grad = [tensor.bfloat16().requires_grad_() for tensor in inputs(groups)]
-    output = F.scaled_dot_product_attention(*(leaf.permute(1, 2, 0, 3) for leaf in leaves), is_causal=True, scale=SCALE,
-                                            enable_gqa=True).permute(2, 0, 1, 3)
+    output = F.scaled_dot_product_attention(
+        *(leaf.permute(1, 2, 0, 3) for leaf in leaves), is_causal=True, scale=SCALE, enable_gqa=True
+    ).permute(2, 0, 1, 3)
     return Results(output.detach(), *torch.autograd.grad(output, leaves, grad))
 
 
@@ -99,23 +110,32 @@ def bf16_errors(rank: int, world_size: int) -> dict[str, float]:
         for comm_type in COMM_TYPES:
             cp = place_of(parallel, comm_type)
             for groups in (HEADS, 2, 1):
-                expected = of_rank(formula(*(tensor.bfloat16().double() for tensor in inputs(groups))), cp)
+                expected = of_rank(
+                    formula(*(tensor.bfloat16().double() for tensor in inputs(groups))), cp
+                )
                 have, kernels = run(cp, groups, torch.bfloat16), of_rank(one_kernel(groups), cp)
-                for name, want, ours, theirs in zip(Results._fields, expected, have, kernels, strict=True):
-                    found[f"{comm_type}, {groups} groups: {name}"] = ((ours - want).norm() / (theirs - want).norm()).item()
+                for name, want, ours, theirs in zip(
+                    Results._fields, expected, have, kernels, strict=True
+                ):
+                    found[f"{comm_type}, {groups} groups: {name}"] = (
+                        (ours - want).norm() / (theirs - want).norm()
+                    ).item()
     return found
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_bf16_is_nearly_as_exact_as_one_kernel(cp_size: int) -> None:
-    """Each part is rounded to bf16, and so is the sum of a key's gradient on each rank: more often than in one kernel."""
+    """Each part is rounded to bf16, and so is the sum of a key's gradient on each rank: more often
+    than in one kernel."""
     for found in run_ranks(bf16_errors, cp_size, detail=False):
         assert {name: ratio for name, ratio in found.items() if not ratio < 2.5} == {}
 
 
 def both_exchanges(rank: int, world_size: int) -> list[bool]:
     with tp_state(1, cp_size=world_size) as parallel:
-        ring, gathered = (run(place_of(parallel, comm_type), 2, torch.float32) for comm_type in COMM_TYPES)
+        ring, gathered = (
+            run(place_of(parallel, comm_type), 2, torch.float32) for comm_type in COMM_TYPES
+        )
     return [torch.equal(one, other) for one, other in zip(ring, gathered, strict=True)][:2]
 
 
@@ -131,9 +151,14 @@ def rows_of_different_sizes(rank: int, world_size: int) -> list[bool]:
         query, key, value, grad = inputs(2, size=20.0)
         leaves = [part.requires_grad_() for part in of_rank([query, key, value], cp)]
         output = context_parallel_attention(*leaves, cp=cp, scale=SCALE)
-        results = Results(output.detach(), *torch.autograd.grad(output, leaves, of_rank([grad], cp)))
+        results = Results(
+            output.detach(), *torch.autograd.grad(output, leaves, of_rank([grad], cp))
+        )
         expected = of_rank(formula(query, key, value, grad), cp)
-    return [torch.allclose(have, want, rtol=1e-9, atol=1e-9) for have, want in zip(results, expected, strict=True)]
+    return [
+        torch.allclose(have, want, rtol=1e-9, atol=1e-9)
+        for have, want in zip(results, expected, strict=True)
+    ]
 
 
 def test_large_scores_neither_overflow_nor_lose_a_part() -> None:
@@ -153,8 +178,12 @@ def kept(rank: int, world_size: int, dtype: torch.dtype) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.float32, 4), (torch.bfloat16, 4), (torch.float64, 8)])
-def test_kept_are_this_ranks_inputs_its_output_and_one_number_per_row(dtype: torch.dtype, row_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "row_bytes"), [(torch.float32, 4), (torch.bfloat16, 4), (torch.float64, 8)]
+)
+def test_kept_are_this_ranks_inputs_its_output_and_one_number_per_row(
+    dtype: torch.dtype, row_bytes: int
+) -> None:
     rows = S // 2 * B
     expected = rows * D * (2 * HEADS + 2 * 2) * dtype.itemsize + rows * HEADS * row_bytes
     assert run_ranks(kept, 2, dtype) == [[expected] * 2] * 2
@@ -163,10 +192,20 @@ def test_kept_are_this_ranks_inputs_its_output_and_one_number_per_row(dtype: tor
 class _Largest(TorchDispatchMode):
     numel = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         results = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(leaf.untyped_storage().nbytes() // leaf.element_size()
-                                        for leaf in tree_leaves(results) if isinstance(leaf, Tensor))])
+        self.numel = max(
+            [
+                self.numel,
+                *(
+                    leaf.untyped_storage().nbytes() // leaf.element_size()
+                    for leaf in tree_leaves(results)
+                    if isinstance(leaf, Tensor)
+                ),
+            ]
+        )
         return results
 
 
@@ -183,13 +222,16 @@ def largest(rank: int, world_size: int) -> list[int]:
         for comm_type in COMM_TYPES:
             parts = [torch.randn(256 // world_size, 1, 1, 4, requires_grad=True) for _ in range(3)]
             with largest_storage() as numel:
-                context_parallel_attention(*parts, cp=place_of(parallel, comm_type), scale=1.0).square().sum().backward()
+                context_parallel_attention(
+                    *parts, cp=place_of(parallel, comm_type), scale=1.0
+                ).square().sum().backward()
                 found.append(numel())
     return found
 
 
 def test_no_tensor_grows_with_the_square_of_the_sequence() -> None:
-    """s = 256, d = 4: keys and values of all ranks are 2 s d elements, the scores of one rank's half would be s^2 / 8."""
+    """s = 256, d = 4: keys and values of all ranks are 2 s d elements, the scores of one rank's
+    half would be s^2 / 8."""
     assert run_ranks(largest, 2) == [[256 * 4, 2 * 256 * 4]] * 2
 
 

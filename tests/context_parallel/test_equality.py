@@ -1,6 +1,8 @@
-"""Ranks that share each sequence compute what one rank computes alone: loss, gradients, weights after training.
+"""Ranks that share each sequence compute what one rank computes alone: loss, gradients, weights
+after training.
 
-Tolerances as in tests/tensor_parallel/test_equality.py: sums in another order, relative to the largest value of a tensor.
+Tolerances as in tests/tensor_parallel/test_equality.py: sums in another order, relative to the
+largest value of a tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from tests.support.ranks import run_ranks
 
 
 class Layout(NamedTuple):
-    """What is left of the world is data-parallel. seq_length: divisible by 2 c, and by t of it under sequence parallelism."""
+    """What is left of the world is data-parallel. seq_length: divisible by 2 c, and by t of it
+    under sequence parallelism."""
 
     world_size: int
     tp_size: int
@@ -37,19 +40,36 @@ class Layout(NamedTuple):
     @property
     def name(self) -> str:
         sequence = "-sequence-parallel" if self.sequence_parallel else ""
-        return f"tp{self.tp_size}{sequence}-cp{self.cp_size}-{self.cp_comm_type}-world{self.world_size}"
+        context = f"cp{self.cp_size}-{self.cp_comm_type}"
+        return f"tp{self.tp_size}{sequence}-{context}-world{self.world_size}"
 
 
-LAYOUTS = [Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather"), Layout(3, 1, 3), Layout(4, 1, 4, seq_length=16),
-           Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16), Layout(4, 2, 2), Layout(4, 2, 2, True),
-           Layout(4, 2, 2, True, "allgather")]
+LAYOUTS = [
+    Layout(2, 1, 2),
+    Layout(2, 1, 2, cp_comm_type="allgather"),
+    Layout(3, 1, 3),
+    Layout(4, 1, 4, seq_length=16),
+    Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16),
+    Layout(4, 2, 2),
+    Layout(4, 2, 2, True),
+    Layout(4, 2, 2, True, "allgather"),
+]
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
 def outcomes(layout: Layout, parallel: ParallelState) -> dict[tuple[str, torch.dtype], Outcome]:
-    return {(name, dtype): gradients(name, parallel, sequence_parallel=layout.sequence_parallel, dtype=dtype,
-                                     cp_comm_type=layout.cp_comm_type, seq_length=layout.seq_length)
-            for name in VARIANTS for dtype in TOLERANCES}
+    return {
+        (name, dtype): gradients(
+            name,
+            parallel,
+            sequence_parallel=layout.sequence_parallel,
+            dtype=dtype,
+            cp_comm_type=layout.cp_comm_type,
+            seq_length=layout.seq_length,
+        )
+        for name in VARIANTS
+        for dtype in TOLERANCES
+    }
 
 
 def check_gradients(layout: Layout) -> None:
@@ -60,45 +80,79 @@ def check_gradients(layout: Layout) -> None:
     first, *others = run_ranks(work, layout.world_size, detail=False)
     for (name, dtype), outcome in first.items():
         errors = differences(unsharded_gradients(name, dtype, layout.seq_length), outcome)
-        assert {(name, key): error for key, error in errors.items() if not error < TOLERANCES[dtype]} == {}
+        assert {
+            (name, key): error for key, error in errors.items() if not error < TOLERANCES[dtype]
+        } == {}
         for other in others:  # all ranks update alike
-            assert all(torch.equal(grad, other[name, dtype].grads[key]) for key, grad in outcome.grads.items())
+            assert all(
+                torch.equal(grad, other[name, dtype].grads[key])
+                for key, grad in outcome.grads.items()
+            )
 
 
 # What a default run has: either exchange, two and four ranks, with and without tensor parallelism.
-DEFAULT = {Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather"), Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16),
-           Layout(4, 2, 2, True)}
+DEFAULT = {
+    Layout(2, 1, 2),
+    Layout(2, 1, 2, cp_comm_type="allgather"),
+    Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16),
+    Layout(4, 2, 2, True),
+}
 
 
 def marked(layouts: list[Layout], default: set[Layout]) -> list[Any]:
     """Parameters, those outside of `default` left to .ci/run."""
-    return [pytest.param(layout, id=layout.name, marks=[pytest.mark.long] * (layout not in default)) for layout in layouts]
+    return [
+        pytest.param(layout, id=layout.name, marks=[pytest.mark.long] * (layout not in default))
+        for layout in layouts
+    ]
 
 
 @pytest.mark.parametrize("layout", marked(LAYOUTS, DEFAULT))
 def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None:
-    """Learned positions and rotary ones, query groups, flash and unfused attention: all variants, in both precisions."""
+    """Learned positions and rotary ones, query groups, flash and unfused attention: all variants,
+    in both precisions."""
     check_gradients(layout)
 
 
-TRAININGS = [Layout(2, 1, 2), Layout(4, 2, 2, True, "allgather"), Layout(4, 1, 2)]  # the last with two replicas
+# the last with two replicas
+TRAININGS = [Layout(2, 1, 2), Layout(4, 2, 2, True, "allgather"), Layout(4, 1, 2)]
 
 
 @pytest.mark.parametrize("layout", marked(TRAININGS, {TRAININGS[1]}))
 def test_ten_steps_of_training_equal_those_of_one_rank(layout: Layout) -> None:
-    """Without clipping, whose norm is a float32 number. In float32 weights are not compared: AdamW turns the rounding noise of
-    a gradient that is zero in exact arithmetic (a key's bias) into steps of full size."""
+    """Without clipping, whose norm is a float32 number. In float32 weights are not compared: AdamW
+    turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into
+    steps of full size."""
+
     def work(rank: int, world_size: int) -> list[Training]:
         with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
-            return [train(name, parallel, steps=10, sequence_parallel=layout.sequence_parallel, dtype=dtype, clip_grad=0.0,
-                          cp_comm_type=layout.cp_comm_type) for name, dtype in cases]
+            return [
+                train(
+                    name,
+                    parallel,
+                    steps=10,
+                    sequence_parallel=layout.sequence_parallel,
+                    dtype=dtype,
+                    clip_grad=0.0,
+                    cp_comm_type=layout.cp_comm_type,
+                )
+                for name, dtype in cases
+            ]
 
     cases = [("gpt2", torch.float64), ("llama", torch.float64), ("gpt2", torch.float32)]
     with tp_state(1) as alone:
-        expected = [train(name, alone, steps=10, dtype=dtype, clip_grad=0.0) for name, dtype in cases]
+        expected = [
+            train(name, alone, steps=10, dtype=dtype, clip_grad=0.0) for name, dtype in cases
+        ]
     for of_rank in run_ranks(work, layout.world_size, detail=False):
         for (_, dtype), want, have in zip(cases, expected, of_rank, strict=True):
             assert want.losses[-1] < want.losses[0] - 0.5  # it trains
-            assert have.losses == pytest.approx(want.losses, rel=1e-10 if dtype == torch.float64 else 1e-5)
+            assert have.losses == pytest.approx(
+                want.losses, rel=1e-10 if dtype == torch.float64 else 1e-5
+            )
             if dtype == torch.float64:
-                assert {key for key, value in want.weights.items() if not difference(value, have.weights[key]) < 1e-8} == set()
+                assert {
+                    key
+                    for key, value in want.weights.items()
+                    if not difference(value, have.weights[key]) < 1e-8
+                } == set()

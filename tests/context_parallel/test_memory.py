@@ -1,4 +1,5 @@
-"""What a run over context-parallel ranks keeps, sends and computes, against the closed forms. No tolerance."""
+"""What a run over context-parallel ranks keeps, sends and computes, against the closed forms. No
+tolerance."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from tests.memory.test_collectives import policies as sending_policies
 from tests.memory.test_replay_flops import FORMULAS
 from tests.support.collectives import recorded_collectives
 from tests.support.equality import variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+)
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
@@ -38,40 +46,77 @@ class Layout(NamedTuple):
     cp_comm_type: str = "p2p"
 
     def sizes(self, dtype: torch.dtype = torch.float32) -> Sizes:
-        return Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(self.tp_size),
-                     tp_size=self.tp_size, sequence_parallel=self.sequence_parallel, cp_size=self.cp_size,
-                     cp_comm_type=self.cp_comm_type, element_bytes=dtype.itemsize)
+        return Sizes(
+            micro_batch_size=BATCH,
+            seq_length=SEQ_LENGTH,
+            padded_vocab_size=padded_vocab_size(self.tp_size),
+            tp_size=self.tp_size,
+            sequence_parallel=self.sequence_parallel,
+            cp_size=self.cp_size,
+            cp_comm_type=self.cp_comm_type,
+            element_bytes=dtype.itemsize,
+        )
 
 
 def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple[int, list[str]]:
-    """How many cases were measured, and those where prediction and measurement differ. Takes each `every`-th of all cases."""
+    """How many cases were measured, and those where prediction and measurement differ. Takes each
+    `every`-th of all cases."""
     wrong = []
     can_split = layout.tp_size > 1 and not layout.sequence_parallel
-    cases = list(itertools.product(models(), all_policies(can_split=can_split), (torch.float32, torch.bfloat16)))[::every]
+    cases = list(
+        itertools.product(
+            models(), all_policies(can_split=can_split), (torch.float32, torch.bfloat16)
+        )
+    )[::every]
     cases = sampled(cases, every=3)
     with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
         for config, recompute, dtype in cases:
-            found = figures(config, recompute, parallel, sequence_parallel=layout.sequence_parallel, dtype=dtype,
-                            cp_comm_type=layout.cp_comm_type)
+            found = figures(
+                config,
+                recompute,
+                parallel,
+                sequence_parallel=layout.sequence_parallel,
+                dtype=dtype,
+                cp_comm_type=layout.cp_comm_type,
+            )
             if not found.agree:
                 wrong.append(f"{config} {recompute} {dtype}: {found}")
     return len(cases), wrong
 
 
-@pytest.mark.parametrize(("layout", "every"), [(Layout(1, 2), 101), (Layout(1, 3, cp_comm_type="allgather"), 199),
-                                               (Layout(2, 2), 211), (Layout(2, 2, True, "allgather"), 211)])
+@pytest.mark.parametrize(
+    ("layout", "every"),
+    [
+        (Layout(1, 2), 101),
+        (Layout(1, 3, cp_comm_type="allgather"), 199),
+        (Layout(2, 2), 211),
+        (Layout(2, 2, True, "allgather"), 211),
+    ],
+)
 def test_predicted_bytes_are_the_measured_ones(layout: Layout, every: int) -> None:
-    for count, wrong in run_ranks(wrong_bytes, layout.tp_size * layout.cp_size, layout, every, detail=False):
+    for count, wrong in run_ranks(
+        wrong_bytes, layout.tp_size * layout.cp_size, layout, every, detail=False
+    ):
         assert wrong == [] and count > 10
 
 
 def living(rank: int, world_size: int) -> list[bool]:
     found = []
     with tp_state(1, cp_size=world_size) as parallel:
-        for name, comm_type, recompute in itertools.product(("gpt2", "llama", "qwen"), ("p2p", "allgather"),
-                                                            sampled(list(all_policies(can_split=False))[::7], every=3)):
-            each = figures(variant_config(name, hidden_dropout=0.1), recompute, parallel, sequence_parallel=False,
-                           dtype=torch.bfloat16, live=LiveStorages(), cp_comm_type=comm_type)
+        for name, comm_type, recompute in itertools.product(
+            ("gpt2", "llama", "qwen"),
+            ("p2p", "allgather"),
+            sampled(list(all_policies(can_split=False))[::7], every=3),
+        ):
+            each = figures(
+                variant_config(name, hidden_dropout=0.1),
+                recompute,
+                parallel,
+                sequence_parallel=False,
+                dtype=torch.bfloat16,
+                live=LiveStorages(),
+                cp_comm_type=comm_type,
+            )
             found.append(each.agree and each.unaccounted == 0)
     return found
 
@@ -85,48 +130,86 @@ def test_what_is_saved_is_all_that_lives() -> None:
 def plans_of(layout: Layout) -> dict[str, RecomputePlan]:
     """More than two ranks run every third: they are slow."""
     plans = sending_policies(can_split=layout.tp_size > 1 and not layout.sequence_parallel)
-    return dict(sampled(list(plans.items())[:: 3 if layout.tp_size * layout.cp_size > 2 else 1], every=4))
+    return dict(
+        sampled(list(plans.items())[:: 3 if layout.tp_size * layout.cp_size > 2 else 1], every=4)
+    )
 
 
-def sent(rank: int, world_size: int, layout: Layout, config: ModelConfig) -> dict[str, tuple[Counter, Counter]]:
+def sent(
+    rank: int, world_size: int, layout: Layout, config: ModelConfig
+) -> dict[str, tuple[Counter, Counter]]:
     """By policy: what the forward sent, and what the backward did, its replays included."""
     found = {}
     with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
         for name, plan in plans_of(layout).items():
-            model = build_tiny_model(config, parallel, sequence_parallel=layout.sequence_parallel, dtype=torch.bfloat16,
-                                     plan=plan, cp_comm_type=layout.cp_comm_type)
+            model = build_tiny_model(
+                config,
+                parallel,
+                sequence_parallel=layout.sequence_parallel,
+                dtype=torch.bfloat16,
+                plan=plan,
+                cp_comm_type=layout.cp_comm_type,
+            )
             with recorded_collectives() as forward:
                 loss = model.loss(*sample_tokens(parallel=parallel)).mean()
             with recorded_collectives() as backward:
                 loss.backward()
             tokens = BATCH * SEQ_LENGTH // layout.cp_size
-            found[name] = tuple(by_kind_and_bytes(one, 2, tokens=tokens) for one in (forward, backward))
+            found[name] = tuple(
+                by_kind_and_bytes(one, 2, tokens=tokens) for one in (forward, backward)
+            )
     return found
 
 
-@pytest.mark.parametrize(("layout", "backend"), [
-    (Layout(1, 2), "flash"), (Layout(1, 3, cp_comm_type="allgather"), "flash"), (Layout(1, 2), "unfused"),
-    (Layout(2, 2, True), "flash"), (Layout(2, 2, cp_comm_type="allgather"), "flash")])
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [
+        (Layout(1, 2), "flash"),
+        (Layout(1, 3, cp_comm_type="allgather"), "flash"),
+        (Layout(1, 2), "unfused"),
+        (Layout(2, 2, True), "flash"),
+        (Layout(2, 2, cp_comm_type="allgather"), "flash"),
+    ],
+)
 def test_every_policy_sends_what_is_predicted(layout: Layout, backend: str) -> None:
     config = variant_config("llama", num_layers=3, attention_backend=backend)
     expected: dict[str, tuple[Counter[Collective], Counter[Collective]]] = {}
     for name, plan in plans_of(layout).items():
         exchange = plan_collectives(config, plan, layout.sizes(torch.bfloat16))
         expected[name] = Counter(exchange.forward), Counter(exchange.backward + exchange.replay)
-    assert run_ranks(sent, layout.tp_size * layout.cp_size, layout, config, detail=False) == [expected] * (
-        layout.tp_size * layout.cp_size)
+    assert run_ranks(sent, layout.tp_size * layout.cp_size, layout, config, detail=False) == [
+        expected
+    ] * (layout.tp_size * layout.cp_size)
 
 
 def test_by_hand_what_one_layer_sends() -> None:
-    """4 ranks, s = 16, b = 1, g = 2 groups of d = 8 channels, 4 bytes: a part of keys and values has 2 x 4 x 16 x 4 = 512."""
-    config = ModelConfig(num_layers=1, hidden_size=32, num_attention_heads=4, max_position_embeddings=16, attention_dropout=0.0,
-                         group_query_attention=True, num_query_groups=2)
+    """4 ranks, s = 16, b = 1, g = 2 groups of d = 8 channels, 4 bytes: a part of keys and values
+    has 2 x 4 x 16 x 4 = 512."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        attention_dropout=0.0,
+        group_query_attention=True,
+        num_query_groups=2,
+    )
     facts = dict(micro_batch_size=1, seq_length=16, padded_vocab_size=64, cp_size=4)
     for comm_type, forward, backward in (
-            ("p2p", {("ring shift", 512): 3}, {("ring shift", 512): 7}),
-            ("allgather", {("all-gather", 2048): 1}, {("all-gather", 2048): 1, ("reduce-scatter", 2048): 1})):
-        exchange = plan_collectives(config, keep_everything(1), Sizes(**facts, cp_comm_type=comm_type))  # type: ignore[arg-type]
-        assert (Counter(map(tuple, exchange.forward)), Counter(map(tuple, exchange.backward))) == (forward, backward)
+        ("p2p", {("ring shift", 512): 3}, {("ring shift", 512): 7}),
+        (
+            "allgather",
+            {("all-gather", 2048): 1},
+            {("all-gather", 2048): 1, ("reduce-scatter", 2048): 1},
+        ),
+    ):
+        exchange = plan_collectives(
+            config, keep_everything(1), Sizes(**facts, cp_comm_type=comm_type)
+        )  # type: ignore[arg-type]
+        assert (Counter(map(tuple, exchange.forward)), Counter(map(tuple, exchange.backward))) == (
+            forward,
+            backward,
+        )
 
 
 def counted(rank: int, world_size: int, config: ModelConfig) -> int:
@@ -139,9 +222,12 @@ def counted(rank: int, world_size: int, config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
 def test_the_ranks_together_compute_the_figure_but_for_what_no_query_may_read(backend: str) -> None:
-    """Of the square's blocks flash attention runs c+1 in 2c: on each rank its own, and half of every other."""
+    """Of the square's blocks flash attention runs c+1 in 2c: on each rank its own, and half of
+    every other."""
     config, cp_size = variant_config("llama", num_layers=1, attention_backend=backend), 3
-    facts = dict(batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(1), device="cpu")
+    facts = dict(
+        batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(1), device="cpu"
+    )
     figure = hardware_flops(config, keep_everything(1), **facts)  # type: ignore[arg-type]
     matmul = 2 * BATCH * SEQ_LENGTH**2 * config.num_attention_heads * config.head_dim
     left_out = 0 if backend == "unfused" else (2 + 5) * matmul * (cp_size - 1) // (2 * cp_size)

@@ -1,4 +1,5 @@
-"""No recompute policy changes a bit over context-parallel ranks: loss and every gradient torch.equal to keeping everything."""
+"""No recompute policy changes a bit over context-parallel ranks: loss and every gradient
+torch.equal to keeping everything."""
 
 from __future__ import annotations
 
@@ -16,36 +17,73 @@ from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3  # not divisible by the units of 2
-CONTEXT_MODELS = {"gpt": MODELS["gpt, SDPA, no dropout"],
-                  "llama": replace(MODELS["llama, SDPA, residual dropout"], group_query_attention=True, num_query_groups=2),
-                  "unfused": MODELS["gpt, unfused, dropout"]}
+CONTEXT_MODELS = {
+    "gpt": MODELS["gpt, SDPA, no dropout"],
+    "llama": replace(
+        MODELS["llama, SDPA, residual dropout"], group_query_attention=True, num_query_groups=2
+    ),
+    "unfused": MODELS["gpt, unfused, dropout"],
+}
 
 
-def faults(rank: int, world_size: int, tp_size: int, sequence_parallel: bool, name: str, comm_type: str,
-           dtype: torch.dtype) -> dict[str, list[str]]:
-    """{policy: what it changed}, empty if nothing did. Four ranks run every third policy: they are slow."""
+def faults(
+    rank: int,
+    world_size: int,
+    tp_size: int,
+    sequence_parallel: bool,
+    name: str,
+    comm_type: str,
+    dtype: torch.dtype,
+) -> dict[str, list[str]]:
+    """{policy: what it changed}, empty if nothing did. Four ranks run every third policy: they are
+    slow."""
     outcomes, found = {}, {}
     config = replace(CONTEXT_MODELS[name], num_layers=NUM_LAYERS)
     with tp_state(tp_size, cp_size=world_size // tp_size) as parallel:
-        named = list(policies(can_split=tp_size > 1 and not sequence_parallel).items())[:: 3 if world_size == 4 else 1]
+        named = list(policies(can_split=tp_size > 1 and not sequence_parallel).items())[
+            :: 3 if world_size == 4 else 1
+        ]
         named = sampled(named, every=3)
         for policy, recompute in [("none", RecomputeConfig()), *named]:
-            fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank,
-                                                     dp_rank=parallel.dp_cp_rank))
-            model = build_tiny_model(config, fresh, sequence_parallel=sequence_parallel, dtype=dtype,
-                                     plan=plan_stage(recompute, NUM_LAYERS), cp_comm_type=comm_type)
+            fresh = replace(
+                parallel,
+                rng=RngStreams(
+                    parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank
+                ),
+            )
+            model = build_tiny_model(
+                config,
+                fresh,
+                sequence_parallel=sequence_parallel,
+                dtype=dtype,
+                plan=plan_stage(recompute, NUM_LAYERS),
+                cp_comm_type=comm_type,
+            )
             outcomes[policy] = loss_and_grads(model, fresh, micro_batches=1)
             if differences := changed(outcomes["none"], outcomes[policy]):
                 found[policy] = differences
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel", "name", "comm_type", "dtype"), [
-    pytest.param(1, 2, False, "gpt", "p2p", torch.float32, marks=pytest.mark.long),
-    (1, 2, False, "llama", "allgather", torch.bfloat16),
-    (1, 2, False, "unfused", "p2p", torch.float32), (2, 2, True, "llama", "p2p", torch.float32),
-    pytest.param(2, 2, False, "gpt", "allgather", torch.bfloat16, marks=pytest.mark.long)])
-def test_gradients_are_unchanged_to_the_bit(tp_size: int, cp_size: int, sequence_parallel: bool, name: str, comm_type: str,
-                                            dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tp_size", "cp_size", "sequence_parallel", "name", "comm_type", "dtype"),
+    [
+        pytest.param(1, 2, False, "gpt", "p2p", torch.float32, marks=pytest.mark.long),
+        (1, 2, False, "llama", "allgather", torch.bfloat16),
+        (1, 2, False, "unfused", "p2p", torch.float32),
+        (2, 2, True, "llama", "p2p", torch.float32),
+        pytest.param(2, 2, False, "gpt", "allgather", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_are_unchanged_to_the_bit(
+    tp_size: int,
+    cp_size: int,
+    sequence_parallel: bool,
+    name: str,
+    comm_type: str,
+    dtype: torch.dtype,
+) -> None:
     arguments = (tp_size, sequence_parallel, name, comm_type, dtype)
-    assert run_ranks(faults, tp_size * cp_size, *arguments, detail=False) == [{}] * tp_size * cp_size
+    assert (
+        run_ranks(faults, tp_size * cp_size, *arguments, detail=False) == [{}] * tp_size * cp_size
+    )

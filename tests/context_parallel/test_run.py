@@ -31,13 +31,23 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
-LLAMA = dict(NO_DROPOUT, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, ffn_hidden_size=48,
-             add_bias_linear=False, group_query_attention=True, num_query_groups=2)
+LLAMA = dict(
+    NO_DROPOUT,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    ffn_hidden_size=48,
+    add_bias_linear=False,
+    group_query_attention=True,
+    num_query_groups=2,
+)
 ITERATIONS = 10
 
 
 def shared(config: RunConfig, cp_size: int, **fields: Any) -> RunConfig:
-    return replace(config, parallel=replace(config.parallel, context_parallel_size=cp_size, **fields))
+    return replace(
+        config, parallel=replace(config.parallel, context_parallel_size=cp_size, **fields)
+    )
 
 
 def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:
@@ -49,29 +59,58 @@ def validated(rank: int, world_size: int, config: RunConfig) -> float:
     assert trainer.datasets.valid is not None
     runner = StageRunner.of(config, trainer.model, trainer.parallel)
     count = trainer.batches.num_microbatches(trainer.batches.full)
-    return evaluate(runner, trainer.datasets.valid, num_iterations=1, num_microbatches=count,
-                    micro_batch_size=1).loss
+    return evaluate(
+        runner, trainer.datasets.valid, num_iterations=1, num_microbatches=count, micro_batch_size=1
+    ).loss
 
 
-ZERO_1 = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+ZERO_1 = DataParallelConfig(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
 
 
-@pytest.mark.parametrize(("model", "world_size", "layout", "data_parallel"), [
-    (NO_DROPOUT, 2, {}, DataParallelConfig()), (NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True)),
-    (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1),
-    pytest.param(LLAMA, 4, dict(pipeline_model_parallel_size=2), DataParallelConfig(), marks=pytest.mark.long)],
-    ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"])
-def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path: Path, model: dict[str, Any], world_size: int,
-                                                                  layout: dict[str, Any],
-                                                                  data_parallel: DataParallelConfig) -> None:
+@pytest.mark.parametrize(
+    ("model", "world_size", "layout", "data_parallel"),
+    [
+        (NO_DROPOUT, 2, {}, DataParallelConfig()),
+        (NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True)),
+        (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1),
+        pytest.param(
+            LLAMA,
+            4,
+            dict(pipeline_model_parallel_size=2),
+            DataParallelConfig(),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["gpt-cp2", "gpt-cp2-fsdp2", "llama-cp2-dp2-zero1", "llama-cp2-pp2"],
+)
+def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
+    tmp_path: Path,
+    model: dict[str, Any],
+    world_size: int,
+    layout: dict[str, Any],
+    data_parallel: DataParallelConfig,
+) -> None:
     alone = validated(0, 1, run_of(model, metrics=tmp_path / "one"))
-    config = replace(shared(run_of(model, metrics=tmp_path / "several"), 2, **layout), data_parallel=data_parallel)
+    config = replace(
+        shared(run_of(model, metrics=tmp_path / "several"), 2, **layout),
+        data_parallel=data_parallel,
+    )
     of_ranks = run_ranks(validated, world_size, config, detail=False)
     expected, found = rows(tmp_path / "one"), rows(tmp_path / "several")
     for field in ("lm_loss", "grad_norm"):
-        assert [row[field] for row in found] == pytest.approx([row[field] for row in expected], rel=1e-5)
-    assert len(found) == ITERATIONS and set(of_ranks) == {of_ranks[0]} and of_ranks[0] == pytest.approx(alone, rel=1e-5)
-    assert {row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in found} == {True}
+        assert [row[field] for row in found] == pytest.approx(
+            [row[field] for row in expected], rel=1e-5
+        )
+    assert (
+        len(found) == ITERATIONS
+        and set(of_ranks) == {of_ranks[0]}
+        and of_ranks[0] == pytest.approx(alone, rel=1e-5)
+    )
+    assert {
+        row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in found
+    } == {True}
 
 
 def test_ranks_that_share_sequences_read_the_same_samples_and_take_their_chunks() -> None:
@@ -79,46 +118,80 @@ def test_ranks_that_share_sequences_read_the_same_samples_and_take_their_chunks(
     whole = fetch(dataset, [3, 4], torch.device("cpu"))
     for rank, places in ((0, [0, 1, 10, 11]), (1, [2, 3, 8, 9]), (2, [4, 5, 6, 7])):
         part = fetch(dataset, [3, 4], torch.device("cpu"), cp_rank=rank, cp_size=3)
-        assert torch.equal(part.tokens, whole.tokens[:, places]) and torch.equal(part.labels, whole.labels[:, places])
-        assert part.tokens.untyped_storage().nbytes() == 2 * 4 * 8  # of the sample nothing else is kept
+        assert torch.equal(part.tokens, whole.tokens[:, places]) and torch.equal(
+            part.labels, whole.labels[:, places]
+        )
+        # of the sample nothing else is kept
+        assert part.tokens.untyped_storage().nbytes() == 2 * 4 * 8
 
 
 def state(trainer: Any) -> dict[str, Tensor]:
     parameters = dict(trainer.model.named_parameters())
-    moments = {f"{name}/{key}": (value, parameters[name]) for name, values in trainer.optimizer.states.items()
-               for key, value in values.items()}
-    return {name: whole_tensor(value, like, trainer.parallel)
-            for name, (value, like) in {**{name: (value, value) for name, value in parameters.items()}, **moments}.items()}
+    moments = {
+        f"{name}/{key}": (value, parameters[name])
+        for name, values in trainer.optimizer.states.items()
+        for key, value in values.items()
+    }
+    return {
+        name: whole_tensor(value, like, trainer.parallel)
+        for name, (value, like) in {
+            **{name: (value, value) for name, value in parameters.items()},
+            **moments,
+        }.items()
+    }
 
 
 def trained(rank: int, world_size: int, config: RunConfig) -> dict[str, Tensor]:
     return state(run_to_end(config))
 
 
-def loaded(rank: int, world_size: int, config: RunConfig) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def loaded(
+    rank: int, world_size: int, config: RunConfig
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)
-        notices = load_checkpoint(trainer.start, config, parallel, trainer.model, trainer.optimizer).notices
+        notices = load_checkpoint(
+            trainer.start, config, parallel, trainer.model, trainer.optimizer
+        ).notices
         return state(trainer), notices
 
 
-def test_a_checkpoint_of_two_context_parallel_ranks_loads_anywhere_and_says_what_starts_anew(tmp_path: Path) -> None:
-    config = tiny_run(model=dict(attention_dropout=0.0), training=dict(train_iters=3), checkpoint=dict(save=str(tmp_path)))
+def test_a_checkpoint_of_two_context_parallel_ranks_loads_anywhere_and_says_what_starts_anew(
+    tmp_path: Path,
+) -> None:
+    config = tiny_run(
+        model=dict(attention_dropout=0.0),
+        training=dict(train_iters=3),
+        checkpoint=dict(save=str(tmp_path)),
+    )
     saved = run_ranks(trained, 2, shared(config, 2))[0]
     for cp_size, tp_size in ((1, 1), (2, 1), (1, 2)):
-        other = with_checkpoint(shared(config, cp_size, tensor_model_parallel_size=tp_size), load=str(tmp_path))
+        other = with_checkpoint(
+            shared(config, cp_size, tensor_model_parallel_size=tp_size), load=str(tmp_path)
+        )
         found, notices = run_ranks(loaded, cp_size * tp_size, other, detail=False)[0]
-        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+        assert found.keys() == saved.keys() and all(
+            torch.equal(found[name], saved[name]) for name in saved
+        )
         told = [notice for notice in notices if "random-number streams" in notice]
-        assert told == ([] if cp_size == 2 else [
-            "the checkpoint was saved on TP 1 x CP 2 x PP 1 x DP 1, this run has "
-            f"TP {tp_size} x CP 1 x PP 1 x DP 1: random-number streams (dropout) start from --seed"])
+        assert told == (
+            []
+            if cp_size == 2
+            else [
+                "the checkpoint was saved on TP 1 x CP 2 x PP 1 x DP 1, this run has "
+                f"TP {tp_size} x CP 1 x PP 1 x DP 1: random-number streams (dropout) start "
+                "from --seed"
+            ]
+        )
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
     """With dropout: each rank goes on with its own streams."""
+
     def work(rank: int, world_size: int) -> list[bool]:
-        config = shared(tiny_run(model=dict(attention_backend="unfused"), training=dict(train_iters=4)), 2)
+        config = shared(
+            tiny_run(model=dict(attention_backend="unfused"), training=dict(train_iters=4)), 2
+        )
         whole = trained(rank, 2, config)
         first = replace(config, training=replace(config.training, exit_interval=2))
         run_to_end(with_checkpoint(first, save=str(tmp_path)))
@@ -130,22 +203,35 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> No
 
 def test_initial_weights_do_not_depend_on_it_and_dropout_masks_differ() -> None:
     def work(rank: int, world_size: int) -> tuple[dict[str, Tensor], Tensor]:
-        config = shared(tiny_run(), 1) if world_size == 1 else shared(tiny_run(model=dict(attention_backend="unfused")), 2)
+        config = (
+            shared(tiny_run(), 1)
+            if world_size == 1
+            else shared(tiny_run(model=dict(attention_backend="unfused")), 2)
+        )
         with parallel_state(config.parallel, seed=config.training.seed) as parallel:
             model = build_trainer(config, parallel).model
             return {name: value.detach() for name, value in model.named_parameters()}, torch.rand(4)
 
-    (alone, _), = run_ranks(work, 1)
+    ((alone, _),) = run_ranks(work, 1)
     (first, drawn), (second, drawn_by_second) = run_ranks(work, 2)
-    assert all(torch.equal(alone[name], first[name]) and torch.equal(alone[name], second[name]) for name in alone)
+    assert all(
+        torch.equal(alone[name], first[name]) and torch.equal(alone[name], second[name])
+        for name in alone
+    )
     assert not torch.equal(drawn, drawn_by_second)
 
 
 def test_the_report_announces_what_training_measures() -> None:
     config = shared(run_of(LLAMA), 2)
     for recompute in (RecomputeConfig(), RecomputeConfig(recompute_policy="0:core_attn; *:full")):
-        config = replace(config, recompute=recompute, training=replace(config.training, train_iters=1, eval_iters=0))
-        (measured, _) = run_ranks(lambda rank, world_size, run: run_to_end(run).activation_bytes, 2, config)
+        config = replace(
+            config,
+            recompute=recompute,
+            training=replace(config.training, train_iters=1, eval_iters=0),
+        )
+        (measured, _) = run_ranks(
+            lambda rank, world_size, run: run_to_end(run).activation_bytes, 2, config
+        )
         assert explain(config, "cpu").own.kept_bytes == measured.measured
     text = report_text(explain(config, "cpu"))
     assert "tensor-parallel 1, context-parallel 2 (p2p); on the CPU, with flash attention" in text
@@ -165,15 +251,26 @@ def test_text_is_generated_without_it() -> None:
 
 def test_a_policy_that_keeps_nothing_over_context_parallel_ranks_is_told() -> None:
     run = [*SMALL_RUN, *MOCK, "--attention-dropout", "0", "--recompute-policy"]
-    kernel, own = "aten._scaled_dot_product_flash_attention_for_cpu.default", "megatron_lite.context_parallel_attention.default"
+    kernel, own = (
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "megatron_lite.context_parallel_attention.default",
+    )
     shares = ["--context-parallel-size", "2"]
 
     def told(*words: str) -> list[str]:
-        return [notice for notice in parse_args([*run, *words]).notices if "keeps nothing" in notice]
+        return [
+            notice for notice in parse_args([*run, *words]).notices if "keeps nothing" in notice
+        ]
 
     assert told(f"*:ops({kernel})", *shares) == [
-        f"--recompute-policy ops({kernel}) keeps nothing: over context-parallel ranks attention is one operator, {own}"]
-    assert told(f"*:ops({own})") == [f"--recompute-policy ops({own}) keeps nothing: --context-parallel-size is 1"]
+        (
+            f"--recompute-policy ops({kernel}) keeps nothing: over context-parallel ranks "
+            f"attention is one operator, {own}"
+        )
+    ]
+    assert told(f"*:ops({own})") == [
+        f"--recompute-policy ops({own}) keeps nothing: --context-parallel-size is 1"
+    ]
     assert told("*:ops(collective)", *shares) != [] and told("*:ops(attention)", *shares) == []
     assert told("*:ops(collective)", *shares, "--attention-backend", "unfused") == []
 
@@ -182,5 +279,11 @@ def test_the_command_line_runs_it() -> None:
     words = "--attention-dropout 0 --context-parallel-size 2 --train-iters 4"
     done = run_program(*SMALL_RUN, *MOCK, *words.split(), ranks=2)
     assert done.returncode == 0, done.stderr
-    assert "2 rank(s): tensor-parallel 1, context-parallel 2, pipeline-parallel 1, data-parallel 1, on cpu" in done.stdout
-    assert "iteration        4/       4" in done.stdout and "validation loss at iteration 4" in done.stdout
+    assert (
+        "2 rank(s): tensor-parallel 1, context-parallel 2, pipeline-parallel 1, data-parallel "
+        "1, on cpu"
+    ) in done.stdout
+    assert (
+        "iteration        4/       4" in done.stdout
+        and "validation loss at iteration 4" in done.stdout
+    )

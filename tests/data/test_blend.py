@@ -8,7 +8,12 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import DataConfig
-from megatron_lite.data.blend import BlendedDataset, build_blend_index, parse_data_path, samples_to_request
+from megatron_lite.data.blend import (
+    BlendedDataset,
+    build_blend_index,
+    parse_data_path,
+    samples_to_request,
+)
 from megatron_lite.data.datasets import Datasets, build_datasets
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.splits import normalized
@@ -21,9 +26,15 @@ def write(prefix: Path, *, first_id: int, documents: int = 20, length: int = 11)
     return str(prefix)
 
 
-def build(*data_path: str, num_samples: tuple[int, int, int] = (30, 4, 2), split: str = "6,3,1") -> Datasets:
-    return build_datasets(DataConfig(seq_length=5, data_path=data_path, split=split), vocab_size=1000, seed=3,
-                          num_samples=num_samples)
+def build(
+    *data_path: str, num_samples: tuple[int, int, int] = (30, 4, 2), split: str = "6,3,1"
+) -> Datasets:
+    return build_datasets(
+        DataConfig(seq_length=5, data_path=data_path, split=split),
+        vocab_size=1000,
+        seed=3,
+        num_samples=num_samples,
+    )
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (3, 1), (1, 2, 5), (1, 1, 1, 1, 1, 1, 1), (50, 1, 7)])
@@ -41,7 +52,8 @@ def test_each_pick_is_the_largest_error_in_exact_arithmetic(weights: tuple[int, 
 
 def test_first_of_equal_errors_wins() -> None:
     assert build_blend_index([0.5, 0.5], 6).dataset.tolist() == [0, 1, 0, 1, 0, 1]
-    assert build_blend_index([0.25, 0.75], 8).dataset.tolist() == [1, 0, 1, 1, 0, 1, 1, 1]  # a tie at n = 4: 0 and 0
+    # a tie at n = 4: 0 and 0
+    assert build_blend_index([0.25, 0.75], 8).dataset.tolist() == [1, 0, 1, 1, 0, 1, 1, 1]
 
 
 def test_a_blend_never_asks_a_part_for_more_than_it_requests() -> None:
@@ -50,11 +62,18 @@ def test_a_blend_never_asks_a_part_for_more_than_it_requests() -> None:
         weights = normalized(random.random_sample(random.randint(1, 9)) + 1e-3)
         size = int(random.randint(1, 60))
         counts = np.bincount(build_blend_index(weights, size).dataset, minlength=len(weights))
-        assert all(count <= samples_to_request(size, weight) for count, weight in zip(counts, weights, strict=True))
+        assert all(
+            count <= samples_to_request(size, weight)
+            for count, weight in zip(counts, weights, strict=True)
+        )
 
 
 def test_request_is_the_share_and_half_a_percent_each_rounded_up() -> None:
-    assert [samples_to_request(*request) for request in ((1000, 0.3), (10, 0.25), (1, 1.0))] == [302, 4, 2]
+    assert [samples_to_request(*request) for request in ((1000, 0.3), (10, 0.25), (1, 1.0))] == [
+        302,
+        4,
+        2,
+    ]
 
 
 def test_items_come_from_the_chosen_dataset() -> None:
@@ -70,8 +89,19 @@ def test_data_path_takes_one_prefix_or_weights_or_prefixes() -> None:
     assert parse_data_path([".5", "a"]) == (("a",), (1.0,))
 
 
-@pytest.mark.parametrize("words", [("1", "a", "b"), ("1", "a", "b", "2"), ("a", "1"), ("1", "2"), ("0", "a"),
-                                   ("-1", "a", "2", "b"), ("nan", "a"), ("inf", "a")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("1", "a", "b"),
+        ("1", "a", "b", "2"),
+        ("a", "1"),
+        ("1", "2"),
+        ("0", "a"),
+        ("-1", "a", "2", "b"),
+        ("nan", "a"),
+        ("inf", "a"),
+    ],
+)
 def test_a_bad_data_path_shows_itself(words: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="--data-path " + " ".join(words)):
         parse_data_path(words)
@@ -80,7 +110,10 @@ def test_a_bad_data_path_shows_itself(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("words", [("1e308", "a", "1e308", "b"), ("1e-308", "a", "1e308", "b")])
 def test_weights_whose_shares_a_float_cannot_hold_are_refused(words: tuple[str, ...]) -> None:
     """inf as their sum, and a share that rounds to 0."""
-    with pytest.raises(InputError, match="--data-path " + " ".join(words) + ": the weights are too large or too far apart"):
+    with pytest.raises(
+        InputError,
+        match="--data-path " + " ".join(words) + ": the weights are too large or too far apart",
+    ):
         parse_data_path(words)
 
 
@@ -91,9 +124,15 @@ def test_weights_decide_how_much_of_each_prefix_is_read(tmp_path: Path) -> None:
     assert sum(int(train[number][0]) >= 500 for number in range(400)) == 100
 
 
-def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(tmp_path: Path) -> None:
-    """60 % of 20 and of 40 documents of 11 tokens, s=5: (132 - 1) // 5 = 26 and (264 - 1) // 5 = 52 samples."""
-    first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500, documents=40)
+def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(
+    tmp_path: Path,
+) -> None:
+    """60 % of 20 and of 40 documents of 11 tokens, s=5: (132 - 1) // 5 = 26 and (264 - 1) // 5 = 52
+    samples."""
+    first, second = (
+        write(tmp_path / "a", first_id=0),
+        write(tmp_path / "b", first_id=500, documents=40),
+    )
     train = build(first, second, num_samples=(78, 0, 0)).train
     assert sum(int(train[number][0]) >= 500 for number in range(78)) == 52
     assert len({tuple(train[number].tolist()) for number in range(78)}) == 78
@@ -104,8 +143,11 @@ def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(tm
 
 def test_each_split_reads_its_own_documents(tmp_path: Path) -> None:
     datasets = build(write(tmp_path / "a", first_id=0))
-    seen = [{int(token) // 11 for number in range(len(data)) for token in data[number]}
-            for data in (datasets.train, datasets.valid, datasets.test) if data is not None]
+    seen = [
+        {int(token) // 11 for number in range(len(data)) for token in data[number]}
+        for data in (datasets.train, datasets.valid, datasets.test)
+        if data is not None
+    ]
     assert seen == [set(range(12)), set(range(12, 18)), set(range(18, 20))]
 
 
@@ -118,7 +160,10 @@ def test_a_split_that_is_empty_or_not_asked_for_is_none(tmp_path: Path) -> None:
 
 def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path: Path) -> None:
     paths = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500, documents=2)
-    with pytest.raises(InputError, match=r"/b has no documents for the test split, .* set that share of --split to 0"):
+    with pytest.raises(
+        InputError,
+        match=r"/b has no documents for the test split, .* set that share of --split to 0",
+    ):
         build(*paths)
 
 
@@ -142,9 +187,17 @@ def test_mock_splits_differ_and_have_the_length_asked_for() -> None:
 
 def test_mock_splits_differ_at_the_largest_seed() -> None:
     """2**32 - 1 is the largest that --seed takes and that numpy takes."""
-    datasets = build_datasets(DataConfig(seq_length=9, mock_data=True), vocab_size=64, seed=2**32 - 1, num_samples=(1, 1, 1))
+    datasets = build_datasets(
+        DataConfig(seq_length=9, mock_data=True),
+        vocab_size=64,
+        seed=2**32 - 1,
+        num_samples=(1, 1, 1),
+    )
     assert datasets.valid is not None and datasets.test is not None
-    assert len({tuple(split[0].tolist()) for split in (datasets.train, datasets.valid, datasets.test)}) == 3
+    assert (
+        len({tuple(split[0].tolist()) for split in (datasets.train, datasets.valid, datasets.test)})
+        == 3
+    )
 
 
 def test_data_cache_path_keeps_the_folder_of_the_data_clean(tmp_path: Path) -> None:

@@ -21,17 +21,33 @@ LENGTHS = (3, 11, 1, 6, 9, 2, 7)
 
 
 def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS, first_id: int = 0) -> IndexedDataset:
-    """Documents whose token ids count up over the whole file, so that an id tells where it stood."""
+    """Documents whose token ids count up over the whole file, so that an id tells where it
+    stood."""
     with IndexedDatasetWriter(str(prefix), token_dtype(100)) as writer:
         for length in lengths:
             writer.add_document(range(first_id, first_id := first_id + length))
     return IndexedDataset(str(prefix))
 
 
-def dataset(indexed: IndexedDataset, *, documents: tuple[int, int] = (0, 7), num_samples: int | None = None, seq_length: int = 4,
-            seed: int = 5, vocab_size: int = 100, cache_path: str | None = None) -> GPTDataset:
-    return GPTDataset(indexed, documents=documents, num_samples=num_samples, seq_length=seq_length, seed=seed,
-                      vocab_size=vocab_size, cache_path=cache_path)
+def dataset(
+    indexed: IndexedDataset,
+    *,
+    documents: tuple[int, int] = (0, 7),
+    num_samples: int | None = None,
+    seq_length: int = 4,
+    seed: int = 5,
+    vocab_size: int = 100,
+    cache_path: str | None = None,
+) -> GPTDataset:
+    return GPTDataset(
+        indexed,
+        documents=documents,
+        num_samples=num_samples,
+        seq_length=seq_length,
+        seed=seed,
+        vocab_size=vocab_size,
+        cache_path=cache_path,
+    )
 
 
 def rows(data: GPTDataset) -> list[list[int]]:
@@ -39,22 +55,29 @@ def rows(data: GPTDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_samples", [None, 20, 50])
-def test_samples_are_the_shuffled_pieces_of_the_documents_laid_end_to_end(tmp_path: Path, num_samples: int | None) -> None:
+def test_samples_are_the_shuffled_pieces_of_the_documents_laid_end_to_end(
+    tmp_path: Path, num_samples: int | None
+) -> None:
     indexed = write(tmp_path / "data")
     data = dataset(indexed, documents=(1, 6), num_samples=num_samples)
     tape = np.concatenate([indexed.get(number) for number in data.index.document_order])
-    expected = [tape[4 * number:4 * number + 5].tolist() for number in data.index.sample_order]
+    expected = [tape[4 * number : 4 * number + 5].tolist() for number in data.index.sample_order]
     assert rows(data) == expected
     assert data[0].dtype == np.int64
 
 
 @pytest.mark.parametrize("num_samples", [None, 50])
-def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(tmp_path: Path, num_samples: int | None) -> None:
-    """An id tells where it stood. In the order of the sample; of a blend, with the file of the part."""
+def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(
+    tmp_path: Path, num_samples: int | None
+) -> None:
+    """An id tells where it stood. In the order of the sample; of a blend, with the file of the
+    part."""
     first, second = write(tmp_path / "first"), write(tmp_path / "second", first_id=50)
     of_id = [document for document, length in enumerate(LENGTHS) for _ in range(length)]
-    parts = [dataset(indexed, documents=(1, 6), num_samples=num_samples, seed=seed)
-             for indexed, seed in ((first, 5), (second, 6))]
+    parts = [
+        dataset(indexed, documents=(1, 6), num_samples=num_samples, seed=seed)
+        for indexed, seed in ((first, 5), (second, 6))
+    ]
     for data, first_id in zip(parts, (0, 50), strict=True):
         for number, row in enumerate(rows(data)):
             expected = [of_id[token - first_id] for token in row]
@@ -73,7 +96,11 @@ def test_one_epoch_reads_each_token_once_but_for_the_rest(tmp_path: Path) -> Non
 
 
 def test_documents_outside_the_range_are_never_read(tmp_path: Path) -> None:
-    seen = {token for row in rows(dataset(write(tmp_path / "data"), documents=(1, 4), num_samples=40)) for token in row}
+    seen = {
+        token
+        for row in rows(dataset(write(tmp_path / "data"), documents=(1, 4), num_samples=40))
+        for token in row
+    }
     assert seen == set(range(3, 3 + 11 + 1 + 6))
 
 
@@ -105,30 +132,48 @@ def test_a_short_text_is_read_again_until_there_are_enough_samples(tmp_path: Pat
     assert all(set(samples[index]) <= set(tape) and len(samples[index]) == 11 for index in range(5))
 
 
-def test_the_second_time_the_index_is_read_and_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_the_index_is_read_and_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = rows(dataset(write(tmp_path / "data"), num_samples=30))
     assert os.path.isdir(tmp_path / "data_cache")
-    monkeypatch.setattr(gpt, "build_sample_index", lambda *args, **kwargs: pytest.fail("built again"))
+    monkeypatch.setattr(
+        gpt, "build_sample_index", lambda *args, **kwargs: pytest.fail("built again")
+    )
     assert rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)) == first
 
 
-@pytest.mark.parametrize("change", [{"documents": (0, 6)}, {"num_samples": 31}, {"seq_length": 5}, {"seed": 6}])
+@pytest.mark.parametrize(
+    "change", [{"documents": (0, 6)}, {"num_samples": 31}, {"seq_length": 5}, {"seed": 6}]
+)
 def test_the_index_of_other_parameters_is_not_used(tmp_path: Path, change: dict[str, int]) -> None:
     indexed = write(tmp_path / "data")
     dataset(indexed, num_samples=30)
-    fresh = rows(dataset(indexed, **{"num_samples": 30} | change, cache_path=str(tmp_path / "other")))
+    fresh = rows(
+        dataset(indexed, **{"num_samples": 30} | change, cache_path=str(tmp_path / "other"))
+    )
     assert rows(dataset(indexed, **{"num_samples": 30} | change)) == fresh
 
 
 @pytest.mark.parametrize("lengths", [(7, 2, 9, 6, 1, 11, 3), (4, 11, 1, 6, 9, 2, 7)])
-def test_the_index_of_re_tokenised_data_is_not_used(tmp_path: Path, lengths: tuple[int, ...]) -> None:
+def test_the_index_of_re_tokenised_data_is_not_used(
+    tmp_path: Path, lengths: tuple[int, ...]
+) -> None:
     dataset(write(tmp_path / "data"), num_samples=30)
     again = dataset(write(tmp_path / "data", lengths), num_samples=30)
     assert rows(again) == rows(dataset(write(tmp_path / "fresh", lengths), num_samples=30))
 
 
-@pytest.mark.parametrize("damage", ["sample_order.npy removed", "sample_starts.npy cut", "document_order.npy emptied",
-                                    "arrays.json removed", "document_order.npy of another length"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "sample_order.npy removed",
+        "sample_starts.npy cut",
+        "document_order.npy emptied",
+        "arrays.json removed",
+        "document_order.npy of another length",
+    ],
+)
 def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
     expected = rows(dataset(write(tmp_path / "data"), num_samples=30))
     name, _, kind = damage.partition(" ")
@@ -157,7 +202,9 @@ def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_failed_write_leaves_nothing_that_looks_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     indexed = write(tmp_path / "data")
     saved = []
 
@@ -182,7 +229,8 @@ def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path: 
 
 
 def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
-    """Each process says when it builds; the sleep in the build would let the others in if nothing held them."""
+    """Each process says when it builds; the sleep in the build would let the others in if nothing
+    held them."""
     write(tmp_path / "data")
     program = """if True:
         import sys, time
@@ -194,11 +242,20 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
             time.sleep(0.5)
             return build(*args, **kwargs)
         gpt.build_sample_index = slow
-        data = gpt.GPTDataset(IndexedDataset(sys.argv[1]), documents=(0, 7), num_samples=30, seq_length=4, seed=5, vocab_size=100)
+        data = gpt.GPTDataset(IndexedDataset(sys.argv[1]), documents=(0, 7), num_samples=30,
+                              seq_length=4, seed=5, vocab_size=100)
         print([data[number].tolist() for number in range(len(data))])
     """
-    processes = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "data")], stdout=subprocess.PIPE, text=True)
-                 for _ in range(4)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "data")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
     outputs = [process.communicate(timeout=HANG_S)[0].split("\n") for process in processes]
     assert sum(lines.count("built") for lines in outputs) == 1
-    assert {lines[-2] for lines in outputs} == {str(rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)))}
+    assert {lines[-2] for lines in outputs} == {
+        str(rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)))
+    }

@@ -1,4 +1,5 @@
-"""The index cache returns what was built, whatever has happened to its files, and says so where it had to build again."""
+"""The index cache returns what was built, whatever has happened to its files, and says so where it
+had to build again."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ KEY = {"kind": "test", "seed": 5}
 
 
 def build() -> dict[str, np.ndarray]:
-    return build_sample_index(LENGTHS, first_document=2, num_samples=30, seq_length=4, seed=5)._asdict()
+    return build_sample_index(
+        LENGTHS, first_document=2, num_samples=30, seq_length=4, seed=5
+    )._asdict()
 
 
 def fault(arrays: dict[str, np.ndarray]) -> str | None:
@@ -28,7 +31,9 @@ def fault(arrays: dict[str, np.ndarray]) -> str | None:
 
 def arrays_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return list(one) == list(other) and all(
-        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in one)
+        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name])
+        for name in one
+    )
 
 
 class Cache:
@@ -62,7 +67,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def test_the_files_are_those_that_this_test_flips(cache: Cache) -> None:
-    assert set(cache.files) == {"arrays.json", "key.json", *(f"{name}.npy" for name in SampleIndex._fields)}
+    assert set(cache.files) == {
+        "arrays.json",
+        "key.json",
+        *(f"{name}.npy" for name in SampleIndex._fields),
+    }
 
 
 def test_any_flipped_bit_is_found(cache: Cache) -> None:
@@ -84,7 +93,10 @@ def test_after_a_flipped_bit_the_arrays_are_built_again_with_a_notice(cache: Cac
         arrays, said = cache.read()
         assert arrays_equal(arrays, build())
         (line,) = said
-        assert line.startswith("warning: the index cache is damaged and is built again: ") and str(cache.path) in line
+        assert (
+            line.startswith("warning: the index cache is damaged and is built again: ")
+            and str(cache.path) in line
+        )
         assert {path.name: path.read_bytes() for path in cache.path.iterdir()} == cache.files
     assert cache.read()[1] == []
 
@@ -114,9 +126,13 @@ def _swapped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["arrays.json", "key.json", "sample_starts.npy"])
-@pytest.mark.parametrize("damage", [Path.unlink, _cut, _link, _pipe, _device, _swapped, lambda path: path.write_bytes(b"")])
-def test_a_file_that_is_missing_cut_or_no_file_at_all_is_built_again(cache: Cache, name: str,
-                                                                     damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, _cut, _link, _pipe, _device, _swapped, lambda path: path.write_bytes(b"")],
+)
+def test_a_file_that_is_missing_cut_or_no_file_at_all_is_built_again(
+    cache: Cache, name: str, damage: Callable[[Path], None]
+) -> None:
     damage(cache.path / name)
     arrays, said = cache.read()
     assert arrays_equal(arrays, build()) and len(said) == 1
@@ -131,18 +147,30 @@ def test_a_file_in_the_place_of_the_folder_is_replaced(cache: Cache) -> None:
     assert arrays_equal(cache.read()[0], build()) and cache.path.is_dir()
 
 
-@pytest.mark.parametrize(("name", "change", "reason"), [
-    ("document_order", lambda array: array + 1, "document_order holds 3 to 9, expected 2 to 8"),
-    ("document_order", lambda array: array.astype(np.float32), "an array does not hold whole numbers"),
-    ("document_order", lambda array: array.reshape(-1, 1), "found shapes"),
-    ("sample_order", lambda array: array[:-1], "found shapes"),
-    ("sample_order", lambda array: array + np.uint32(1), "sample_order holds 1 to "),
-    ("sample_starts", lambda array: array[::-1].copy(), "sample_starts is not in order"),
-    ("sample_starts", lambda array: array - 1, "sample_starts holds -1 to "),
-    ("sample_starts", lambda array: array + np.array([0, 99], array.dtype), "sample_starts holds "),
-])
-def test_numbers_that_point_nowhere_are_not_used_though_their_checksum_is_right(
-        tmp_path: Path, name: str, change: Callable[[np.ndarray], np.ndarray], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("document_order", lambda array: array + 1, "document_order holds 3 to 9, expected 2 to 8"),
+        (
+            "document_order",
+            lambda array: array.astype(np.float32),
+            "an array does not hold whole numbers",
+        ),
+        ("document_order", lambda array: array.reshape(-1, 1), "found shapes"),
+        ("sample_order", lambda array: array[:-1], "found shapes"),
+        ("sample_order", lambda array: array + np.uint32(1), "sample_order holds 1 to "),
+        ("sample_starts", lambda array: array[::-1].copy(), "sample_starts is not in order"),
+        ("sample_starts", lambda array: array - 1, "sample_starts holds -1 to "),
+        (
+            "sample_starts",
+            lambda array: array + np.array([0, 99], array.dtype),
+            "sample_starts holds ",
+        ),
+    ],
+)
+def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
+    tmp_path: Path, name: str, change: Callable[[np.ndarray], np.ndarray], reason: str
+) -> None:
     """As an earlier version with a mistake in it could have written them."""
     folder, said = str(tmp_path), list[str]()
     wrong = build()
@@ -152,7 +180,9 @@ def test_numbers_that_point_nowhere_are_not_used_though_their_checksum_is_right(
     assert len(said) == 1 and reason in said[0]
 
 
-def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_only(*args: object, **options: object) -> None:
         raise OSError("read-only file system")
 
@@ -161,7 +191,9 @@ def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(cache: Cac
     assert arrays_equal(cache.read()[0], build())
 
 
-def test_what_does_not_come_back_from_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_back_from_the_disk_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checksums = iter("123456789")
     monkeypatch.setattr(index_cache, "_checksum", lambda file: next(checksums) * 64)
     with pytest.raises(OSError, match="does not come back from the disk"):

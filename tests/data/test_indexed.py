@@ -20,16 +20,30 @@ def write(prefix: Path | str, documents: list[list[int]], vocab_size: int = 100)
     return str(prefix)
 
 
-def idx_bytes(*, magic: bytes = b"MMIDIDX\0\0", version: int = 1, code: int = 8, lengths: tuple[int, ...] = (3, 1, 5),
-              offsets: tuple[int, ...] = (0, 6, 8), documents: tuple[int, ...] = (0, 1, 2, 3),
-              sequences: int | None = None, document_count: int | None = None) -> bytes:
+def idx_bytes(
+    *,
+    magic: bytes = b"MMIDIDX\0\0",
+    version: int = 1,
+    code: int = 8,
+    lengths: tuple[int, ...] = (3, 1, 5),
+    offsets: tuple[int, ...] = (0, 6, 8),
+    documents: tuple[int, ...] = (0, 1, 2, 3),
+    sequences: int | None = None,
+    document_count: int | None = None,
+) -> bytes:
     """An .idx by hand, with struct alone; by default the one of DOCUMENTS in u16."""
-    return b"".join([
-        magic, struct.pack("<Q", version), struct.pack("<B", code),
-        struct.pack("<Q", len(lengths) if sequences is None else sequences),
-        struct.pack("<Q", len(documents) if document_count is None else document_count),
-        struct.pack(f"<{len(lengths)}i", *lengths), struct.pack(f"<{len(offsets)}q", *offsets),
-        struct.pack(f"<{len(documents)}q", *documents)])
+    return b"".join(
+        [
+            magic,
+            struct.pack("<Q", version),
+            struct.pack("<B", code),
+            struct.pack("<Q", len(lengths) if sequences is None else sequences),
+            struct.pack("<Q", len(documents) if document_count is None else document_count),
+            struct.pack(f"<{len(lengths)}i", *lengths),
+            struct.pack(f"<{len(offsets)}q", *offsets),
+            struct.pack(f"<{len(documents)}q", *documents),
+        ]
+    )
 
 
 BIN_BYTES = struct.pack("<9H", 5, 1, 4, 2, 9, 8, 7, 6, 3)
@@ -50,7 +64,9 @@ def test_writer_gives_the_bytes_of_the_format(tmp_path: Path) -> None:
 def test_writer_gives_i32_for_a_large_vocabulary(tmp_path: Path) -> None:
     write(tmp_path / "data", [[70000, 1], [2]], vocab_size=65500)
     assert (tmp_path / "data.bin").read_bytes() == struct.pack("<3i", 70000, 1, 2)
-    assert (tmp_path / "data.idx").read_bytes() == idx_bytes(code=4, lengths=(2, 1), offsets=(0, 8), documents=(0, 1, 2))
+    assert (tmp_path / "data.idx").read_bytes() == idx_bytes(
+        code=4, lengths=(2, 1), offsets=(0, 8), documents=(0, 1, 2)
+    )
 
 
 def test_token_type_changes_at_65500_ids() -> None:
@@ -60,7 +76,9 @@ def test_token_type_changes_at_65500_ids() -> None:
 @pytest.mark.parametrize("vocab_size", [100, 100_000])
 def test_every_document_comes_back(tmp_path: Path, vocab_size: int) -> None:
     random = np.random.RandomState(0)
-    documents = [random.randint(0, vocab_size, size=size).tolist() for size in random.randint(1, 40, size=57)]
+    documents = [
+        random.randint(0, vocab_size, size=size).tolist() for size in random.randint(1, 40, size=57)
+    ]
     indexed = IndexedDataset(write(tmp_path / "data", documents, vocab_size))
     assert len(indexed) == 57
     assert [indexed.get(number).tolist() for number in range(57)] == documents
@@ -95,39 +113,116 @@ def test_sequence_modes_at_the_end_are_accepted(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).get(1).tolist() == [2]
 
 
-@pytest.mark.parametrize(("code", "packing"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+@pytest.mark.parametrize(
+    ("code", "packing"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
+)
 def test_every_integer_type_is_read(tmp_path: Path, code: int, packing: str) -> None:
     size = struct.calcsize(packing)
-    prefix = write_bytes(tmp_path / "data", idx_bytes(code=code, offsets=(0, 3 * size, 4 * size)),
-                         struct.pack(f"<9{packing}", 5, 1, 4, 2, 9, 8, 7, 6, 3))
+    prefix = write_bytes(
+        tmp_path / "data",
+        idx_bytes(code=code, offsets=(0, 3 * size, 4 * size)),
+        struct.pack(f"<9{packing}", 5, 1, 4, 2, 9, 8, 7, 6, 3),
+    )
     assert [IndexedDataset(prefix).get(number).tolist() for number in range(3)] == DOCUMENTS
 
 
 CORRUPTIONS = {
     "wrong magic": (idx_bytes(magic=b"MMIDIDX\0\1"), BIN_BYTES, r"data\.idx: found first bytes"),
     "empty idx": (b"", BIN_BYTES, r"data\.idx: found first bytes b''"),
-    "idx cut in the header": (idx_bytes()[:20], BIN_BYTES, r"data\.idx: found 20 bytes, expected a header of 34"),
-    "unknown version": (idx_bytes(version=2), BIN_BYTES, r"data\.idx: found version 2, expected version 1"),
-    "unknown dtype": (idx_bytes(code=9), BIN_BYTES, r"data\.idx: found dtype code 9, expected one of 1 uint8"),
-    "float tokens": (idx_bytes(code=7), BIN_BYTES, r"data\.idx: found dtype code 7 float32, expected"),
-    "idx cut": (idx_bytes()[:-1], BIN_BYTES, r"data\.idx: found 101 bytes, expected 102 bytes for 3 sequences and 3 documents"),
+    "idx cut in the header": (
+        idx_bytes()[:20],
+        BIN_BYTES,
+        r"data\.idx: found 20 bytes, expected a header of 34",
+    ),
+    "unknown version": (
+        idx_bytes(version=2),
+        BIN_BYTES,
+        r"data\.idx: found version 2, expected version 1",
+    ),
+    "unknown dtype": (
+        idx_bytes(code=9),
+        BIN_BYTES,
+        r"data\.idx: found dtype code 9, expected one of 1 uint8",
+    ),
+    "float tokens": (
+        idx_bytes(code=7),
+        BIN_BYTES,
+        r"data\.idx: found dtype code 7 float32, expected",
+    ),
+    "idx cut": (
+        idx_bytes()[:-1],
+        BIN_BYTES,
+        r"data\.idx: found 101 bytes, expected 102 bytes for 3 sequences and 3 documents",
+    ),
     "idx too long": (idx_bytes() + b"\0", BIN_BYTES, r"data\.idx: found 103 bytes, expected 102"),
-    "sequence count": (idx_bytes(sequences=4), BIN_BYTES, r"data\.idx: found 102 bytes, expected 114"),
-    "absurd sequence count": (idx_bytes(sequences=2**64 - 1), BIN_BYTES, r"data\.idx: found 102 bytes, expected"),
-    "document count": (idx_bytes(document_count=3), BIN_BYTES, r"data\.idx: found 102 bytes, expected 94"),
-    "no document index": (idx_bytes(documents=()), BIN_BYTES, r"data\.idx: found 0 document indices"),
-    "negative length": (idx_bytes(lengths=(3, -1, 7)), BIN_BYTES, r"data\.idx: found length -1 of sequence 1"),
-    "length off": (idx_bytes(lengths=(3, 2, 4)), BIN_BYTES, r"data\.idx: found offset 8 of sequence 2, expected 10"),
-    "first offset": (idx_bytes(offsets=(2, 6, 8)), BIN_BYTES, r"data\.idx: found offset 2 of sequence 0, expected 0"),
-    "offsets not in order": (idx_bytes(offsets=(0, 8, 6)), BIN_BYTES, r"data\.idx: found offset 8 of sequence 1, expected 6"),
-    "documents from 1": (idx_bytes(documents=(1, 1, 2, 3)), BIN_BYTES, r"data\.idx: found document indices from 1 to 3"),
-    "documents end early": (idx_bytes(documents=(0, 1, 2, 2)), BIN_BYTES, r"found document indices from 0 to 2, expected .* 3"),
-    "documents not in order": (idx_bytes(documents=(0, 2, 1, 3)), BIN_BYTES, r"found document indices .*not in order"),
-    "bin cut": (idx_bytes(), BIN_BYTES[:-2], r"data\.bin: found 16 bytes, expected 18 bytes, as .*data\.idx lists"),
+    "sequence count": (
+        idx_bytes(sequences=4),
+        BIN_BYTES,
+        r"data\.idx: found 102 bytes, expected 114",
+    ),
+    "absurd sequence count": (
+        idx_bytes(sequences=2**64 - 1),
+        BIN_BYTES,
+        r"data\.idx: found 102 bytes, expected",
+    ),
+    "document count": (
+        idx_bytes(document_count=3),
+        BIN_BYTES,
+        r"data\.idx: found 102 bytes, expected 94",
+    ),
+    "no document index": (
+        idx_bytes(documents=()),
+        BIN_BYTES,
+        r"data\.idx: found 0 document indices",
+    ),
+    "negative length": (
+        idx_bytes(lengths=(3, -1, 7)),
+        BIN_BYTES,
+        r"data\.idx: found length -1 of sequence 1",
+    ),
+    "length off": (
+        idx_bytes(lengths=(3, 2, 4)),
+        BIN_BYTES,
+        r"data\.idx: found offset 8 of sequence 2, expected 10",
+    ),
+    "first offset": (
+        idx_bytes(offsets=(2, 6, 8)),
+        BIN_BYTES,
+        r"data\.idx: found offset 2 of sequence 0, expected 0",
+    ),
+    "offsets not in order": (
+        idx_bytes(offsets=(0, 8, 6)),
+        BIN_BYTES,
+        r"data\.idx: found offset 8 of sequence 1, expected 6",
+    ),
+    "documents from 1": (
+        idx_bytes(documents=(1, 1, 2, 3)),
+        BIN_BYTES,
+        r"data\.idx: found document indices from 1 to 3",
+    ),
+    "documents end early": (
+        idx_bytes(documents=(0, 1, 2, 2)),
+        BIN_BYTES,
+        r"found document indices from 0 to 2, expected .* 3",
+    ),
+    "documents not in order": (
+        idx_bytes(documents=(0, 2, 1, 3)),
+        BIN_BYTES,
+        r"found document indices .*not in order",
+    ),
+    "bin cut": (
+        idx_bytes(),
+        BIN_BYTES[:-2],
+        r"data\.bin: found 16 bytes, expected 18 bytes, as .*data\.idx lists",
+    ),
     "bin cut in a token": (idx_bytes(), BIN_BYTES[:-1], r"data\.bin: found 17 bytes, expected 18"),
     "bin too long": (idx_bytes(), BIN_BYTES + b"\0\0", r"data\.bin: found 20 bytes, expected 18"),
     "bin empty": (idx_bytes(), b"", r"data\.bin: found 0 bytes, expected 18"),
-    "dtype of another size": (idx_bytes(code=4), BIN_BYTES, r"data\.idx: found offset 6 of sequence 1, expected 12"),
+    "dtype of another size": (
+        idx_bytes(code=4),
+        BIN_BYTES,
+        r"data\.idx: found offset 6 of sequence 1, expected 12",
+    ),
 }
 
 
@@ -148,8 +243,14 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 
 
 def test_fingerprint_follows_the_lengths_but_not_the_ids(tmp_path: Path) -> None:
-    prints = [IndexedDataset(write(tmp_path / name, documents)).fingerprint
-              for name, documents in (("a", DOCUMENTS), ("b", [[0] * 3, [0], [0] * 5]), ("c", [[0], [0] * 3, [0] * 5]))]
+    prints = [
+        IndexedDataset(write(tmp_path / name, documents)).fingerprint
+        for name, documents in (
+            ("a", DOCUMENTS),
+            ("b", [[0] * 3, [0], [0] * 5]),
+            ("c", [[0], [0] * 3, [0] * 5]),
+        )
+    ]
     assert prints[0] == prints[1] != prints[2]
 
 
@@ -158,7 +259,10 @@ def test_an_exception_leaves_what_was_there_before(tmp_path: Path, existing: boo
     if existing:
         write(tmp_path / "data", DOCUMENTS)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError, match="stop"), IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer:
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer,
+    ):
         writer.add_document([1, 2])
         raise RuntimeError("stop")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -173,9 +277,15 @@ def test_a_pair_is_replaced_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", [65536, -1])
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_an_id_that_does_not_fit_is_refused_not_wrapped(tmp_path: Path, token: int, kind: type) -> None:
-    with pytest.raises(InputError, match=f"data.bin: token id {token} of document 1 does not fit uint16"), \
-            IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer:
+def test_an_id_that_does_not_fit_is_refused_not_wrapped(
+    tmp_path: Path, token: int, kind: type
+) -> None:
+    with (
+        pytest.raises(
+            InputError, match=f"data.bin: token id {token} of document 1 does not fit uint16"
+        ),
+        IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer,
+    ):
         writer.add_document([1])
         writer.add_document(kind([3, token]))
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
-"""The same files and the same settings through megatron-core, which is installed for this alone: every token has to agree."""
+"""The same files and the same settings through megatron-core, which is installed for this alone:
+every token has to agree."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ with warnings.catch_warnings():
     pytest.importorskip("megatron.core")
     pytest.importorskip("megatron.core.datasets.helpers_cpp")
     from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from megatron.core.datasets.utils import get_blend_from_list
 
 VOCAB_SIZE = 1000
@@ -37,13 +40,26 @@ def write(prefix: Path, *, seed: int, documents: int, vocab_size: int = VOCAB_SI
     return str(prefix)
 
 
-def megatron_datasets(data: DataConfig, *, seed: int, num_samples: tuple[int, int, int]) -> list[Any]:
-    tokenizer = SimpleNamespace(vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE + 1, pad=VOCAB_SIZE + 2, unique_identifiers={})
+def megatron_datasets(
+    data: DataConfig, *, seed: int, num_samples: tuple[int, int, int]
+) -> list[Any]:
+    tokenizer = SimpleNamespace(
+        vocab_size=VOCAB_SIZE, eod=VOCAB_SIZE + 1, pad=VOCAB_SIZE + 2, unique_identifiers={}
+    )
     config = gpt_dataset.GPTDatasetConfig(
-        random_seed=seed, sequence_length=data.seq_length, blend=get_blend_from_list(list(data.data_path)), split=data.split,
-        tokenizer=tokenizer, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False)
-    return BlendedMegatronDatasetBuilder(gpt_dataset.GPTDataset, list(num_samples), lambda: True, config).build()
+        random_seed=seed,
+        sequence_length=data.seq_length,
+        blend=get_blend_from_list(list(data.data_path)),
+        split=data.split,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    return BlendedMegatronDatasetBuilder(
+        gpt_dataset.GPTDataset, list(num_samples), lambda: True, config
+    ).build()
 
 
 def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
@@ -51,13 +67,17 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         ours = write(tmp_path / f"ours-{vocab_size}", seed=1, documents=23, vocab_size=vocab_size)
         read = indexed_dataset.IndexedDataset(ours)
         theirs = str(tmp_path / f"theirs-{vocab_size}")
-        builder = indexed_dataset.IndexedDatasetBuilder(theirs + ".bin", dtype=indexed_dataset.DType.optimal_dtype(vocab_size))
+        builder = indexed_dataset.IndexedDatasetBuilder(
+            theirs + ".bin", dtype=indexed_dataset.DType.optimal_dtype(vocab_size)
+        )
         for number in range(len(read)):
             builder.add_document(read[number], [len(read[number])])
         builder.finalize(theirs + ".idx")
         for ending in (".bin", ".idx"):
             assert Path(ours + ending).read_bytes() == Path(theirs + ending).read_bytes()
-        assert [IndexedDataset(theirs).get(number).tolist() for number in range(23)] == [row.tolist() for row in read]
+        assert [IndexedDataset(theirs).get(number).tolist() for number in range(23)] == [
+            row.tolist() for row in read
+        ]
 
 
 @pytest.mark.parametrize("case", range(100))
@@ -67,9 +87,13 @@ def test_sample_index_equals_its_compiled_helper(case: int) -> None:
     lengths = random.randint(0, 30, size=random.randint(1, 40)).astype(np.int32)
     lengths[random.randint(len(lengths))] = 40
     seq_length, num_samples = int(random.randint(1, 30)), int(random.randint(1, 200))
-    ours = build_sample_index(lengths, first_document=0, num_samples=num_samples, seq_length=seq_length, seed=case)
+    ours = build_sample_index(
+        lengths, first_document=0, num_samples=num_samples, seq_length=seq_length, seed=case
+    )
     epochs = len(ours.document_order) // len(lengths)
-    theirs = helpers.build_sample_idx(lengths, ours.document_order, seq_length, epochs, int(lengths.sum()), True, True)
+    theirs = helpers.build_sample_idx(
+        lengths, ours.document_order, seq_length, epochs, int(lengths.sum()), True, True
+    )
     np.testing.assert_array_equal(ours.sample_starts, theirs)
 
 
@@ -77,24 +101,58 @@ def test_sample_index_equals_its_compiled_helper(case: int) -> None:
 def test_one_dataset_agrees_in_all_three_arrays(tmp_path: Path, num_samples: int | None) -> None:
     prefix = write(tmp_path / "data", seed=2, documents=50)
     config = gpt_dataset.GPTDatasetConfig(
-        random_seed=77, sequence_length=16, blend=([prefix], None), split="1", reset_position_ids=False,
-        tokenizer=SimpleNamespace(vocab_size=VOCAB_SIZE, eod=1, pad=VOCAB_SIZE, unique_identifiers={}),
-        reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False)
-    theirs = gpt_dataset.GPTDataset(indexed_dataset.IndexedDataset(prefix), prefix, np.arange(3, 47, dtype=np.int32), num_samples,
-                                    gpt_dataset.Split.train, config)
-    ours = GPTDataset(IndexedDataset(prefix), documents=(3, 47), num_samples=num_samples, seq_length=16, seed=77,
-                      vocab_size=VOCAB_SIZE)
-    for array, reference in zip(ours.index, (theirs.document_index, theirs.sample_index, theirs.shuffle_index), strict=True):
+        random_seed=77,
+        sequence_length=16,
+        blend=([prefix], None),
+        split="1",
+        reset_position_ids=False,
+        tokenizer=SimpleNamespace(
+            vocab_size=VOCAB_SIZE, eod=1, pad=VOCAB_SIZE, unique_identifiers={}
+        ),
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    theirs = gpt_dataset.GPTDataset(
+        indexed_dataset.IndexedDataset(prefix),
+        prefix,
+        np.arange(3, 47, dtype=np.int32),
+        num_samples,
+        gpt_dataset.Split.train,
+        config,
+    )
+    ours = GPTDataset(
+        IndexedDataset(prefix),
+        documents=(3, 47),
+        num_samples=num_samples,
+        seq_length=16,
+        seed=77,
+        vocab_size=VOCAB_SIZE,
+    )
+    for array, reference in zip(
+        ours.index, (theirs.document_index, theirs.sample_index, theirs.shuffle_index), strict=True
+    ):
         assert array.dtype == reference.dtype
         np.testing.assert_array_equal(array, reference)
 
 
-@pytest.mark.parametrize("words", ["one", "2 one", "1 one 3 two", "0.2 one 0.7 two 0.1 three", "one two", "one two three"])
+@pytest.mark.parametrize(
+    "words",
+    ["one", "2 one", "1 one 3 two", "0.2 one 0.7 two 0.1 three", "one two", "one two three"],
+)
 @pytest.mark.parametrize("num_samples", [(60, 9, 5), (300, 40, 1)])
-def test_training_validation_and_test_tokens_agree(tmp_path: Path, words: str, num_samples: tuple[int, int, int]) -> None:
-    prefixes = {name: write(tmp_path / name, seed=seed, documents=documents)
-                for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())}
-    data = DataConfig(seq_length=16, data_path=tuple(prefixes.get(word, word) for word in words.split()), split="70, 20, 10")
+def test_training_validation_and_test_tokens_agree(
+    tmp_path: Path, words: str, num_samples: tuple[int, int, int]
+) -> None:
+    prefixes = {
+        name: write(tmp_path / name, seed=seed, documents=documents)
+        for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())
+    }
+    data = DataConfig(
+        seq_length=16,
+        data_path=tuple(prefixes.get(word, word) for word in words.split()),
+        split="70, 20, 10",
+    )
     ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
     theirs = megatron_datasets(data, seed=9, num_samples=num_samples)
     compared = 0
@@ -111,10 +169,20 @@ def test_training_validation_and_test_tokens_agree(tmp_path: Path, words: str, n
 def test_one_weighted_prefix_asks_for_the_surplus_too(tmp_path: Path) -> None:
     """One epoch's samples exactly: half a percent more takes a second epoch, and another order."""
     prefix = write(tmp_path / "one", seed=0, documents=60)
-    plain, weighted = (DataConfig(seq_length=16, data_path=words, split="1") for words in ((prefix,), ("2", prefix)))
+    plain, weighted = (
+        DataConfig(seq_length=16, data_path=words, split="1")
+        for words in ((prefix,), ("2", prefix))
+    )
     epoch = len(build_datasets(plain, vocab_size=VOCAB_SIZE, seed=9, num_samples=(1, 0, 0)).train)
-    rows = [[build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=(epoch, 0, 0)).train[number][:-1].tolist()
-             for number in range(epoch)] for data in (plain, weighted)]
+    rows = [
+        [
+            build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=(epoch, 0, 0))
+            .train[number][:-1]
+            .tolist()
+            for number in range(epoch)
+        ]
+        for data in (plain, weighted)
+    ]
     theirs = megatron_datasets(weighted, seed=9, num_samples=(epoch, 0, 0))[0]
     assert rows[1] == [theirs[number]["tokens"].tolist() for number in range(epoch)]
     assert rows[0] != rows[1]

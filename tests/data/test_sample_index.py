@@ -6,21 +6,33 @@ import pytest
 from megatron_lite.data.sample_index import SampleIndex, build_sample_index
 
 
-def naive(lengths: list[int], first: int, num_samples: int | None, seq_length: int, seed: int) -> SampleIndex:
+def naive(
+    lengths: list[int], first: int, num_samples: int | None, seq_length: int, seed: int
+) -> SampleIndex:
     """The rules, one token at a time."""
     tokens = sum(lengths)
     epochs = 1
     while num_samples is not None and epochs * tokens < num_samples * seq_length + 1:
         epochs += 1
     whole = ((epochs - 1) * tokens - 1) // seq_length
-    apart = epochs > 1 and num_samples is not None and num_samples - whole < int(0.8 * ((tokens - 1) // seq_length))
+    apart = (
+        epochs > 1
+        and num_samples is not None
+        and num_samples - whole < int(0.8 * ((tokens - 1) // seq_length))
+    )
     random = np.random.RandomState(seed)
     order = []
     for repeats in (epochs - 1, 1) if apart else (epochs,):
-        part = np.array([first + place for _ in range(repeats) for place in range(len(lengths))], dtype=np.int32)
+        part = np.array(
+            [first + place for _ in range(repeats) for place in range(len(lengths))], dtype=np.int32
+        )
         random.shuffle(part)
         order += part.tolist()
-    tape = [(place, offset) for place, document in enumerate(order) for offset in range(lengths[document - first])]
+    tape = [
+        (place, offset)
+        for place, document in enumerate(order)
+        for offset in range(lengths[document - first])
+    ]
     starts = [tape[start] for start in range(0, len(tape), seq_length)]
     samples = (len(tape) - 1) // seq_length
     shuffled = []
@@ -28,7 +40,7 @@ def naive(lengths: list[int], first: int, num_samples: int | None, seq_length: i
         part = part.astype(np.uint32)
         random.shuffle(part)
         shuffled += part.tolist()
-    return SampleIndex(np.array(order), np.array(starts[:samples + 1]), np.array(shuffled))
+    return SampleIndex(np.array(order), np.array(starts[: samples + 1]), np.array(shuffled))
 
 
 @pytest.mark.parametrize("case", range(300))
@@ -41,35 +53,51 @@ def test_index_equals_a_walk_over_every_token(case: int) -> None:
         seq_length = 1
         lengths[0] += 1
     first = int(random.randint(5))
-    built = build_sample_index(lengths.astype(np.int32), first_document=first, num_samples=num_samples, seq_length=seq_length,
-                               seed=case)
+    built = build_sample_index(
+        lengths.astype(np.int32),
+        first_document=first,
+        num_samples=num_samples,
+        seq_length=seq_length,
+        seed=case,
+    )
     expected = naive(lengths.tolist(), first, num_samples, seq_length, case)
     for array, reference in zip(built, expected, strict=True):
         np.testing.assert_array_equal(array, reference)
     assert num_samples is None or len(built.sample_order) >= num_samples
 
 
-@pytest.mark.parametrize(("num_samples", "apart"), [(10, True), (15, True), (16, False), (19, False), (20, True)])
+@pytest.mark.parametrize(
+    ("num_samples", "apart"), [(10, True), (15, True), (16, False), (19, False), (20, True)]
+)
 def test_a_last_epoch_under_80_percent_comes_last(num_samples: int, apart: bool) -> None:
-    """10 documents of 4 tokens, s=4: 9 samples an epoch, so 80 % of a last epoch is reached with 7 of its samples."""
-    index = build_sample_index(np.full(10, 4, np.int32), first_document=0, num_samples=num_samples, seq_length=4, seed=3)
+    """10 documents of 4 tokens, s=4: 9 samples an epoch, so 80 % of a last epoch is reached with 7
+    of its samples."""
+    index = build_sample_index(
+        np.full(10, 4, np.int32), first_document=0, num_samples=num_samples, seq_length=4, seed=3
+    )
     epochs = len(index.document_order) // 10
     assert epochs == -(-(num_samples * 4 + 1) // 40)
     whole = ((epochs - 1) * 40 - 1) // 4
     assert (num_samples - whole < int(0.8 * 9)) == apart
     assert (set(index.document_order[-10:].tolist()) == set(range(10))) == apart
-    assert (set(index.sample_order[whole:].tolist()) == set(range(whole, len(index.sample_order)))) == apart
+    assert (
+        set(index.sample_order[whole:].tolist()) == set(range(whole, len(index.sample_order)))
+    ) == apart
 
 
 def test_types_are_those_that_the_shuffles_of_megatron_see() -> None:
-    index = build_sample_index(np.full(3, 5, np.int32), first_document=0, num_samples=None, seq_length=2, seed=1)
+    index = build_sample_index(
+        np.full(3, 5, np.int32), first_document=0, num_samples=None, seq_length=2, seed=1
+    )
     assert [array.dtype for array in index] == [np.int32, np.int32, np.uint32]
 
 
 def test_the_seed_decides_the_order_and_nothing_else() -> None:
     lengths = np.arange(1, 50, dtype=np.int32)
-    one, same, other = (build_sample_index(lengths, first_document=0, num_samples=100, seq_length=6, seed=seed)
-                        for seed in (7, 7, 8))
+    one, same, other = (
+        build_sample_index(lengths, first_document=0, num_samples=100, seq_length=6, seed=seed)
+        for seed in (7, 7, 8)
+    )
     assert all(np.array_equal(left, right) for left, right in zip(one, same, strict=True))
     assert not np.array_equal(one.sample_order, other.sample_order)
     assert sorted(one.document_order.tolist()) == sorted(other.document_order.tolist())

@@ -22,21 +22,31 @@ TEXT = "low lower\nnewest — naïve 東京 🙂 <|endoftext|>"
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's letter for each byte 0..255: printable bytes stand for themselves, the others move up past 255."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """GPT-2's letter for each byte 0..255: printable bytes stand for themselves, the others move up
+    past 255."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     moved = iter(range(256, 512))
     return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
 
 
 def write_gpt2(folder: Path) -> GPT2BPETokenizer:
-    """256 bytes, three merges, and the end of a document: ids 0-255, 256 "lo", 257 "low", 258 "er", 259."""
+    """256 bytes, three merges, and the end of a document: ids 0-255, 256 "lo", 257 "low", 258 "er",
+    259."""
     tokens = [*byte_characters(), "lo", "low", "er", "<|endoftext|>"]
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "vocab.json").write_text(
+        json.dumps({token: number for number, token in enumerate(tokens)})
+    )
     (folder / "merges.txt").write_text("#version: 0.2\nl o\nlo w\ne r\n")
     return GPT2BPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
-def write_hugging_face(folder: Path, *, special: str | None = "</s>", truncation: bool = False) -> Path:
+def write_hugging_face(
+    folder: Path, *, special: str | None = "</s>", truncation: bool = False
+) -> Path:
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {token: number for number, token in enumerate(["a", "b", "c", "ab", "Ġ"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
@@ -58,8 +68,14 @@ def test_null_tokenizer_reads_ids_and_adds_one_for_the_end_of_a_document() -> No
     assert (tokenizer.vocab_size, tokenizer.eod) == (51, 50)
 
 
-@pytest.mark.parametrize(("text", "message"), [("3 x", "takes token ids .* 'x'"), ("3 50", r"token id 50 is not in \[0, 50\)"),
-                                               ("-1", "token id -1 is not in")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3 x", "takes token ids .* 'x'"),
+        ("3 50", r"token id 50 is not in \[0, 50\)"),
+        ("-1", "token id -1 is not in"),
+    ],
+)
 def test_null_tokenizer_refuses_what_is_not_an_id(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         NullTokenizer(50).tokenize(text)
@@ -68,7 +84,9 @@ def test_null_tokenizer_refuses_what_is_not_an_id(text: str, message: str) -> No
 def test_null_tokenizer_takes_no_more_ids_than_32_bits_hold() -> None:
     assert NullTokenizer(2**31 - 1).eod == 2**31 - 1
     for vocab_size in (2**31, 10**30):
-        with pytest.raises(InputError, match=f"--vocab-size {vocab_size} is more ids than a dataset can hold"):
+        with pytest.raises(
+            InputError, match=f"--vocab-size {vocab_size} is more ids than a dataset can hold"
+        ):
             resolve_vocabulary(TokenizerConfig(vocab_size=vocab_size))
 
 
@@ -76,7 +94,9 @@ def test_null_tokenizer_takes_no_more_ids_than_32_bits_hold() -> None:
 def test_text_that_cannot_be_encoded_is_refused(tmp_path: Path, text: str) -> None:
     """\\udcff is what Python makes of the byte 0xff on a command line."""
     tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path)))
-    with pytest.raises(InputError, match=r"character 3 of the text is '\\ud\w+', which is no Unicode character"):
+    with pytest.raises(
+        InputError, match=r"character 3 of the text is '\\ud\w+', which is no Unicode character"
+    ):
         tokenizer.tokenize(text)
 
 
@@ -87,7 +107,8 @@ def test_null_tokenizer_runs_without_the_tokenizers_library() -> None:
         from megatron_lite.config.training import TokenizerConfig
         from megatron_lite.data.tokenizers import build_tokenizer, resolve_vocabulary
         from megatron_lite.tools import preprocess_data
-        assert build_tokenizer(resolve_vocabulary(TokenizerConfig(vocab_size=9))).tokenize("8 1") == [8, 1]
+        tokenizer = build_tokenizer(resolve_vocabulary(TokenizerConfig(vocab_size=9)))
+        assert tokenizer.tokenize("8 1") == [8, 1]
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
@@ -104,7 +125,8 @@ def test_gpt2_merges_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_gpt2_gives_every_text_back(tmp_path: Path) -> None:
     tokenizer = write_gpt2(tmp_path)
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
-    assert 259 not in tokenizer.tokenize(TEXT)  # only the tool writes the end of a document, never the text
+    # only the tool writes the end of a document, never the text
+    assert 259 not in tokenizer.tokenize(TEXT)
     assert tokenizer.detokenize([257, 259]) == "low<|endoftext|>"
 
 
@@ -125,12 +147,16 @@ def test_hugging_face_reads_a_folder_or_a_file(tmp_path: Path, path: str) -> Non
 
 
 def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path: Path) -> None:
-    assert HuggingFaceTokenizer(str(write_hugging_face(tmp_path, truncation=True))).tokenize("abcab") == [3, 2, 3]
+    assert HuggingFaceTokenizer(str(write_hugging_face(tmp_path, truncation=True))).tokenize(
+        "abcab"
+    ) == [3, 2, 3]
     assert HuggingFaceTokenizer(str(tmp_path)).tokenize("a") == [0]
 
 
 @pytest.mark.parametrize("eos_token", ["<x>", {"content": "<x>", "lstrip": False}])
-def test_eos_token_of_the_tokenizer_config_ends_a_document(tmp_path: Path, eos_token: object) -> None:
+def test_eos_token_of_the_tokenizer_config_ends_a_document(
+    tmp_path: Path, eos_token: object
+) -> None:
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
     assert HuggingFaceTokenizer(str(tmp_path)).eod == 5
@@ -144,8 +170,11 @@ def test_an_eos_token_that_is_no_string_is_refused(tmp_path: Path, eos_token: ob
         HuggingFaceTokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["[" * 100_000, r'{"eos_token": "\ud800"}', "[]", "{"],
-                         ids=["nesting", "surrogate", "list", "broken"])
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, r'{"eos_token": "\ud800"}', "[]", "{"],
+    ids=["nesting", "surrogate", "list", "broken"],
+)
 def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
@@ -163,14 +192,26 @@ def test_a_tokenizer_config_may_leave_the_eos_token_open(tmp_path: Path, eos_tok
 def test_a_tokenizer_without_an_end_of_document_says_so_when_asked(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path, special=None)))
     assert tokenizer.tokenize("ab") == [3]
-    with pytest.raises(InputError, match=r"tokenizer\.json has no end-of-document token .*<\|endoftext\|>, </s>.* eos_token"):
+    with pytest.raises(
+        InputError,
+        match=r"tokenizer\.json has no end-of-document token .*<\|endoftext\|>, </s>.* eos_token",
+    ):
         _ = tokenizer.eod
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "none"}, r"--tokenizer-model none: no such file"),
-    ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none", "merge_file": "none"}, r"--vocab-file none: no such file"),
-])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "none"},
+            r"--tokenizer-model none: no such file",
+        ),
+        (
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none", "merge_file": "none"},
+            r"--vocab-file none: no such file",
+        ),
+    ],
+)
 def test_a_missing_file_is_named_with_its_flag(fields: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build_tokenizer(TokenizerConfig(**fields))
@@ -199,11 +240,18 @@ def test_a_vocabulary_without_tokens_is_refused(tmp_path: Path) -> None:
 
 def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Path) -> None:
     def config(vocab_size: int | None) -> TokenizerConfig:
-        return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path), vocab_size=vocab_size)
+        return TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=str(tmp_path),
+            vocab_size=vocab_size,
+        )
 
     write_hugging_face(tmp_path)
     assert [resolve_vocabulary(config(size)).vocab_size for size in (None, 7, 9)] == [7, 7, 9]
-    with pytest.raises(InputError, match="--vocab-size 6 is smaller than the 7 ids of --tokenizer-type HuggingFaceTokenizer"):
+    with pytest.raises(
+        InputError,
+        match="--vocab-size 6 is smaller than the 7 ids of --tokenizer-type HuggingFaceTokenizer",
+    ):
         resolve_vocabulary(config(6))
 
 

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # dispatch modes import it when first entered: 3 s, here once for all forked ranks
+
+# dispatch modes import it when first entered: 3 s, here once for all forked ranks
+import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -37,8 +39,15 @@ from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 2
 DIFFERING = dict(window_size=(3, 0), window_attn_skip_freq=(1, 0), no_rope_freq=(0, 1))
-FORMULA_OF = {**flop_registry, **{kernel: shape_wrapper(formula) for kernel, formula in FORMULAS.items()}}
-KINDS = {"allreduce_": ALL_REDUCE, "_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER}
+FORMULA_OF = {
+    **flop_registry,
+    **{kernel: shape_wrapper(formula) for kernel, formula in FORMULAS.items()},
+}
+KINDS = {
+    "allreduce_": ALL_REDUCE,
+    "_allgather_base_": ALL_GATHER,
+    "_reduce_scatter_base_": REDUCE_SCATTER,
+}
 
 
 class Figures(NamedTuple):
@@ -59,7 +68,9 @@ class Watched(TorchDispatchMode):
         self.flops: defaultdict[str, list[int]] = defaultdict(list)
         self.collectives: defaultdict[str, list[str]] = defaultdict(list)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         results = func(*args, **(kwargs or {}))
         module = place(self.running[-1] if self.running else "")
         formula = FORMULA_OF.get(func._overloadpacket)
@@ -77,10 +88,15 @@ def place(module: str) -> str:
     return "embedding" if module.startswith("embedding") else module
 
 
-def measured(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, Figures]:
+def measured(
+    config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool, dtype: torch.dtype
+) -> dict[str, Figures]:
     """Returns the figures of every module in one forward."""
     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
-    with running_modules(model) as running, kept_for_backward(exclude=model.parameters(), model=model) as meter:
+    with (
+        running_modules(model) as running,
+        kept_for_backward(exclude=model.parameters(), model=model) as meter,
+    ):
         with Watched(running) as watched:
             loss = model.loss(*sample_tokens())
         kept: Counter[str] = Counter()
@@ -90,16 +106,27 @@ def measured(config: ModelConfig, parallel: ParallelState, *, sequence_parallel:
     parameters: defaultdict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         module, _, own = name.rpartition(".")
-        short = own if place(module) == module else f"{module.removeprefix(place(module) + '.')}.{own}"
+        short = (
+            own if place(module) == module else f"{module.removeprefix(place(module) + '.')}.{own}"
+        )
         parameters[place(module)].append((short, tuple(parameter.shape)))
     modules = {*kept, *watched.flops, *watched.collectives, *parameters}
-    return {module: Figures(kept[module], tuple(watched.flops[module]), tuple(watched.collectives[module]),
-                            tuple(sorted(parameters[module]))) for module in modules}
+    return {
+        module: Figures(
+            kept[module],
+            tuple(watched.flops[module]),
+            tuple(watched.collectives[module]),
+            tuple(sorted(parameters[module])),
+        )
+        for module in modules
+    }
 
 
 def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
     """Returns the same figures as the description has them."""
-    prefixed: list[tuple[str, Operation]] = [("", one) for one in embedding_operations(config, sizes)]
+    prefixed: list[tuple[str, Operation]] = [
+        ("", one) for one in embedding_operations(config, sizes)
+    ]
     for number, layer in enumerate(describe_layers(config, sizes, NUM_LAYERS)):
         prefixed += [(f"decoder.layers.{number}.", one) for one in layer.operations]
     prefixed += [("", one) for one in head_operations(config, sizes)]
@@ -108,13 +135,23 @@ def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
     for prefix, operation in prefixed:
         module = f"{prefix}{operation.module}".removesuffix(".")
         # Tables are one storage for all layers; other names are unique within a layer.
-        new = [tensor for tensor in operation.keeps if tensor.name not in seen["" if tensor.shared else prefix]]
+        new = [
+            tensor
+            for tensor in operation.keeps
+            if tensor.name not in seen["" if tensor.shared else prefix]
+        ]
         for tensor in new:
             seen["" if tensor.shared else prefix].add(tensor.name)
-        own = Figures(sum(tensor.num_bytes for tensor in new),
-                      tuple(sum(matmul.flops for matmul in call.matmuls) for call in operation.calls if call.matmuls),
-                      tuple(collective.kind for collective in operation.forward),
-                      tuple(sorted((parameter.name, parameter.shape) for parameter in operation.parameters)))
+        own = Figures(
+            sum(tensor.num_bytes for tensor in new),
+            tuple(
+                sum(matmul.flops for matmul in call.matmuls)
+                for call in operation.calls
+                if call.matmuls
+            ),
+            tuple(collective.kind for collective in operation.forward),
+            tuple(sorted((parameter.name, parameter.shape) for parameter in operation.parameters)),
+        )
         before = found.get(module)
         found[module] = own if before is None else Figures(*map(lambda x, y: x + y, before, own))
     return found
@@ -123,24 +160,46 @@ def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
 def wrong(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, Any]:
     """Returns {configuration: {module: (measured, described)}} where the two differ."""
     found: dict[str, Any] = {}
-    cases = list(product(VARIANTS, ("flash", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16)))
+    cases = list(
+        product(VARIANTS, ("flash", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16))
+    )
     with tp_state(world_size) as parallel:
         for variant, backend, dropout, dtype in cases:
-            differing = DIFFERING if VARIANTS[variant].get("position_embedding_type") == "rope" else {}
-            config = variant_config(variant, num_layers=NUM_LAYERS, attention_backend=backend, hidden_dropout=dropout,
-                                    attention_dropout=dropout, **differing)
-            sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(world_size),
-                          tp_size=world_size, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
+            differing = (
+                DIFFERING if VARIANTS[variant].get("position_embedding_type") == "rope" else {}
+            )
+            config = variant_config(
+                variant,
+                num_layers=NUM_LAYERS,
+                attention_backend=backend,
+                hidden_dropout=dropout,
+                attention_dropout=dropout,
+                **differing,
+            )
+            sizes = Sizes(
+                micro_batch_size=BATCH,
+                seq_length=SEQ_LENGTH,
+                padded_vocab_size=padded_vocab_size(world_size),
+                tp_size=world_size,
+                sequence_parallel=sequence_parallel,
+                element_bytes=dtype.itemsize,
+            )
             real = measured(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
             told = described(config, sizes)
-            differ = {module: (real.get(module), told.get(module)) for module in {*real, *told}
-                      if real.get(module, Figures(0, (), (), ())) != told.get(module, Figures(0, (), (), ()))}
+            differ = {
+                module: (real.get(module), told.get(module))
+                for module in {*real, *told}
+                if real.get(module, Figures(0, (), (), ()))
+                != told.get(module, Figures(0, (), (), ()))
+            }
             if differ:
                 found[f"{variant} {backend} {dropout} {dtype}"] = differ
     return found
 
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_every_module_keeps_computes_sends_and_holds_what_is_described(tp_size: int, sequence_parallel: bool) -> None:
+def test_every_module_keeps_computes_sends_and_holds_what_is_described(
+    tp_size: int, sequence_parallel: bool
+) -> None:
     found = run_ranks(wrong, tp_size, sequence_parallel, detail=False)
     assert found == [{}] * tp_size

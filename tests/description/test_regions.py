@@ -13,16 +13,27 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from tests.support.equality import VARIANTS, variant_config
 
-SIZES = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72, tp_size=2, sequence_parallel=True)
+SIZES = Sizes(
+    micro_batch_size=2, seq_length=6, padded_vocab_size=72, tp_size=2, sequence_parallel=True
+)
 
 
 def layers() -> list[LayerDescription]:
-    return [describe_layer(variant_config(variant, attention_backend=backend, hidden_dropout=0.1), SIZES)
-            for variant, backend in product(VARIANTS, ("flash", "unfused"))]
+    return [
+        describe_layer(
+            variant_config(variant, attention_backend=backend, hidden_dropout=0.1), SIZES
+        )
+        for variant, backend in product(VARIANTS, ("flash", "unfused"))
+    ]
 
 
 def entries(layer: LayerDescription, region: str) -> list[RegionEntry]:
-    return [entry for operation in layer.operations for entry in operation.enters if entry.region == region]
+    return [
+        entry
+        for operation in layer.operations
+        for entry in operation.enters
+        if entry.region == region
+    ]
 
 
 @pytest.mark.parametrize("region", MODULES)
@@ -31,26 +42,36 @@ def test_a_region_is_entered_where_its_operations_are_and_nowhere_else(region: s
         inside = False
         for operation in layer.operations:
             entered = any(entry.region == region for entry in operation.enters)
-            assert (region in operation.regions) == (entered or (inside and region in operation.regions))
+            assert (region in operation.regions) == (
+                entered or (inside and region in operation.regions)
+            )
             inside = region in operation.regions
     assert any(entries(layer, region) for layer in layers())
 
 
 @pytest.mark.parametrize("region", MODULES)
 def test_a_region_lies_inside_its_parent_and_inside_no_other(region: str) -> None:
-    for operation in (one for layer in layers() for one in layer.operations if region in one.regions):
+    for operation in (
+        one for layer in layers() for one in layer.operations if region in one.regions
+    ):
         outer = operation.regions[: operation.regions.index(region)]
         parent = REGIONS[region].parent
         assert outer == (() if parent is None else (parent,))
 
 
 @pytest.mark.parametrize("region", MODULES)
-def test_only_regions_that_discard_their_outputs_name_some_and_those_are_saved_by_a_later_operation(region: str) -> None:
+def test_discarded_outputs_are_those_that_a_later_operation_saves(region: str) -> None:
     for layer in layers():
         for entry in entries(layer, region):
             assert bool(entry.discards) == (REGIONS[region].method == "discard")
-            keepers = [one for one in layer.operations if {tensor.name for tensor in one.keeps} & set(entry.discards)]
-            assert bool(keepers) == bool(entry.discards) and all(region not in one.regions for one in keepers)
+            keepers = [
+                one
+                for one in layer.operations
+                if {tensor.name for tensor in one.keeps} & set(entry.discards)
+            ]
+            assert bool(keepers) == bool(entry.discards) and all(
+                region not in one.regions for one in keepers
+            )
 
 
 @pytest.mark.parametrize("region", MODULES)
@@ -74,7 +95,10 @@ def test_pointwise_regions_run_no_matmul_again() -> None:
 def test_a_region_inside_another_one_that_is_named_is_left_out() -> None:
     assert without_nested(("activation", "mlp", "dropout")) == {"mlp", "dropout"}
     assert nested(("activation", "mlp")) == [("activation", "mlp")]
-    assert without_nested(("activation",)) == {"activation"} and nested(("activation", "core_attn")) == []
+    assert (
+        without_nested(("activation",)) == {"activation"}
+        and nested(("activation", "core_attn")) == []
+    )
 
 
 def test_help_names_every_region_and_what_it_holds() -> None:

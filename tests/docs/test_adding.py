@@ -11,14 +11,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 TABLES = {
-    "NORMALIZATIONS": "config.model", "NORM_VECTORS": "config.model", "ACTIVATIONS": "config.model",
-    "NORMS": "model.norm", "APEX_NORMS": "model.norm", "STATISTICS": "description.norm_statistics",
-    "activation_function": "model.activations", "REGIONS": "config.regions", "RULES": "optim.optimizer",
+    "NORMALIZATIONS": "config.model",
+    "NORM_VECTORS": "config.model",
+    "ACTIVATIONS": "config.model",
+    "NORMS": "model.norm",
+    "APEX_NORMS": "model.norm",
+    "STATISTICS": "description.norm_statistics",
+    "activation_function": "model.activations",
+    "REGIONS": "config.regions",
+    "RULES": "optim.optimizer",
 }
 
 
 def test_every_path_exists() -> None:
-    paths = {path for path in re.findall(r"`((?:megatron_lite|tests)/[\w/.]*|arguments\.py)`", PAGE) if "NAME" not in path}
+    paths = {
+        path
+        for path in re.findall(r"`((?:megatron_lite|tests)/[\w/.]*|arguments\.py)`", PAGE)
+        if "NAME" not in path
+    }
     assert len(paths) > 8
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 

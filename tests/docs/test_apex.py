@@ -1,4 +1,5 @@
-"""docs/apex.md: every flag that it names is one of the program's, every symbol and line of the log is real."""
+"""docs/apex.md: every flag that it names is one of the program's, every symbol and line of the log
+is real."""
 
 from __future__ import annotations
 
@@ -24,17 +25,23 @@ def test_every_flag_exists() -> None:
 
 def test_every_symbol_is_in_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     apex.install(monkeypatch)
-    for module, symbol in (("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"), ("apex.optimizers", "FusedAdam"),
-                           ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp16"), ("amp_C", "multi_tensor_adam_capturable"),
-                           ("apex.normalization.fused_layer_norm", "FusedLayerNormAffineFunction"),
-                           ("apex.normalization.fused_layer_norm", "FusedRMSNormAffineFunction")):
+    for module, symbol in (
+        ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
+        ("apex.optimizers", "FusedAdam"),
+        ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp16"),
+        ("amp_C", "multi_tensor_adam_capturable"),
+        ("apex.normalization.fused_layer_norm", "FusedLayerNormAffineFunction"),
+        ("apex.normalization.fused_layer_norm", "FusedRMSNormAffineFunction"),
+    ):
         assert module in TEXT and symbol in TEXT and hasattr(sys.modules[module], symbol)
 
 
 def test_the_line_of_the_log_is_the_programs() -> None:
     import torch
 
-    paths = {f"weight {number}": FUSED for number in range(48)} | {"embedding.word_embeddings.weight": FUSED_PROJECTION}
+    paths = {f"weight {number}": FUSED for number in range(48)} | {
+        "embedding.word_embeddings.weight": FUSED_PROJECTION
+    }
     assert summary(paths, torch.bfloat16) in " ".join(TEXT.split())
 
 

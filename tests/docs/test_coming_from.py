@@ -57,8 +57,17 @@ def tables() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def rows() -> list[Row]:
-    return [Row(heading.lower(), cells[0], tuple(shlex.split(cells[1])), cells[2], 2 if last.endswith("at TP 2") else 1)
-            for heading, last, cells in tables() if last.startswith("bytes")]
+    return [
+        Row(
+            heading.lower(),
+            cells[0],
+            tuple(shlex.split(cells[1])),
+            cells[2],
+            2 if last.endswith("at TP 2") else 1,
+        )
+        for heading, last, cells in tables()
+        if last.startswith("bytes")
+    ]
 
 
 def name(row: Row) -> str:
@@ -94,8 +103,17 @@ def figures(row: Row) -> tuple[int, int]:
 def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
     assert {row.system for row in ROWS} == {"megatron", *SYSTEMS}
     policies = {row.ours[1] for row in ROWS}
-    assert {"*:none", "*:full", "every-2+1:full", "*:full@split", "*:full@host", "*:full@split+host"} <= policies
-    assert any("ops(" in policy for policy in policies) and any("--contiguous-saved-activations" in row.ours for row in ROWS)
+    assert {
+        "*:none",
+        "*:full",
+        "every-2+1:full",
+        "*:full@split",
+        "*:full@host",
+        "*:full@split+host",
+    } <= policies
+    assert any("ops(" in policy for policy in policies) and any(
+        "--contiguous-saved-activations" in row.ours for row in ROWS
+    )
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.system != "megatron"], ids=name)
@@ -129,44 +147,75 @@ def trained(run: RunConfig, plan: RecomputePlan | None) -> Outcome:
     with tp_state(run.parallel.tensor_model_parallel_size) as parallel:
         fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank))
         model = build_tiny_model(run.model, fresh, dtype=torch.float32, plan=plan)
-        tokens, labels = sample_tokens(batch=run.training.micro_batch_size, seq_length=run.data.seq_length)
+        tokens, labels = sample_tokens(
+            batch=run.training.micro_batch_size, seq_length=run.data.seq_length
+        )
         with kept_for_backward(exclude=model.parameters()) as meter:
             loss = model.loss(tokens, labels).mean()
         stores = model.decoder.stores
-        kept_bytes = meter.total_bytes() + stores.device_bytes, stores.host_bytes  # before backward frees them
+        # before backward frees them
+        kept_bytes = meter.total_bytes() + stores.device_bytes, stores.host_bytes
         loss.backward()
-        return Outcome(kept_bytes, loss.detach(), [parameter.grad for parameter in model.parameters()])  # type: ignore[misc]
+        return Outcome(
+            kept_bytes, loss.detach(), [parameter.grad for parameter in model.parameters()]
+        )  # type: ignore[misc]
 
 
 def compared(rank: int, world_size: int, row: Row) -> tuple[tuple[int, int], bool]:
-    """Bytes measured, and whether the loss and every gradient are those without recomputation, to the bit."""
+    """Bytes measured, and whether the loss and every gradient are those without recomputation, to
+    the bit."""
     run = run_of(row)
     kept = trained(run, None)
     found = trained(run, plan_stage(run.recompute, run.model.num_layers))
     assert len(kept.grads) == len(found.grads) > 10 and all(bool(grad.any()) for grad in kept.grads)
-    same = [torch.equal(one, other) for one, other in zip([kept.loss, *kept.grads], [found.loss, *found.grads], strict=True)]
+    same = [
+        torch.equal(one, other)
+        for one, other in zip([kept.loss, *kept.grads], [found.loss, *found.grads], strict=True)
+    ]
     return found.kept_bytes, all(same)
 
 
-@pytest.mark.parametrize("row", [  # every third by default
-    pytest.param(row, id=name(row), marks=[pytest.mark.long] * (number % 3 > 0)) for number, row in enumerate(ROWS)])
+@pytest.mark.parametrize(
+    "row",
+    [  # every third by default
+        pytest.param(row, id=name(row), marks=[pytest.mark.long] * (number % 3 > 0))
+        for number, row in enumerate(ROWS)
+    ],
+)
 def test_a_run_measures_the_figure_and_its_gradients_are_unchanged_to_the_bit(row: Row) -> None:
-    found = [compared(0, 1, row)] if row.tp_size == 1 else run_ranks(compared, row.tp_size, row, detail=False)
+    found = (
+        [compared(0, 1, row)]
+        if row.tp_size == 1
+        else run_ranks(compared, row.tp_size, row, detail=False)
+    )
     assert found == [(figures(row), True)] * row.tp_size
 
 
-@pytest.mark.parametrize("cells", [cells for heading, last, cells in tables() if last == "error"], ids=lambda cells: cells[1])
+@pytest.mark.parametrize(
+    "cells",
+    [cells for heading, last, cells in tables() if last == "error"],
+    ids=lambda cells: cells[1],
+)
 def test_what_is_refused_says_why(cells: list[str]) -> None:
     system, config, message = cells
     with pytest.raises(ValueError) as raised:
-        SYSTEMS[system.lower()](json.loads(config), **({"tp_size": 1} if system.lower() in PARTITIONING else {}))
+        SYSTEMS[system.lower()](
+            json.loads(config), **({"tp_size": 1} if system.lower() in PARTITIONING else {})
+        )
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("cells", [cells for heading, last, cells in tables() if heading == "torchtitan" and last == "here"],
-                         ids=lambda cells: cells[1])
+@pytest.mark.parametrize(
+    "cells",
+    [cells for heading, last, cells in tables() if heading == "torchtitan" and last == "here"],
+    ids=lambda cells: cells[1],
+)
 def test_a_budget_for_the_compiler_is_a_run_without_a_policy(cells: list[str]) -> None:
     words = tuple(shlex.split(cells[1]))
     run = parsed(words, 1)
     assert SYSTEMS["torchtitan"](json.loads(cells[0])).flags == words
-    assert isinstance(run, RunConfig) and run.training.torch_compile and run.recompute.activation_memory_budget == 0.5
+    assert (
+        isinstance(run, RunConfig)
+        and run.training.torch_compile
+        and run.recompute.activation_memory_budget == 0.5
+    )

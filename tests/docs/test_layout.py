@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TREE = (ROOT / "README.md").read_text().split("## The layout")[1].split("```text\n")[1].split("```")[0]
+TREE = (
+    (ROOT / "README.md").read_text().split("## The layout")[1].split("```text\n")[1].split("```")[0]
+)
 
 
 PACKAGE = ROOT / "megatron_lite"
@@ -23,6 +25,9 @@ def test_the_tree_names_every_folder_and_only_what_exists() -> None:
                 seen.add(name)
                 continue
             found += 1
-            if not (PACKAGE / folder / f"{name}.py").is_file() and not (PACKAGE / folder / name).is_dir():
+            if (
+                not (PACKAGE / folder / f"{name}.py").is_file()
+                and not (PACKAGE / folder / name).is_dir()
+            ):
                 missing.append(f"{folder}/{name}")
     assert missing == [] and seen == FOLDERS and found > 50

@@ -1,4 +1,5 @@
-"""docs/names.md: every name on our side exists, and the names that users of other systems search for are there."""
+"""docs/names.md: every name on our side exists, and the names that users of other systems search
+for are there."""
 
 from __future__ import annotations
 
@@ -15,15 +16,20 @@ from arguments import build_parser, supported_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "names.md").read_text()
-SEARCHED = """tensor_parallel.checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed split_tensor_into_1d_equal_chunks
-    gather_split_1d_tensor checkpoint_core_attention _checkpointed_forward CheckpointWithoutOutput CheckpointFunction
-    safely_set_viewless_tensor_data make_viewless_tensor ColumnParallelLinear RowParallelLinear VocabParallelEmbedding
-    vocab_parallel_cross_entropy copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
-    scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region get_tensor_model_parallel_group
-    initialize_model_parallel forward_backward_pipelining_without_interleaving get_args DistributedOptimizer
-    DistributedDataParallel clip_grad_norm MMapIndexedDataset IndexedDataset GPTDataset BlendedDataset
-    get_ltor_masks_and_position_ids pretrain train_step training_log save_checkpoint CheckpointImpl checkpoint_wrapper
-    apply_activation_checkpointing create_selective_checkpoint_contexts deepspeed.checkpointing.checkpoint"""
+SEARCHED = """
+    tensor_parallel.checkpoint get_cuda_rng_tracker model_parallel_cuda_manual_seed
+    split_tensor_into_1d_equal_chunks gather_split_1d_tensor checkpoint_core_attention
+    _checkpointed_forward CheckpointWithoutOutput CheckpointFunction
+    safely_set_viewless_tensor_data make_viewless_tensor ColumnParallelLinear RowParallelLinear
+    VocabParallelEmbedding vocab_parallel_cross_entropy copy_to_tensor_model_parallel_region
+    reduce_from_tensor_model_parallel_region scatter_to_tensor_model_parallel_region
+    gather_from_tensor_model_parallel_region get_tensor_model_parallel_group
+    initialize_model_parallel forward_backward_pipelining_without_interleaving get_args
+    DistributedOptimizer DistributedDataParallel clip_grad_norm MMapIndexedDataset IndexedDataset
+    GPTDataset BlendedDataset get_ltor_masks_and_position_ids pretrain train_step training_log
+    save_checkpoint CheckpointImpl checkpoint_wrapper apply_activation_checkpointing
+    create_selective_checkpoint_contexts deepspeed.checkpointing.checkpoint
+"""
 
 
 class Row(NamedTuple):
@@ -40,9 +46,11 @@ def rows() -> Iterator[Row]:
             theirs, ours, differs = (cell.strip() for cell in line.strip("|").split("|"))
             names, mentioned = re.findall(r"`([^`]+)`", ours), re.findall(r"`([^`]+)`", differs)
             assert names or ours == "none", line
-            yield Row(tuple(re.findall(r"`([^`]+)`", theirs)),
-                      (*names, *(name for name in mentioned if name.startswith("megatron_lite."))),
-                      tuple(name for name in mentioned if name.startswith("--")))
+            yield Row(
+                tuple(re.findall(r"`([^`]+)`", theirs)),
+                (*names, *(name for name in mentioned if name.startswith("megatron_lite."))),
+                tuple(name for name in mentioned if name.startswith("--")),
+            )
 
 
 ROWS = list(rows())
@@ -53,7 +61,14 @@ def test_every_name_of_ours_exists() -> None:
     missing = []
     for name in sorted({name for row in ROWS for name in row.ours}):
         parts = name.split(".")
-        count = next((n for n in range(len(parts), 0, -1) if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists()), 0)
+        count = next(
+            (
+                n
+                for n in range(len(parts), 0, -1)
+                if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists()
+            ),
+            0,
+        )
         try:
             assert 0 < count < len(parts)
             reduce(getattr, parts[count:], importlib.import_module(".".join(parts[:count])))

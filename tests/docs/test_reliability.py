@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = re.findall(r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "reliability.md").read_text())
+NAMED = re.findall(
+    r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "reliability.md").read_text()
+)
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED)

@@ -1,4 +1,5 @@
-"""docs/slurm.md explains every option of the job scripts in examples/slurm/, and nothing that is not in them."""
+"""docs/slurm.md explains every option of the job scripts in examples/slurm/, and nothing that is
+not in them."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ def section(title: str) -> str:
 
 def explained(title: str) -> list[str]:
     """Code in the first cells of a section's tables."""
-    return [code for line in section(title).splitlines() if line.startswith("|")
-            for code in re.findall(r"`([^`]+)`", line.split("|")[1])]
+    return [
+        code
+        for line in section(title).splitlines()
+        if line.startswith("|")
+        for code in re.findall(r"`([^`]+)`", line.split("|")[1])
+    ]
 
 
 def asked_for(script: Path) -> list[str]:
@@ -31,11 +36,16 @@ def asked_for(script: Path) -> list[str]:
 
 def code_of(*scripts: Path) -> str:
     """Their text without comments."""
-    return "\n".join(re.sub(r"(^|\s)#.*", "", line) for script in scripts for line in script.read_text().splitlines())
+    return "\n".join(
+        re.sub(r"(^|\s)#.*", "", line)
+        for script in scripts
+        for line in script.read_text().splitlines()
+    )
 
 
 def options(text: str) -> Iterator[str]:
-    """Long options of srun, torchrun and this program; those of Slurm's other commands are single lines of their own."""
+    """Long options of srun, torchrun and this program; those of Slurm's other commands are single
+    lines of their own."""
     for line in text.splitlines():
         if not re.search(r"scancel|scontrol|sed ", line):
             yield from re.findall(r"(?<![\w-])--[a-z][\w-]*(?:=[\w:%.@]+)?", line)
@@ -49,7 +59,9 @@ def test_every_line_for_sbatch_is_explained_with_its_value(script: Path) -> None
 
 
 def test_no_line_for_sbatch_is_explained_that_is_not_there() -> None:
-    assert set(explained("What sbatch is asked for")) == {line for script in JOB_SCRIPTS for line in asked_for(script)}
+    assert set(explained("What sbatch is asked for")) == {
+        line for script in JOB_SCRIPTS for line in asked_for(script)
+    }
 
 
 def test_every_option_and_every_exported_variable_of_the_scripts_is_explained() -> None:
@@ -72,6 +84,10 @@ def test_the_page_has_a_variables_default(name: str) -> None:
 
 
 def test_the_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:
-    seconds = [int(found) for script in JOB_SCRIPTS for found in re.findall(r"--signal=B:USR1@(\d+)", script.read_text())]
+    seconds = [
+        int(found)
+        for script in JOB_SCRIPTS
+        for found in re.findall(r"--signal=B:USR1@(\d+)", script.read_text())
+    ]
     default = re.search(r"SAVE_SECONDS:-(\d+)", (FOLDER / "restarts.sh").read_text())
     assert default and len(seconds) == len(JOB_SCRIPTS) and min(seconds) > int(default[1])

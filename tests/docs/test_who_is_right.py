@@ -1,4 +1,5 @@
-"""docs/who-is-right.md: its tables are those that its command makes, and none of our cells says that training goes wrong."""
+"""docs/who-is-right.md: its tables are those that its command makes, and none of our cells says
+that training goes wrong."""
 
 from __future__ import annotations
 
@@ -20,38 +21,62 @@ GENERATED = PAGE.split(BEGIN)[1].split(END)[0]
 def rows() -> Iterator[tuple[str, dict[str, str]]]:
     """The name of every row, and its cells by column. Without the summary."""
     for part in GENERATED.split("### ")[1:]:
-        lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines() if line.startswith("|")]
+        lines = [
+            [cell.strip() for cell in line.strip("|").split(" | ")]
+            for line in part.splitlines()
+            if line.startswith("|")
+        ]
         for name, *cells in lines[2:]:
             yield name, dict(zip(lines[0][1:], cells, strict=True))
 
 
 def test_the_page_has_a_row_for_every_model_and_way_and_a_column_for_every_engine() -> None:
-    assert [name for name, _ in rows()] == [row.name for _, make in TABLES.values() for row in make()]
+    assert [name for name, _ in rows()] == [
+        row.name for _, make in TABLES.values() for row in make()
+    ]
     assert all(list(cells) == [engine.name for engine in ENGINES] for _, cells in rows())
 
 
-@pytest.mark.parametrize("engine", [engine.name for engine in ENGINES if engine.name.startswith("ours")])
+@pytest.mark.parametrize(
+    "engine", [engine.name for engine in ENGINES if engine.name.startswith("ours")]
+)
 def test_a_policy_of_ours_is_equal_or_an_error_wherever_an_engine_can_know(engine: str) -> None:
-    silent = [name for name, cells in rows() if cells[engine].startswith("**") and (name not in UNSEEN or "verify" in engine)]
+    silent = [
+        name
+        for name, cells in rows()
+        if cells[engine].startswith("**") and (name not in UNSEEN or "verify" in engine)
+    ]
     assert silent == []
 
 
-@pytest.mark.parametrize("engine", [engine.name for engine in ENGINES if not engine.name.startswith("ours")])
+@pytest.mark.parametrize(
+    "engine", [engine.name for engine in ENGINES if not engine.name.startswith("ours")]
+)
 def test_every_rival_is_right_somewhere_and_silently_other_elsewhere(engine: str) -> None:
     """Else the comparison compared nothing."""
     found = [cells[engine] for _, cells in rows()]
     assert "equal" in found and any(cell.startswith("**") for cell in found)
 
 
-def test_a_page_without_the_marks_is_an_error_and_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_without_the_marks_is_an_error_and_is_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "page.md"
     with pytest.raises(SystemExit) as missing:
         main(["--output", str(page)])
-    assert missing.value.code == 2 and "does not exist" in capsys.readouterr().err and not page.exists()
+    assert (
+        missing.value.code == 2
+        and "does not exist" in capsys.readouterr().err
+        and not page.exists()
+    )
     page.write_text("# A page\n")
     with pytest.raises(SystemExit) as ended:
         main(["--output", str(page)])
-    assert ended.value.code == 2 and BEGIN in capsys.readouterr().err and page.read_text() == "# A page\n"
+    assert (
+        ended.value.code == 2
+        and BEGIN in capsys.readouterr().err
+        and page.read_text() == "# A page\n"
+    )
 
 
 @pytest.mark.long
@@ -59,14 +84,18 @@ def test_a_page_without_the_marks_is_an_error_and_is_left_as_it_was(tmp_path: Pa
 def test_the_command_makes_the_tables_of_the_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    if f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}," not in PAGE:
+    if (
+        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__},"
+        not in PAGE
+    ):
         pytest.skip("the page was made with other versions")
     main(["--output", str(page)])
     assert without_rounding(page.read_text()) == without_rounding(PAGE)
 
 
 def without_rounding(page: str) -> list[str]:
-    """The page without what depends on how a CPU's kernels round, which is never a cell of ours: those are equal to the bit."""
+    """The page without what depends on how a CPU's kernels round, which is never a cell of ours:
+    those are equal to the bit."""
     lines = []
     for line in page.splitlines():
         if not line.startswith(("| equal to the bit", "| equal up to rounding |")):

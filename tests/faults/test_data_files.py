@@ -1,4 +1,5 @@
-"""Data files that are truncated, swapped or foreign end the run on all ranks; index caches survive a kill at any point."""
+"""Data files that are truncated, swapped or foreign end the run on all ranks; index caches survive
+a kill at any point."""
 
 from __future__ import annotations
 
@@ -23,8 +24,19 @@ from tests.support.limits import HANG_S
 from tests.support.programs import program
 from tests.support.runs import rows, step_bytes
 
-RUN = [*SMALL_RUN, "--micro-batch-size", "1", "--train-iters", "4", "--tensor-model-parallel-size", "2", "--vocab-size", "98",
-       "--split", "80,10,10"]
+RUN = [
+    *SMALL_RUN,
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "4",
+    "--tensor-model-parallel-size",
+    "2",
+    "--vocab-size",
+    "98",
+    "--split",
+    "80,10,10",
+]
 
 
 def _write(prefix: Path, *, documents: int = 40, length: int = 30, first: int = 0) -> Path:
@@ -55,13 +67,21 @@ def _foreign_ids(prefix: Path, kind: str) -> None:
     shutil.copy(_file(_write(prefix.with_name("other"), first=70), kind), _file(prefix, kind))
 
 
-@pytest.mark.parametrize(("damage", "kind", "message"), [
-    (_truncate, "bin", "data.bin: found 2390 bytes, expected 2400 bytes"), (_truncate, "idx", "data.idx: found "),
-    (_swap, "bin", "data.bin: found 2340 bytes, expected 2400 bytes"), (_swap, "idx", "data.bin: found 2400 bytes, expected"),
-    (_foreign, "bin", "data.bin: found 5124 bytes, expected 2400 bytes"), (_foreign, "idx", "data.idx: found first bytes"),
-    (_foreign_ids, "bin", "but the vocabulary has 99 ids")])
-def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path: Path, damage: Callable[[Path, str], None], kind: str,
-                                                      message: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        (_truncate, "bin", "data.bin: found 2390 bytes, expected 2400 bytes"),
+        (_truncate, "idx", "data.idx: found "),
+        (_swap, "bin", "data.bin: found 2340 bytes, expected 2400 bytes"),
+        (_swap, "idx", "data.bin: found 2400 bytes, expected"),
+        (_foreign, "bin", "data.bin: found 5124 bytes, expected 2400 bytes"),
+        (_foreign, "idx", "data.idx: found first bytes"),
+        (_foreign_ids, "bin", "but the vocabulary has 99 ids"),
+    ],
+)
+def test_a_damaged_pair_ends_every_rank_with_status_2(
+    tmp_path: Path, damage: Callable[[Path, str], None], kind: str, message: str
+) -> None:
     prefix = _write(tmp_path / "data")
     damage(prefix, kind)
     with program([*RUN, "--data-path", str(prefix)], ranks=2) as run:
@@ -70,15 +90,21 @@ def test_a_damaged_pair_ends_every_rank_with_status_2(tmp_path: Path, damage: Ca
         assert message in said and "Traceback" not in run.everything()
 
 
-def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_why(tmp_path: Path) -> None:
+def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_why(
+    tmp_path: Path,
+) -> None:
     """Each rank is a node of its own here: the same relative path, its own files."""
     for rank in range(2):
         _write(tmp_path / str(rank) / "data")
     _truncate(tmp_path / "1" / "data", "bin")
-    with program([*RUN, "--data-path", "data"], ranks=2, prepare=lambda rank: os.chdir(tmp_path / str(rank))) as run:
+    with program(
+        [*RUN, "--data-path", "data"], ranks=2, prepare=lambda rank: os.chdir(tmp_path / str(rank))
+    ) as run:
         assert run.wait() == [2, 2], run.everything()
         (said,) = run.messages()
-        assert said.startswith("pretrain_gpt.py: [rank 1] error: data.bin: found 2390 bytes, expected 2400 bytes")
+        assert said.startswith(
+            "pretrain_gpt.py: [rank 1] error: data.bin: found 2390 bytes, expected 2400 bytes"
+        )
         assert "Traceback" not in run.everything()
 
 
@@ -88,17 +114,24 @@ def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path: Path) -
     for name in ("shared", "0", "1"):
         (tmp_path / name).mkdir()
 
-    def trains(name: str, folder: Callable[[int], str]) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    def trains(
+        name: str, folder: Callable[[int], str]
+    ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
         save, metrics = tmp_path / f"save {name}", tmp_path / f"rows {name}"
-        with program([*common, "--save", str(save), "--metrics-jsonl", str(metrics)], ranks=2,
-                     prepare=lambda rank: os.chdir(tmp_path / folder(rank))) as run:
+        with program(
+            [*common, "--save", str(save), "--metrics-jsonl", str(metrics)],
+            ranks=2,
+            prepare=lambda rank: os.chdir(tmp_path / folder(rank)),
+        ) as run:
             assert run.wait() == [0, 0], run.everything()
         return rows(metrics), step_bytes(save, 4)
 
     expected = trains("shared", lambda rank: "shared")
     shutil.copytree(tmp_path / "shared" / "cache", tmp_path / "0" / "cache")
     assert trains("local", str) == expected
-    assert sorted(os.listdir(tmp_path / "1" / "cache")) == sorted(os.listdir(tmp_path / "0" / "cache"))
+    assert sorted(os.listdir(tmp_path / "1" / "cache")) == sorted(
+        os.listdir(tmp_path / "0" / "cache")
+    )
 
 
 def _killed_at(call: int) -> None:
@@ -113,7 +146,13 @@ def _killed_at(call: int) -> None:
 
         return killed
 
-    for owner, name in ((os, "mkdir"), (np, "save"), (index_cache, "sync_file"), (os, "rename"), (index_cache, "sync_folder")):
+    for owner, name in (
+        (os, "mkdir"),
+        (np, "save"),
+        (index_cache, "sync_file"),
+        (os, "rename"),
+        (index_cache, "sync_folder"),
+    ):
         setattr(owner, name, dying(getattr(owner, name)))
 
 
@@ -137,7 +176,9 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
         assert status in (0, -signal.SIGKILL)
         before = built
         found = cached_arrays(folder, {"point": points}, build)
-        assert {name: array.tolist() for name, array in found.items()} == {name: array.tolist() for name, array in arrays.items()}
+        assert {name: array.tolist() for name, array in found.items()} == {
+            name: array.tolist() for name, array in arrays.items()
+        }
         assert built == before or status != 0
         cached_arrays(folder, {"point": points}, lambda: pytest.fail("built although it is there"))
         assert not list(tmp_path.glob("*.tmp-*"))
@@ -145,8 +186,11 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
     assert points >= 12  # a folder, two arrays, two lists, four times on disk each, and the name
 
 
-def test_a_node_that_does_not_see_the_lock_and_is_faster_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where flock does not reach over nodes: the other node's folder appears just before this one is renamed."""
+def test_a_node_that_does_not_see_the_lock_and_is_faster_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where flock does not reach over nodes: the other node's folder appears just before this one
+    is renamed."""
     rename, arrays = os.rename, {"order": np.arange(5)}
 
     def late(source: str, target: str) -> None:
@@ -154,11 +198,15 @@ def test_a_node_that_does_not_see_the_lock_and_is_faster_is_believed(tmp_path: P
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", late)
-    assert cached_arrays(str(tmp_path), {"key": 1}, lambda: arrays)["order"].tolist() == list(range(5))
+    assert cached_arrays(str(tmp_path), {"key": 1}, lambda: arrays)["order"].tolist() == list(
+        range(5)
+    )
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(tmp_path: Path) -> None:
+def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(
+    tmp_path: Path,
+) -> None:
     prefix = _write(tmp_path / "data")
 
     def prepare(rank: int) -> None:
@@ -174,7 +222,9 @@ def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(tmp
         assert run.wait() == [0, 0], run.everything()
 
 
-def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reader(tmp_path: Path) -> None:
+def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reader(
+    tmp_path: Path,
+) -> None:
     """A memory map has no other way to say it (SIGBUS)."""
     prefix = _write(tmp_path / "data")
     program = f"""if True:
@@ -184,7 +234,14 @@ def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reade
         runpy.run_path("pretrain_gpt.py", run_name="__main__")
     """
     arguments = [*RUN, "--tensor-model-parallel-size", "1", "--data-path", str(prefix)]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
-                          capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr and "gpt.py" in done.stderr and "__getitem__" in done.stderr

@@ -1,4 +1,5 @@
-"""The data tools leave nothing half written, and nothing running: full disks, signals, killed parents, lines without an end."""
+"""The data tools leave nothing half written, and nothing running: full disks, signals, killed
+parents, lines without an end."""
 
 from __future__ import annotations
 
@@ -39,53 +40,102 @@ def _corpus(path: Path, lines: int, text: str = "1 2 3") -> Path:
 
 
 def _flags(source: Path, prefix: Path, *more: str) -> list[str]:
-    return ["--input", str(source), "--output-prefix", str(prefix), "--tokenizer-type", "NullTokenizer", "--vocab-size", "50",
-            *more]
+    return [
+        "--input",
+        str(source),
+        "--output-prefix",
+        str(prefix),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "50",
+        *more,
+    ]
 
 
 # --- a full disk ---
 
+
 @pytest.mark.parametrize("kilobytes", [16, 100])
-def test_a_full_disk_is_named_with_the_file_and_leaves_no_partial_file(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                                       kilobytes: int) -> None:
+def test_a_full_disk_is_named_with_the_file_and_leaves_no_partial_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kilobytes: int
+) -> None:
     """It is found while documents are written, or only when the file is closed."""
     source = _corpus(tmp_path / "in.jsonl", 5000 if kilobytes == 16 else 9000, "1 2 3 4 5 6")
     with small_disk(tmp_path / "disk", kilobytes=kilobytes) as disk:
         assert preprocess_data.main(_flags(source, disk / "out")) == 2
         error = capsys.readouterr().err
-        assert error.splitlines()[-1] == f"error: {disk}/out_text_document.bin cannot be written: No space left on device"
+        assert (
+            error.splitlines()[-1]
+            == f"error: {disk}/out_text_document.bin cannot be written: No space left on device"
+        )
         assert "Traceback" not in error and list(disk.iterdir()) == []
 
 
-def test_a_full_disk_at_the_index_leaves_the_pair_of_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_at_the_index_leaves_the_pair_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The tokens fit; the index, which is larger, does not."""
     with small_disk(tmp_path / "disk", kilobytes=64) as disk:
         assert preprocess_data.main(_flags(_corpus(tmp_path / "in.jsonl", 10), disk / "out")) == 0
         before = {path.name: path.read_bytes() for path in disk.iterdir()}
-        assert preprocess_data.main(_flags(_corpus(tmp_path / "in.jsonl", 5000, "1"), disk / "out")) == 2
-        assert f"error: {disk}/out_text_document.idx cannot be written: No space left" in capsys.readouterr().err
+        assert (
+            preprocess_data.main(_flags(_corpus(tmp_path / "in.jsonl", 5000, "1"), disk / "out"))
+            == 2
+        )
+        assert (
+            f"error: {disk}/out_text_document.idx cannot be written: No space left"
+            in capsys.readouterr().err
+        )
         assert {path.name: path.read_bytes() for path in disk.iterdir()} == before
 
 
-def test_the_other_tools_leave_nothing_on_a_full_disk_either(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_tools_leave_nothing_on_a_full_disk_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(corpus, "stdlib", lambda root: ["x" * 200_000])
     with small_disk(tmp_path / "disk", kilobytes=4) as disk:
         assert corpus.main(["--output", str(disk), "--corpus", "stdlib"]) == 2
-        assert f"error: {disk}/corpus.jsonl cannot be written: No space left on device" in capsys.readouterr().err
-        assert train_tokenizer.main(["--input", str(_corpus(tmp_path / "in.jsonl", 10, "some words")), "--output",
-                                     str(disk)]) == 2
-        assert f"error: {disk}/tokenizer.json cannot be written: No space left on device" in capsys.readouterr().err
+        assert (
+            f"error: {disk}/corpus.jsonl cannot be written: No space left on device"
+            in capsys.readouterr().err
+        )
+        assert (
+            train_tokenizer.main(
+                [
+                    "--input",
+                    str(_corpus(tmp_path / "in.jsonl", 10, "some words")),
+                    "--output",
+                    str(disk),
+                ]
+            )
+            == 2
+        )
+        assert (
+            f"error: {disk}/tokenizer.json cannot be written: No space left on device"
+            in capsys.readouterr().err
+        )
         assert list(disk.iterdir()) == []
 
 
 # --- signals ---
 
-@pytest.mark.parametrize(("workers", "name"), [(2, "SIGTERM"), (1, "SIGINT"), *(pytest.param(*case, marks=pytest.mark.long) for
-case in (
-    (1, "SIGTERM"), (1, "SIGHUP"), (2, "SIGINT"), (2, "SIGHUP")))])
-def test_a_signal_leaves_no_partial_file_and_no_worker(tmp_path: Path, name: str, workers: int) -> None:
+
+@pytest.mark.parametrize(
+    ("workers", "name"),
+    [
+        (2, "SIGTERM"),
+        (1, "SIGINT"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((1, "SIGTERM"), (1, "SIGHUP"), (2, "SIGINT"), (2, "SIGHUP"))
+        ),
+    ],
+)
+def test_a_signal_leaves_no_partial_file_and_no_worker(
+    tmp_path: Path, name: str, workers: int
+) -> None:
     """The tool dies of the signal, as a shell expects, and says so in one line."""
     (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers) as tool:
@@ -123,7 +173,9 @@ def test_a_signal_that_was_ignored_stays_so() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_partial_file(tmp_path: Path) -> None:
+def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_partial_file(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "out").mkdir()
     with _endless(tmp_path, workers=2) as tool:
         workers = [os.pidfd_open(pid) for pid in _children(tool.pid)]
@@ -135,8 +187,13 @@ def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_p
             poll.register(worker, select.POLLIN)
             assert poll.poll(1000 * HANG_S), "a worker lives on"
     assert [path.suffix for path in (tmp_path / "out").iterdir()] == [f".tmp-{tool.pid}"]
-    assert preprocess_data.main(_flags(_corpus(tmp_path / "in.jsonl", 3), tmp_path / "out" / "a")) == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a_text_document.bin", "a_text_document.idx"]
+    assert (
+        preprocess_data.main(_flags(_corpus(tmp_path / "in.jsonl", 3), tmp_path / "out" / "a")) == 0
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "a_text_document.bin",
+        "a_text_document.idx",
+    ]
 
 
 def test_the_partial_file_of_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:
@@ -166,11 +223,22 @@ def _endless(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     tool._chunks = chunks
     sys.exit(tool.main(sys.argv[1:]))
 """)
-    arguments = _flags(_corpus(folder / "in.jsonl", 1), folder / "out" / "a", "--workers", str(workers))
-    process = subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    arguments = _flags(
+        _corpus(folder / "in.jsonl", 1), folder / "out" / "a", "--workers", str(workers)
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        assert process.stdout is not None and process.stdout.readline() == "in the middle\n", process.communicate()
+        assert process.stdout is not None and process.stdout.readline() == "in the middle\n", (
+            process.communicate()
+        )
         yield process
     finally:
         if process.poll() is None:
@@ -184,16 +252,23 @@ def _children(pid: int) -> list[int]:
 
 # --- lines that are too long ---
 
+
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                                       workers: str) -> None:
+def test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
     lines = [json.dumps({"text": "1 " * count}) for count in (3, 40, 3)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
-    flags = _flags(tmp_path / "in.jsonl", tmp_path / "out", "--workers", workers, "--max-line-bytes")
+    flags = _flags(
+        tmp_path / "in.jsonl", tmp_path / "out", "--workers", workers, "--max-line-bytes"
+    )
     assert preprocess_data.main([*flags, str(len(lines[1]))]) == 0
     assert preprocess_data.main([*flags, str(len(lines[1]) - 1)]) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert error.startswith(f"error: {tmp_path}/in.jsonl:2: the line is longer than --max-line-bytes {len(lines[1]) - 1}, ")
+    assert error.startswith(
+        f"error: {tmp_path}/in.jsonl:2: the line is longer than --max-line-bytes "
+        f"{len(lines[1]) - 1}, "
+    )
     assert "split the document into several lines, or give a higher limit" in error
 
 
@@ -203,8 +278,13 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
         file.write(b'{"text": "1"}\n{"text": "')
         file.truncate(1 << 40)
     before = _bytes_read()
-    for tool, flags in ((preprocess_data, _flags(tmp_path / "in.jsonl", tmp_path / "out")),
-                        (train_tokenizer, ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")])):
+    for tool, flags in (
+        (preprocess_data, _flags(tmp_path / "in.jsonl", tmp_path / "out")),
+        (
+            train_tokenizer,
+            ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")],
+        ),
+    ):
         assert tool.main(flags) == 2
     assert _bytes_read() - before < 1 << 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20  # KiB
@@ -217,8 +297,10 @@ def _bytes_read() -> int:
 
 def test_a_limit_below_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = _corpus(tmp_path / "in.jsonl", 1)
-    for tool, flags in ((preprocess_data, _flags(source, tmp_path / "out")),
-                        (train_tokenizer, ["--input", str(source), "--output", str(tmp_path / "out")])):
+    for tool, flags in (
+        (preprocess_data, _flags(source, tmp_path / "out")),
+        (train_tokenizer, ["--input", str(source), "--output", str(tmp_path / "out")]),
+    ):
         assert tool.main([*flags, "--max-line-bytes", "0"]) == 2
         assert capsys.readouterr().err == "error: --max-line-bytes must be at least 1 (got 0)\n"
 
@@ -242,7 +324,9 @@ def _read(prefix: str) -> tuple[list[int], ...] | str:
     return tuple(found.get(number).tolist() for number in range(len(found)))
 
 
-def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(
+    tmp_path: Path,
+) -> None:
     prefix, seen, status, points = str(tmp_path / "a"), set[str](), -1, 0
     while status != 0:
         _write(prefix, OLD)
@@ -254,14 +338,17 @@ def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(t
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         assert status in (0, -signal.SIGKILL)
         found = _read(prefix)
-        assert found in (OLD, NEW) or "no such file" in found, f"killed before change {points}: read {found}"
+        assert found in (OLD, NEW) or "no such file" in found, (
+            f"killed before change {points}: read {found}"
+        )
         seen.add("none" if isinstance(found, str) else "old" if found == OLD else "new")
         points += 1
     assert seen == {"old", "none", "new"} and points >= 7
 
 
 def _dies_before_change(number: int) -> None:
-    """Makes this process kill itself before that call of a function by which others see a change, or the disk gets one."""
+    """Makes this process kill itself before that call of a function by which others see a change,
+    or the disk gets one."""
     calls = itertools.count()
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,33 +359,56 @@ def _dies_before_change(number: int) -> None:
 
         return killed
 
-    for owner, name in ((os, "unlink"), (os, "replace"), (indexed, "sync_file"), (indexed, "sync_folder")):
+    for owner, name in (
+        (os, "unlink"),
+        (os, "replace"),
+        (indexed, "sync_file"),
+        (indexed, "sync_folder"),
+    ):
         setattr(owner, name, dying(getattr(owner, name)))
 
 
-def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(tmp_path: Path,
-                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name reaches the disk when its folder is synced: between the end of the old index and the new .bin lies such a sync."""
+def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name reaches the disk when its folder is synced: between the end of the old index and the
+    new .bin lies such a sync."""
     prefix, calls = str(tmp_path / "a"), list[str]()
     _write(prefix, OLD)
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             target = getattr(args[-1], "name", args[-1])
-            calls.append(f"{name} {os.path.basename(str(target)).replace(f'.tmp-{os.getpid()}', '.tmp')}")
+            calls.append(
+                f"{name} {os.path.basename(str(target)).replace(f'.tmp-{os.getpid()}', '.tmp')}"
+            )
             return function(*args)
 
         return call
 
-    for owner, name in ((os, "unlink"), (os, "replace"), (indexed, "sync_file"), (indexed, "sync_folder")):
+    for owner, name in (
+        (os, "unlink"),
+        (os, "replace"),
+        (indexed, "sync_file"),
+        (indexed, "sync_folder"),
+    ):
         monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
     _write(prefix, NEW)
     folder = tmp_path.name
-    assert calls[:7] == ["sync_file a.idx.tmp", "sync_file a.bin.tmp", "unlink a.idx", f"sync_folder {folder}", "replace a.bin",
-                         "replace a.idx", f"sync_folder {folder}"]
+    assert calls[:7] == [
+        "sync_file a.idx.tmp",
+        "sync_file a.bin.tmp",
+        "unlink a.idx",
+        f"sync_folder {folder}",
+        "replace a.bin",
+        "replace a.idx",
+        f"sync_folder {folder}",
+    ]
 
 
-def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer comes between the reader's look at the .idx and its look at the .bin."""
     prefix = str(tmp_path / "a")
     _write(prefix, OLD)
@@ -310,7 +420,9 @@ def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(tmp_path: Path,
         _write(prefix, NEW)
 
     monkeypatch.setattr(IndexedDataset, "_check_index", overtaken)
-    with pytest.raises(InputError, match=r"a\.idx was replaced while it was being read: start again"):
+    with pytest.raises(
+        InputError, match=r"a\.idx was replaced while it was being read: start again"
+    ):
         IndexedDataset(prefix)
     assert _read(prefix) == NEW
 

@@ -1,5 +1,5 @@
-"""A disk that is full, or a directory that has become read-only: one message, the checkpoints before it as they were, nothing
-left behind, and the same final weights once there is room."""
+"""A disk that is full, or a directory that has become read-only: one message, the checkpoints
+before it as they were, nothing left behind, and the same final weights once there is room."""
 
 from __future__ import annotations
 
@@ -24,17 +24,26 @@ from tests.support.runs import run_to_end, step_bytes, tiny_run
 
 LAST = 5
 WAYS = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-ASYNC = pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.long), True], ids=["sync", "async"])
-SYNC = pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sync", "async"])
+ASYNC = pytest.mark.parametrize(
+    "async_save", [pytest.param(False, marks=pytest.mark.long), True], ids=["sync", "async"]
+)
+SYNC = pytest.mark.parametrize(
+    "async_save", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sync", "async"]
+)
 
 
 def config_of(folder: Path, *, first: bool = False, **checkpoint: object) -> RunConfig:
     where = dict(save=str(folder), save_interval=2, **({} if first else {"load": str(folder)}))
-    return tiny_run(tp_size=2, training=dict(train_iters=LAST, eval_iters=0, exit_interval=2 if first else None),
-                    checkpoint=dict(**where, **checkpoint))
+    return tiny_run(
+        tp_size=2,
+        training=dict(train_iters=LAST, eval_iters=0, exit_interval=2 if first else None),
+        checkpoint=dict(**where, **checkpoint),
+    )
 
 
-def train(rank: int, world_size: int, config: RunConfig, prepare: Callable[[int], None] | None = None) -> str:
+def train(
+    rank: int, world_size: int, config: RunConfig, prepare: Callable[[int], None] | None = None
+) -> str:
     """Type and text of what the rank raised."""
     if prepare is not None:
         prepare(rank)
@@ -68,20 +77,28 @@ def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: 
     said = f"--save {folder}: the checkpoint of iteration 4 could not be written by rank {rank}: "
     assert messages[0].startswith(f"{InputError.__name__}: {said}") and reason in messages[0]
     assert messages[1] == messages[0].replace(InputError.__name__, PeerError.__name__, 1)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in begun.iterdir())
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        path.name for path in begun.iterdir()
+    )
     for path in begun.rglob("*"):
         if path.is_file() and path.name != "lock.json":
             assert (folder / path.relative_to(begun)).read_bytes() == path.read_bytes(), path
 
 
 @WAYS
-@pytest.mark.parametrize("victim", ["metadata.json", pytest.param("manifest.json", marks=pytest.mark.long)])
-def test_no_space_left_for_a_text(tmp_path: Path, begun: Path, whole: dict[str, bytes], victim: str, async_save: bool) -> None:
+@pytest.mark.parametrize(
+    "victim", ["metadata.json", pytest.param("manifest.json", marks=pytest.mark.long)]
+)
+def test_no_space_left_for_a_text(
+    tmp_path: Path, begun: Path, whole: dict[str, bytes], victim: str, async_save: bool
+) -> None:
     folder = tmp_path / "steps"
     shutil.copytree(begun, folder)
 
     def fill(rank: int) -> None:
-        """The file is the device that is always full. (That of tensors is written under a random name.)"""
+        """The file is the device that is always full. (That of tensors is written under a random
+        name.)"""
+
         def reached(at: Point) -> None:
             if at is Point.FOLDER:
                 (next(folder.glob("*.tmp-*")) / victim).symlink_to("/dev/full")
@@ -108,7 +125,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path, begun: Path, async_save: b
 
 
 @ASYNC
-def test_a_disk_that_is_full(tmp_path: Path, begun: Path, whole: dict[str, bytes], async_save: bool) -> None:
+def test_a_disk_that_is_full(
+    tmp_path: Path, begun: Path, whole: dict[str, bytes], async_save: bool
+) -> None:
     size = sum(path.stat().st_size for path in begun.rglob("*") if path.is_file())
     with small_disk(tmp_path / "disk", kilobytes=size * 3 // 2 // 1024) as disk:
         folder = disk / "steps"
@@ -122,12 +141,15 @@ def test_a_disk_that_is_full(tmp_path: Path, begun: Path, whole: dict[str, bytes
 
 
 @SYNC
-def test_a_directory_that_becomes_read_only(tmp_path: Path, begun: Path, whole: dict[str, bytes], async_save: bool) -> None:
+def test_a_directory_that_becomes_read_only(
+    tmp_path: Path, begun: Path, whole: dict[str, bytes], async_save: bool
+) -> None:
     """After the run has begun. The kernel says so in one of two ways, by who asks."""
     check_can_mount(tmp_path)
     folder = tmp_path / "steps"
     shutil.copytree(begun, folder)
     with ExitStack() as undone:
+
         def close(rank: int) -> None:
             def reached(at: Point) -> None:
                 if at is Point.SNAPSHOT and rank == 0:
@@ -136,18 +158,37 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path, begun: Path, whole: 
             points.reached = reached
 
         undone.callback(make_writable, folder)
-        messages = run_ranks(train, 2, config_of(folder, async_save=async_save), close, detail=False)
-    check(folder, begun, messages, rank=0, reason="Read-only file system" if "Read-only" in messages[0] else "Permission denied")
+        messages = run_ranks(
+            train, 2, config_of(folder, async_save=async_save), close, detail=False
+        )
+    check(
+        folder,
+        begun,
+        messages,
+        rank=0,
+        reason="Read-only file system" if "Read-only" in messages[0] else "Permission denied",
+    )
     assert run_ranks(train, 2, config_of(folder), detail=False) == ["", ""]
     assert step_bytes(folder, LAST) == whole
 
 
 @pytest.mark.long
 def test_the_program_ends_with_a_status_and_one_line(tmp_path: Path) -> None:
-    arguments = command(*SMALL_RUN, *MOCK, "--train-iters", "3", "--eval-iters", "0", "--save", str(tmp_path))
-    done = subprocess.run(["bash", "-c", 'ulimit -f 60; exec "$@"', "bash", *arguments], env=environment(), capture_output=True,
-                          text=True, timeout=HANG_S, check=False)
+    arguments = command(
+        *SMALL_RUN, *MOCK, "--train-iters", "3", "--eval-iters", "0", "--save", str(tmp_path)
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 60; exec "$@"', "bash", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
-    assert f"error: --save {tmp_path}: the checkpoint of iteration 3 could not be written by rank 0: " in done.stderr
+    assert (
+        f"error: --save {tmp_path}: the checkpoint of iteration 3 could not be written by rank 0: "
+        in done.stderr
+    )
     assert "File too large" in done.stderr and not list(tmp_path.glob("iter_*"))

@@ -1,4 +1,5 @@
-"""A rank that hangs ends the run on the others after the timeout, with the stacks of all threads and its name."""
+"""A rank that hangs ends the run on the others after the timeout, with the stacks of all threads
+and its name."""
 
 from __future__ import annotations
 
@@ -16,12 +17,23 @@ from tests.support.limits import HANG_S, patiently
 from tests.support.programs import program
 from tests.support.runs import step_bytes
 
-RUN = [*SMALL_RUN, *MOCK, "--micro-batch-size", "1", "--train-iters", "6", "--eval-interval", "3",
-       "--distributed-timeout-seconds-after-init"]
+RUN = [
+    *SMALL_RUN,
+    *MOCK,
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "6",
+    "--eval-interval",
+    "3",
+    "--distributed-timeout-seconds-after-init",
+]
 TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
 
 
-def _at(rank: int, place: str, iteration: int, action: Callable[[], object]) -> Callable[[int], None]:
+def _at(
+    rank: int, place: str, iteration: int, action: Callable[[], object]
+) -> Callable[[int], None]:
     return lambda own: happens(place, action, iteration=iteration) if own == rank else None
 
 
@@ -29,17 +41,40 @@ def _stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize(("layout", "rank", "place", "where"), [
-    (TENSOR, 1, "backward", "iteration 3"), *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (PIPELINE, 1, "step", "iteration 3"), (TENSOR, 1, "evaluation", "iteration 3 (validation loss)")))])
-def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path, layout: list[str], rank: int, place: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "rank", "place", "where"),
+    [
+        (TENSOR, 1, "backward", "iteration 3"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (PIPELINE, 1, "step", "iteration 3"),
+                (TENSOR, 1, "evaluation", "iteration 3 (validation loss)"),
+            )
+        ),
+    ],
+)
+def test_a_stopped_rank_is_named_after_the_timeout(
+    tmp_path: Path, layout: list[str], rank: int, place: str, where: str
+) -> None:
     def check(limit: float) -> None:
-        arguments = [*RUN, f"{limit:g}", *layout, "--save-interval", "2", "--save", str(tmp_path / f"{limit:g}")]
+        arguments = [
+            *RUN,
+            f"{limit:g}",
+            *layout,
+            "--save-interval",
+            "2",
+            "--save",
+            str(tmp_path / f"{limit:g}"),
+        ]
         with program(arguments, ranks=2, prepare=_at(rank, place, 3, _stopped)) as run:
             assert run.wait(1 - rank) == [1], run.everything()
             (message,) = run.messages()
-            assert message == (f"pretrain_gpt.py: [rank {1 - rank}] stops at {where}: no progress for more than {limit:g} s: "
-                               f"rank {rank} gives no sign of life")
+            assert message == (
+                f"pretrain_gpt.py: [rank {1 - rank}] stops at {where}: no progress for more "
+                f"than {limit:g} s: "
+                f"rank {rank} gives no sign of life"
+            )
             assert f"[rank {1 - rank}] stacks of all threads at {where}" in run.errors(1 - rank)
             assert "watch.py" in run.errors(1 - rank) and "loop.py" in run.errors(1 - rank)
 
@@ -47,14 +82,28 @@ def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path, layout: list[
 
 
 @pytest.mark.long
-def test_a_rank_that_stops_while_it_saves_is_named_after_the_minutes_that_a_disk_may_take(tmp_path: Path) -> None:
+def test_a_rank_that_stops_while_it_saves_is_named_after_the_minutes_that_a_disk_may_take(
+    tmp_path: Path,
+) -> None:
     """The shorter timeout does not hold there: ranks may wait for the slowest disk."""
-    run_for = [*RUN[:-1], *TENSOR, "--distributed-timeout-minutes", "1", "--save-interval", "2", "--save", str(tmp_path)]
+    run_for = [
+        *RUN[:-1],
+        *TENSOR,
+        "--distributed-timeout-minutes",
+        "1",
+        "--save-interval",
+        "2",
+        "--save",
+        str(tmp_path),
+    ]
     with program(run_for, ranks=2, prepare=_at(1, "saving", 2, _stopped)) as run:
         assert run.wait(0) == [1], run.everything()
         (message,) = run.messages()
-        assert message == ("pretrain_gpt.py: [rank 0] stops at iteration 2 (saving): no progress for more than 60 s: "
-                           "rank 1 gives no sign of life")
+        assert message == (
+            "pretrain_gpt.py: [rank 0] stops at iteration 2 (saving): no progress for more "
+            "than 60 s: "
+            "rank 1 gives no sign of life"
+        )
 
 
 @pytest.mark.long
@@ -77,16 +126,22 @@ def test_the_last_checkpoint_loads_and_the_run_ends_with_the_same_weights(tmp_pa
 
 
 def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack() -> None:
-    """As when a file system does not answer: the process lives, and its stack says where it hangs."""
+    """As when a file system does not answer: the process lives, and its stack says where it
+    hangs."""
+
     def hangs_here() -> None:
         threading.Event().wait()
 
     def check(limit: float) -> None:
-        with program([*RUN, f"{limit:g}", *TENSOR], ranks=2, prepare=_at(1, "step", 3, hangs_here)) as run:
+        with program(
+            [*RUN, f"{limit:g}", *TENSOR], ranks=2, prepare=_at(1, "step", 3, hangs_here)
+        ) as run:
             assert run.wait() == [1, 1], run.everything()
             (message,) = run.messages()
             assert "stops at iteration 3" in message and f"more than {limit:g} s" in message
-            assert "in hangs_here" in run.errors(1) and "[rank 0] stacks of all threads" in run.errors(0)
+            assert "in hangs_here" in run.errors(
+                1
+            ) and "[rank 0] stacks of all threads" in run.errors(0)
 
     patiently(check, 2)
 
@@ -98,19 +153,26 @@ def test_where_no_rank_is_in_a_collective_the_watch_ends_the_run() -> None:
 
     def check(limit: float) -> None:
         arguments = [*RUN, f"{limit:g}", *TENSOR]
-        with program(arguments, ranks=2, prepare=lambda _: happens("step", hangs_here, iteration=3)) as run:
+        with program(
+            arguments, ranks=2, prepare=lambda _: happens("step", hangs_here, iteration=3)
+        ) as run:
             assert run.wait() == [1, 1], run.everything()
             (message,) = run.messages()
-            assert (f"stops at iteration 3: no progress for more than {limit:g} s: every rank is alive, and none is behind"
-                    in message)
+            assert (
+                f"stops at iteration 3: no progress for more than {limit:g} s: every rank is "
+                "alive, and none is behind"
+            ) in message
             assert all("in hangs_here" in run.errors(rank) for rank in range(2))
 
     patiently(check, 2)
 
 
 @pytest.mark.long
-def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
+def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(
+    tmp_path: Path,
+) -> None:
     """On all ranks alike; the first iteration is under --distributed-timeout-minutes."""
+
     def check(limit: float) -> None:
         def waits() -> None:
             threading.Event().wait(1.5 * limit)
@@ -120,7 +182,11 @@ def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp
             happens("saving", waits, iteration=2)
 
         save = str(tmp_path / f"{limit:g}")
-        with program([*RUN, f"{limit:g}", *TENSOR, "--save-interval", "2", "--save", save], ranks=2, prepare=prepare) as run:
+        with program(
+            [*RUN, f"{limit:g}", *TENSOR, "--save-interval", "2", "--save", save],
+            ranks=2,
+            prepare=prepare,
+        ) as run:
             assert run.wait() == [0, 0], run.everything()
 
     patiently(check, 2)
@@ -129,9 +195,13 @@ def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(tmp
 def test_a_stopped_rank_that_holds_the_store_is_named_too() -> None:
     def check(limit: float) -> None:
         arguments = [*RUN, f"{limit:g}", *TENSOR]
-        with program(arguments, ranks=2, prepare=_at(0, "backward", 3, _stopped), rank_0_owns_store=True) as run:
+        with program(
+            arguments, ranks=2, prepare=_at(0, "backward", 3, _stopped), rank_0_owns_store=True
+        ) as run:
             assert run.wait(1) == [1], run.everything()
             (message,) = run.messages()
-            assert message == "pretrain_gpt.py: [rank 1] stops at iteration 3: rank 0 does not answer"
+            assert (
+                message == "pretrain_gpt.py: [rank 1] stops at iteration 3: rank 0 does not answer"
+            )
 
     patiently(check, 2)

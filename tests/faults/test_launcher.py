@@ -1,4 +1,5 @@
-"""What torchrun makes of a killed rank and of signals: the whole program under it, as a user starts it."""
+"""What torchrun makes of a killed rank and of signals: the whole program under it, as a user starts
+it."""
 
 from __future__ import annotations
 
@@ -19,18 +20,46 @@ from tests.support.limits import HANG_S
 from tests.support.runs import step_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-RUN = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "60", "--log-interval", "1"]
+RUN = [
+    *SMALL_RUN,
+    *MOCK,
+    "--tensor-model-parallel-size",
+    "2",
+    "--train-iters",
+    "60",
+    "--log-interval",
+    "1",
+]
 
 
 @contextmanager
-def _torchrun(tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+def _torchrun(
+    tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
     """Starts it, and waits for its fifth iteration. Output goes to tmp_path/log."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "2",
-            *launcher, str(ROOT / "pretrain_gpt.py"), *arguments]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc_per_node",
+        "2",
+        *launcher,
+        str(ROOT / "pretrain_gpt.py"),
+        *arguments,
+    ]
     log = tmp_path / "log"
     with log.open("wb") as file:
-        process = subprocess.Popen(line, env=environment(), cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            line,
+            env=environment(),
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         deadline = time.monotonic() + HANG_S
         while "iteration        5/" not in log.read_text():
@@ -47,7 +76,10 @@ def _torchrun(tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()) -
 def _workers(process: subprocess.Popen[bytes]) -> list[int]:
     """In rank order: torchrun starts them so."""
     try:
-        return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
     except FileNotFoundError:
         return []
 
@@ -65,13 +97,19 @@ def test_a_killed_rank_is_named_with_the_iteration(tmp_path: Path) -> None:
         os.kill(_workers(process)[1], signal.SIGKILL)
         assert process.wait(timeout=HANG_S) == 1
     log = (tmp_path / "log").read_text()
-    assert log.count("pretrain_gpt.py: [rank 0] stops at iteration ") == 1 and ": rank 1 is gone" in log
+    assert (
+        log.count("pretrain_gpt.py: [rank 0] stops at iteration ") == 1
+        and ": rank 1 is gone" in log
+    )
     assert "terminate called" not in log
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("SIGTERM", ()), ("SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGUSR1"))])
-def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(tmp_path: Path, whole: Path, name: str,
-                                                                       launcher: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "launcher"), [("SIGTERM", ()), ("SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGUSR1"))]
+)
+def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(
+    tmp_path: Path, whole: Path, name: str, launcher: tuple[str, ...]
+) -> None:
     save = tmp_path / "save"
     arguments = [*RUN, "--exit-signal-handler", "--save", str(save)]
     with _torchrun(tmp_path, *arguments, launcher=launcher) as process:

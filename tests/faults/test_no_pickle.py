@@ -1,4 +1,5 @@
-"""A pickle in the place of any file that the program reads does not run: the file is refused, or not used."""
+"""A pickle in the place of any file that the program reads does not run: the file is refused, or
+not used."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.training import DataConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
-from megatron_lite.tools import generate, plot_memory, preprocess_data, train_tokenizer, translate_recompute, unigram_entropy
+from megatron_lite.tools import (
+    generate,
+    plot_memory,
+    preprocess_data,
+    train_tokenizer,
+    translate_recompute,
+    unigram_entropy,
+)
 from tests.support.checkpoints import sign
 from tests.support.runs import run_to_end, tiny_run
 
@@ -77,7 +85,9 @@ def test_the_payloads_run_where_pickles_are_read(tmp_path: Path) -> None:
 def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
     """Signed or not, in the place of every file, by training and by sampling."""
     steps = tmp_path / "steps"
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(steps))))
+    run_to_end(
+        tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(steps)))
+    )
     step = steps / "iter_0000001"
     (step / "model.pt").write_bytes(form(mark))  # beside the others
     for path in sorted(step.iterdir()):
@@ -90,14 +100,35 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], byte
             expected_fault = path.name != "model.pt"
             if expected_fault:
                 with pytest.raises(InputError, match=path.name):
-                    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(load=str(steps))))
-            generate.main(["--load", str(steps), "--prompt", "1", "--distributed-backend", "gloo", "--max-new-tokens", "1"])
+                    run_to_end(
+                        tiny_run(
+                            training=dict(train_iters=1, eval_iters=0),
+                            checkpoint=dict(load=str(steps)),
+                        )
+                    )
+            generate.main(
+                [
+                    "--load",
+                    str(steps),
+                    "--prompt",
+                    "1",
+                    "--distributed-backend",
+                    "gloo",
+                    "--max-new-tokens",
+                    "1",
+                ]
+            )
             path.write_bytes(good)
             (step / MANIFEST).write_bytes(manifest)
     assert step_fault(step) is None and not mark.exists()
     for name in (LATEST, LOCK):
         (steps / name).write_bytes(form(mark))
-    run_to_end(tiny_run(training=dict(train_iters=2, eval_iters=0), checkpoint=dict(load=str(steps), save=str(steps))))
+    run_to_end(
+        tiny_run(
+            training=dict(train_iters=2, eval_iters=0),
+            checkpoint=dict(load=str(steps), save=str(steps)),
+        )
+    )
     assert not mark.exists()
 
 
@@ -109,10 +140,17 @@ def corpus(prefix: Path) -> str:
 
 
 @forms
-def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
+def test_in_data_and_in_its_cache(
+    tmp_path: Path, mark: Path, form: Callable[[Path], bytes]
+) -> None:
     prefix = corpus(tmp_path / "text")
     config = tiny_run(training=dict(train_iters=1, eval_iters=0))
-    config = replace(config, data=DataConfig(seq_length=16, data_path=(prefix,), data_cache_path=str(tmp_path / "cache")))
+    config = replace(
+        config,
+        data=DataConfig(
+            seq_length=16, data_path=(prefix,), data_cache_path=str(tmp_path / "cache")
+        ),
+    )
     run_to_end(config)
     arrays = sorted((tmp_path / "cache").rglob("*.*"))
     assert {path.suffix for path in arrays} == {".npy", ".json", ".lock"}
@@ -131,13 +169,26 @@ def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path, form: Callable[[Pa
 
 
 @forms
-@pytest.mark.parametrize("flags", ["--config-json", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model",
-                                   "--tokenizer-type GPT2BPETokenizer --merge-file {} --vocab-file", "--load", "--data-path"])
-def test_in_the_files_of_the_command_line(tmp_path: Path, mark: Path, form: Callable[[Path], bytes], flags: str) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--config-json",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model",
+        "--tokenizer-type GPT2BPETokenizer --merge-file {} --vocab-file",
+        "--load",
+        "--data-path",
+    ],
+)
+def test_in_the_files_of_the_command_line(
+    tmp_path: Path, mark: Path, form: Callable[[Path], bytes], flags: str
+) -> None:
     file = tmp_path / ("tokenizer.json" if "tokenizer" in flags else "file.pt")
     file.write_bytes(form(mark))
-    words = ("--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --eval-iters 0 "
-             "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --distributed-backend gloo ")
+    words = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
+        "--max-position-embeddings 8 --eval-iters 0 "
+        "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --distributed-backend gloo "
+    )
     words += "" if "tokenizer" in flags else "--vocab-size 9 "
     words += "" if flags == "--data-path" else "--mock-data "
     try:
@@ -148,7 +199,9 @@ def test_in_the_files_of_the_command_line(tmp_path: Path, mark: Path, form: Call
 
 
 @forms
-def test_in_the_files_of_the_tools(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
+def test_in_the_files_of_the_tools(
+    tmp_path: Path, mark: Path, form: Callable[[Path], bytes]
+) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(form(mark))
     out = str(tmp_path / "out")
@@ -156,10 +209,32 @@ def test_in_the_files_of_the_tools(tmp_path: Path, mark: Path, form: Callable[[P
         (plot_memory.main, [str(file), "--output", f"{out}.svg"]),
         (translate_recompute.main, ["--from", "deepspeed", "--json", str(file)]),
         (train_tokenizer.main, ["--input", str(file), "--output", out]),
-        (preprocess_data.main, ["--input", str(file), "--output-prefix", out, "--tokenizer-type", "NullTokenizer",
-                                "--vocab-size", "9"]),
-        (preprocess_data.main, ["--input", str(file), "--output-prefix", out, "--tokenizer-type", "HuggingFaceTokenizer",
-                                "--tokenizer-model", str(file)]),
+        (
+            preprocess_data.main,
+            [
+                "--input",
+                str(file),
+                "--output-prefix",
+                out,
+                "--tokenizer-type",
+                "NullTokenizer",
+                "--vocab-size",
+                "9",
+            ],
+        ),
+        (
+            preprocess_data.main,
+            [
+                "--input",
+                str(file),
+                "--output-prefix",
+                out,
+                "--tokenizer-type",
+                "HuggingFaceTokenizer",
+                "--tokenizer-model",
+                str(file),
+            ],
+        ),
         (generate.main, ["--load", str(tmp_path), "--prompt", "1"]),
     ]
     for main, arguments in commands:

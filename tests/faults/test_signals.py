@@ -1,4 +1,5 @@
-"""SIGTERM, SIGUSR1 or SIGUSR2 to one rank or to the launcher: all ranks stop at the same point, save, and lose nothing."""
+"""SIGTERM, SIGUSR1 or SIGUSR2 to one rank or to the launcher: all ranks stop at the same point,
+save, and lose nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +25,25 @@ from tests.support.limits import HANG_S
 from tests.support.programs import program
 from tests.support.runs import rows, step_bytes
 
-RUN = [*SMALL_RUN, "--micro-batch-size", "1", "--train-iters", "6", "--eval-interval", "3", "--eval-iters", "2",
-       "--tensor-model-parallel-size", "2", "--exit-signal-handler"]
+RUN = [
+    *SMALL_RUN,
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "6",
+    "--eval-interval",
+    "3",
+    "--eval-iters",
+    "2",
+    "--tensor-model-parallel-size",
+    "2",
+    "--exit-signal-handler",
+]
 
 
 def _gets(rank: int, place: str, *names: str, iteration: int = 0) -> Callable[[int], None]:
     """The rank gets these signals there, all at once."""
+
     def send() -> None:
         numbers = [signal.Signals[name] for name in names]
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -48,31 +62,68 @@ def _losses(text: str) -> list[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The run that nothing happens to: its files, and its validation and test losses."""
     folder = tmp_path_factory.mktemp("whole")
-    with program([*RUN, *MOCK, "--save", str(folder / "save"), "--metrics-jsonl", str(folder / "rows")], ranks=2) as run:
+    with program(
+        [*RUN, *MOCK, "--save", str(folder / "save"), "--metrics-jsonl", str(folder / "rows")],
+        ranks=2,
+    ) as run:
         assert run.wait() == [0, 0], run.everything()
         losses = _losses(run.output(0))
     assert [line.split()[0] for line in losses] == ["validation", "validation", "test"]
     return folder, losses
 
 
-@pytest.mark.parametrize(("rank", "place", "names", "iteration"), [
-    (0, "backward", ["SIGUSR1"], 2), (1, "evaluation", ["SIGUSR2"], 3),
-    *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (1, "forward", ["SIGTERM"], 2), (0, "saving", ["SIGTERM"], 4), (1, "step", ["SIGTERM", "SIGUSR1"], 3)))])
-def test_a_signal_in_training_costs_nothing(tmp_path: Path, whole: tuple[Path, list[str]], rank: int, place: str,
-                                            names: list[str], iteration: int) -> None:
-    """In a step; in the first batch of an evaluation, which is dropped and done again; in a checkpoint, which is finished;
-    several signals, before an evaluation that is left to the next start."""
-    arguments = [*RUN, *MOCK, "--save-interval", "4", "--save", str(tmp_path / "save"),
-                 "--metrics-jsonl", str(tmp_path / "rows")]
-    with program(arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)) as run:
+@pytest.mark.parametrize(
+    ("rank", "place", "names", "iteration"),
+    [
+        (0, "backward", ["SIGUSR1"], 2),
+        (1, "evaluation", ["SIGUSR2"], 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (1, "forward", ["SIGTERM"], 2),
+                (0, "saving", ["SIGTERM"], 4),
+                (1, "step", ["SIGTERM", "SIGUSR1"], 3),
+            )
+        ),
+    ],
+)
+def test_a_signal_in_training_costs_nothing(
+    tmp_path: Path,
+    whole: tuple[Path, list[str]],
+    rank: int,
+    place: str,
+    names: list[str],
+    iteration: int,
+) -> None:
+    """In a step; in the first batch of an evaluation, which is dropped and done again; in a
+    checkpoint, which is finished; several signals, before an evaluation that is left to the next
+    start."""
+    arguments = [
+        *RUN,
+        *MOCK,
+        "--save-interval",
+        "4",
+        "--save",
+        str(tmp_path / "save"),
+        "--metrics-jsonl",
+        str(tmp_path / "rows"),
+    ]
+    with program(
+        arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)
+    ) as run:
         assert run.wait() == [0, 0], run.everything()
         losses = _losses(run.output(0))
-        (line,) = [line for line in run.output(0).splitlines() if line.startswith("exiting at iteration")]
-        assert line in [f"exiting at iteration {iteration}: {name} (--exit-signal-handler)" for name in names]
+        (line,) = [
+            line for line in run.output(0).splitlines() if line.startswith("exiting at iteration")
+        ]
+        assert line in [
+            f"exiting at iteration {iteration}: {name} (--exit-signal-handler)" for name in names
+        ]
         assert ("is left unfinished" in run.output(0)) == (place == "evaluation")
         assert run.messages() == []
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == str(iteration)
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == str(
+        iteration
+    )
     with program([*arguments, "--load", str(tmp_path / "save")], ranks=2) as run:
         assert run.wait() == [0, 0], run.everything()
         losses += _losses(run.output(0))
@@ -81,25 +132,52 @@ def test_a_signal_in_training_costs_nothing(tmp_path: Path, whole: tuple[Path, l
     assert rows(tmp_path / "rows") == rows(folder / "rows") and losses == expected
 
 
-def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(tmp_path: Path, whole: tuple[Path, list[str]]) -> None:
-    """The last step is saved by then. The signal comes in the third evaluation batch: the first of those after the last step."""
+def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(
+    tmp_path: Path, whole: tuple[Path, list[str]]
+) -> None:
+    """The last step is saved by then. The signal comes in the third evaluation batch: the first of
+    those after the last step."""
     arguments = [*RUN, *MOCK, "--save", str(tmp_path)]
     with program(arguments, ranks=2, prepare=_gets(1, "evaluation", "SIGTERM", iteration=6)) as run:
         assert run.wait() == [0, 0], run.everything()
-        assert len(_losses(run.output(0))) == 1 and "validation loss is left unfinished: SIGTERM" in run.output(0)
+        assert len(
+            _losses(run.output(0))
+        ) == 1 and "validation loss is left unfinished: SIGTERM" in run.output(0)
     with program([*arguments, "--load", str(tmp_path)], ranks=2) as run:
         assert run.wait() == [0, 0], run.everything()
         assert _losses(run.output(0)) == whole[1][1:]
 
 
-@pytest.mark.parametrize(("rank", "name", "place"), [
-    (0, "SIGTERM", "index"), (1, "SIGUSR1", "model"), *(pytest.param(*case, marks=pytest.mark.long) for case in (
-        (1, "SIGUSR1", "index"), (0, "SIGTERM", "model")))])
-def test_before_the_first_iteration_all_stop_at_once(tmp_path: Path, place: str, rank: int, name: str) -> None:
-    """One rank builds the index while the other waits for it, or both their models: nothing is saved, and the cache is whole."""
+@pytest.mark.parametrize(
+    ("rank", "name", "place"),
+    [
+        (0, "SIGTERM", "index"),
+        (1, "SIGUSR1", "model"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((1, "SIGUSR1", "index"), (0, "SIGTERM", "model"))
+        ),
+    ],
+)
+def test_before_the_first_iteration_all_stop_at_once(
+    tmp_path: Path, place: str, rank: int, name: str
+) -> None:
+    """One rank builds the index while the other waits for it, or both their models: nothing is
+    saved, and the cache is whole."""
     cache, prefix = tmp_path / "cache", _corpus(tmp_path)
-    arguments = [*RUN, "--vocab-size", "98", "--data-path", prefix, "--split", "80,10,10", "--save", str(tmp_path / "save"),
-                 "--data-cache-path", str(cache)]
+    arguments = [
+        *RUN,
+        "--vocab-size",
+        "98",
+        "--data-path",
+        prefix,
+        "--split",
+        "80,10,10",
+        "--save",
+        str(tmp_path / "save"),
+        "--data-cache-path",
+        str(cache),
+    ]
 
     def prepare(own: int) -> None:
         _gets(rank, place, name)(own)
@@ -109,8 +187,11 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path: Path, place: str,
     with program(arguments, ranks=2, prepare=prepare) as run:
         status = 128 + signal.Signals[name]
         assert run.wait() == [status, status], run.everything()
-        assert run.messages() == [f"pretrain_gpt.py: [rank {rank}] stops at start-up: {name} (--exit-signal-handler): nothing "
-                                  "was trained, nothing is saved"]
+        assert run.messages() == [
+            f"pretrain_gpt.py: [rank {rank}] stops at start-up: {name} "
+            "(--exit-signal-handler): nothing "
+            "was trained, nothing is saved"
+        ]
         assert "Traceback" not in run.everything()
     assert not list(cache.glob("*.tmp-*")) and not list((tmp_path / "save").glob("iter_*"))
     with program(arguments, ranks=2) as run:
@@ -118,8 +199,18 @@ def test_before_the_first_iteration_all_stop_at_once(tmp_path: Path, place: str,
 
 
 def test_a_signal_to_all_ranks_is_said_once(tmp_path: Path) -> None:
-    arguments = [*RUN, "--vocab-size", "98", "--data-path", _corpus(tmp_path), "--split", "80,10,10"]
-    with program(arguments, ranks=2, prepare=lambda rank: _gets(rank, "index", "SIGTERM", "SIGUSR1")(rank)) as run:
+    arguments = [
+        *RUN,
+        "--vocab-size",
+        "98",
+        "--data-path",
+        _corpus(tmp_path),
+        "--split",
+        "80,10,10",
+    ]
+    with program(
+        arguments, ranks=2, prepare=lambda rank: _gets(rank, "index", "SIGTERM", "SIGUSR1")(rank)
+    ) as run:
         assert set(run.wait()) < {128 + signal.SIGTERM, 128 + signal.SIGUSR1}, run.everything()
         assert len(run.messages()) == 1 and "Traceback" not in run.everything()
 
@@ -137,17 +228,23 @@ def test_a_rank_that_no_signal_reaches_and_that_waits_for_nobody_ends_too() -> N
 
 def test_without_the_handler_sigterm_kills_and_the_others_say_whom() -> None:
     arguments = [argument for argument in RUN if argument != "--exit-signal-handler"]
-    with program([*arguments, *MOCK], ranks=2, prepare=_gets(1, "forward", "SIGUSR1", iteration=2)) as run:
+    with program(
+        [*arguments, *MOCK], ranks=2, prepare=_gets(1, "forward", "SIGUSR1", iteration=2)
+    ) as run:
         assert run.wait() == [1, -signal.SIGUSR1], run.everything()
         assert run.messages() == ["pretrain_gpt.py: [rank 0] stops at iteration 2: rank 1 is gone"]
 
 
 # --- signals that come when all is done ---
 
+
 @pytest.mark.parametrize("rank_0_owns_store", [pytest.param(False, marks=pytest.mark.long), True])
-def test_further_signals_at_the_end_of_a_run_that_has_saved_do_not_change_its_status(tmp_path: Path,
-                                                                                     rank_0_owns_store: bool) -> None:
-    """As Slurm sends them: once when the time is nearly over, and again. The second one comes when the groups are left."""
+def test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status(
+    tmp_path: Path, rank_0_owns_store: bool
+) -> None:
+    """As Slurm sends them: once when the time is nearly over, and again. The second one comes when
+    the groups are left."""
+
     def prepare(rank: int) -> None:
         _gets(1, "forward", "SIGTERM", iteration=2)(rank)
         destroy = dist.destroy_process_group
@@ -159,7 +256,12 @@ def test_further_signals_at_the_end_of_a_run_that_has_saved_do_not_change_its_st
 
         dist.destroy_process_group = late  # type: ignore[assignment]
 
-    with program([*RUN, *MOCK, "--save", str(tmp_path)], ranks=2, prepare=prepare, rank_0_owns_store=rank_0_owns_store) as run:
+    with program(
+        [*RUN, *MOCK, "--save", str(tmp_path)],
+        ranks=2,
+        prepare=prepare,
+        rank_0_owns_store=rank_0_owns_store,
+    ) as run:
         assert run.wait() == [0, 0], run.everything()
         assert run.messages() == []
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
@@ -167,7 +269,8 @@ def test_further_signals_at_the_end_of_a_run_that_has_saved_do_not_change_its_st
 
 @pytest.mark.long
 def test_a_signal_while_python_ends_does_not_change_the_status_either(tmp_path: Path) -> None:
-    """A process of its own, of one rank: no other looks after it. When Python ends it takes its handlers away."""
+    """A process of its own, of one rank: no other looks after it. When Python ends it takes its
+    handlers away."""
     script = """if True:
         import atexit, os, runpy, signal
         class Late:
@@ -177,17 +280,36 @@ def test_a_signal_while_python_ends_does_not_change_the_status_either(tmp_path: 
         atexit.register(os.kill, os.getpid(), signal.SIGTERM)
         runpy.run_path("pretrain_gpt.py", run_name="__main__")
     """
-    arguments = [*SMALL_RUN, *MOCK, "--train-iters", "1", "--eval-iters", "0", "--exit-signal-handler", "--save", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
-                          capture_output=True, text=True, timeout=HANG_S, check=False)
+    arguments = [
+        *SMALL_RUN,
+        *MOCK,
+        "--train-iters",
+        "1",
+        "--eval-iters",
+        "0",
+        "--exit-signal-handler",
+        "--save",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 
 # --- Ctrl-C ---
 
+
 def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int], None]:
     """These ranks get SIGINT there. A shell's job in the background would ignore it."""
+
     def prepare(rank: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for one in ranks:
@@ -196,31 +318,66 @@ def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int],
     return prepare
 
 
-@pytest.mark.parametrize(("ranks", "place", "iteration"), [
-    ((0, 1), "forward", 2), pytest.param((1,), "saving", 4, marks=pytest.mark.long), *(
-    pytest.param(ranks, place, iteration, marks=pytest.mark.long) for ranks in ((0, 1), (1,))
-    for place, iteration in (("index", 0), ("model", 0), ("backward", 2), ("replay", 2), ("evaluation", 3))
-    if place != "index" or 0 in ranks)])  # only one rank makes the index: it may be rank 0
-def test_ctrl_c_is_one_line_and_no_traceback(tmp_path: Path, place: str, iteration: int, ranks: tuple[int, ...]) -> None:
-    """A terminal sends it to every rank, srun to one. Without --exit-signal-handler nothing is saved."""
-    data = ["--vocab-size", "98", "--data-path", _corpus(tmp_path), "--split", "80,10,10"] if place == "index" else MOCK
-    arguments = [*(one for one in RUN if one != "--exit-signal-handler"), *data, "--save", str(tmp_path / "save"),
-                 "--save-interval", "4", "--recompute-policy", "*:full"]
-    with program(arguments, ranks=2, prepare=_interrupted(place, *ranks, iteration=iteration)) as run:
+@pytest.mark.parametrize(
+    ("ranks", "place", "iteration"),
+    [
+        ((0, 1), "forward", 2),
+        pytest.param((1,), "saving", 4, marks=pytest.mark.long),
+        *(
+            pytest.param(ranks, place, iteration, marks=pytest.mark.long)
+            for ranks in ((0, 1), (1,))
+            for place, iteration in (
+                ("index", 0),
+                ("model", 0),
+                ("backward", 2),
+                ("replay", 2),
+                ("evaluation", 3),
+            )
+            if place != "index" or 0 in ranks
+        ),
+    ],
+)  # only one rank makes the index: it may be rank 0
+def test_ctrl_c_is_one_line_and_no_traceback(
+    tmp_path: Path, place: str, iteration: int, ranks: tuple[int, ...]
+) -> None:
+    """A terminal sends it to every rank, srun to one. Without --exit-signal-handler nothing is
+    saved."""
+    data = (
+        ["--vocab-size", "98", "--data-path", _corpus(tmp_path), "--split", "80,10,10"]
+        if place == "index"
+        else MOCK
+    )
+    arguments = [
+        *(one for one in RUN if one != "--exit-signal-handler"),
+        *data,
+        "--save",
+        str(tmp_path / "save"),
+        "--save-interval",
+        "4",
+        "--recompute-policy",
+        "*:full",
+    ]
+    with program(
+        arguments, ranks=2, prepare=_interrupted(place, *ranks, iteration=iteration)
+    ) as run:
         statuses = run.wait()
         assert set(statuses) <= {-signal.SIGINT, 128 + signal.SIGINT}, run.everything()
         (line,) = run.messages()
         assert line.endswith(": SIGINT; no checkpoint is written") and "stops at " in line
         assert "Traceback" not in run.everything()
-    with program([*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start"], ranks=2) as run:
+    with program(
+        [*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start"], ranks=2
+    ) as run:
         assert run.wait() == [0, 0], run.everything()
 
 
 def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too() -> None:
     """Its main thread waits for a collective, or as here for something else, outside of Python."""
+
     def prepare(rank: int) -> None:
         _interrupted("model")(rank)
         if rank == 1:
+
             def stuck(*args: object, **options: object) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 ctypes.CDLL(None).pause()
@@ -243,12 +400,18 @@ def test_ctrl_c_before_the_ranks_have_joined_is_one_line(monkeypatch: pytest.Mon
 
     with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
         assert run.wait() == [-signal.SIGINT] * 2, run.everything()
-        assert run.messages() == ["pretrain_gpt.py: error: stopped by SIGINT"] and "Traceback" not in run.everything()
+        assert (
+            run.messages() == ["pretrain_gpt.py: error: stopped by SIGINT"]
+            and "Traceback" not in run.everything()
+        )
 
 
 def test_with_exit_signal_sigint_ctrl_c_saves(tmp_path: Path) -> None:
-    with program([*RUN, *MOCK, "--exit-signal", "SIGINT", "--save", str(tmp_path)], ranks=2,
-                 prepare=_interrupted("forward", 0, 1, iteration=2)) as run:
+    with program(
+        [*RUN, *MOCK, "--exit-signal", "SIGINT", "--save", str(tmp_path)],
+        ranks=2,
+        prepare=_interrupted("forward", 0, 1, iteration=2),
+    ) as run:
         assert run.wait() == [0, 0], run.everything()
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 

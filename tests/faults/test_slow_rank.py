@@ -21,40 +21,65 @@ from tests.support.runs import rows, tiny_run
 
 
 def times(*ms: float, stages: tuple[int, ...] | None = None) -> list[RankTime]:
-    return [RankTime(rank, 0 if stages is None else stages[rank], f"node{rank // 2}", one) for rank, one in enumerate(ms)]
+    return [
+        RankTime(rank, 0 if stages is None else stages[rank], f"node{rank // 2}", one)
+        for rank, one in enumerate(ms)
+    ]
 
 
 def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for() -> None:
     found = slow_ranks(times(10.0, 10.5, 18.0, 9.5, 30.0, 10.0, 10.0, 10.0), ratio=1.2, at_most=2)
-    assert found == ["slow rank: 4 (node2) 3.0x the median of 8 ranks (30.0 ms against 10.0 ms)",
-                     "slow rank: 2 (node1) 1.8x the median of 8 ranks (18.0 ms against 10.0 ms)"]
-    assert slow_ranks(times(10.0, 10.5, 18.0, 9.5), ratio=1.2, at_most=1)[0].startswith("slow rank: 2 (node1) 1.8x")
+    assert found == [
+        "slow rank: 4 (node2) 3.0x the median of 8 ranks (30.0 ms against 10.0 ms)",
+        "slow rank: 2 (node1) 1.8x the median of 8 ranks (18.0 ms against 10.0 ms)",
+    ]
+    assert slow_ranks(times(10.0, 10.5, 18.0, 9.5), ratio=1.2, at_most=1)[0].startswith(
+        "slow rank: 2 (node1) 1.8x"
+    )
 
 
-@pytest.mark.parametrize("ms", [(10.0,), (10.0, 12.0), (10.0, 11.9, 10.0), (0.0, 0.0), (20.0, 20.0, 20.0)])
+@pytest.mark.parametrize(
+    "ms", [(10.0,), (10.0, 12.0), (10.0, 11.9, 10.0), (0.0, 0.0), (20.0, 20.0, 20.0)]
+)
 def test_nobody_is_named_within_the_ratio(ms: tuple[float, ...]) -> None:
     assert slow_ranks(times(*ms), ratio=1.2, at_most=9) == []
 
 
 def test_of_two_ranks_the_faster_is_the_measure() -> None:
     assert slow_ranks(times(15.0, 10.0), ratio=1.4, at_most=9) == [
-        "slow rank: 0 (node0) 1.5x the median of 2 ranks (15.0 ms against 10.0 ms)"]
+        "slow rank: 0 (node0) 1.5x the median of 2 ranks (15.0 ms against 10.0 ms)"
+    ]
 
 
 def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
     """The last stage has the loss to compute."""
-    assert slow_ranks(times(10.0, 10.0, 30.0, 31.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9) == []
+    assert (
+        slow_ranks(times(10.0, 10.0, 30.0, 31.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9) == []
+    )
     (line,) = slow_ranks(times(10.0, 10.0, 30.0, 60.0, stages=(0, 0, 1, 1)), ratio=1.2, at_most=9)
-    assert line == "slow rank: 3 (node1) 2.0x the median of 2 ranks of pipeline rank 1 (60.0 ms against 30.0 ms)"
+    assert line == (
+        "slow rank: 3 (node1) 2.0x the median of 2 ranks of pipeline rank 1 (60.0 ms "
+        "against 30.0 ms)"
+    )
 
 
 def run_config(shape: str, ranks: int, **logging: Any) -> RunConfig:
-    config = in_shape(tiny_run(training=dict(train_iters=6, eval_iters=0, global_batch_size=ranks)), shape)
-    return replace(config, logging=LoggingConfig(**{**dict(log_interval=3, log_straggler=True, straggler_ratio=3.0), **logging}))
+    config = in_shape(
+        tiny_run(training=dict(train_iters=6, eval_iters=0, global_batch_size=ranks)), shape
+    )
+    return replace(
+        config,
+        logging=LoggingConfig(
+            **{**dict(log_interval=3, log_straggler=True, straggler_ratio=3.0), **logging}
+        ),
+    )
 
 
-def _run(rank: int, world_size: int, config: RunConfig, slow: int | None, seconds: float = 0.02) -> bool:
-    """Whether nothing is timed afterwards. The slow rank sleeps so long in each of two layers' forward."""
+def _run(
+    rank: int, world_size: int, config: RunConfig, slow: int | None, seconds: float = 0.02
+) -> bool:
+    """Whether nothing is timed afterwards. The slow rank sleeps so long in each of two layers'
+    forward."""
     forward = TransformerLayer.forward
 
     def slowly(layer: TransformerLayer, *inputs: Any) -> Tensor:
@@ -69,22 +94,45 @@ def _run(rank: int, world_size: int, config: RunConfig, slow: int | None, second
     return not WAITING.is_timed
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [
-    ("tp2", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("dp2", 2), ("fsdp2", 2), ("pp2", 4)))])
-def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(capfd: pytest.CaptureFixture[str], shape: str,
-                                                                  ranks: int) -> None:
-    """All ranks' steps take equally long: those that wait for it are not named. A step without the sleep takes some 10 ms, and
-    several times as long where other work takes the processors: the sleep is long enough to be told from that."""
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ("tp2", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("dp2", 2), ("fsdp2", 2), ("pp2", 4))
+        ),
+    ],
+)
+def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
+    capfd: pytest.CaptureFixture[str], shape: str, ranks: int
+) -> None:
+    """All ranks' steps take equally long: those that wait for it are not named. A step without the
+    sleep takes some 10 ms, and several times as long where other work takes the processors: the
+    sleep is long enough to be told from that."""
     seconds = 0.5 if shape == "pp2" else 0.25  # where the rank has one of the two layers
-    assert run_ranks(_run, ranks, run_config(shape, ranks), 1, seconds, detail=False) == [True] * ranks
-    named = re.findall(r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out)
+    assert (
+        run_ranks(_run, ranks, run_config(shape, ranks), 1, seconds, detail=False) == [True] * ranks
+    )
+    named = re.findall(
+        r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out
+    )
     assert [rank for rank, *_ in named] == ["1"] * 2  # 6 iterations, a line every 3
-    assert all(float(ratio) >= 3.0 and int(compared) == SHAPES[shape].ranks for _, ratio, compared in named)
+    assert all(
+        float(ratio) >= 3.0 and int(compared) == SHAPES[shape].ranks for _, ratio, compared in named
+    )
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [
-    ("dp2", 2), *(pytest.param(*case, marks=pytest.mark.long) for case in (("tp2", 2), ("pp2", 4)))])
-def test_where_no_rank_is_slow_nobody_is_named(capfd: pytest.CaptureFixture[str], shape: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ("dp2", 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("tp2", 2), ("pp2", 4))),
+    ],
+)
+def test_where_no_rank_is_slow_nobody_is_named(
+    capfd: pytest.CaptureFixture[str], shape: str, ranks: int
+) -> None:
     config = run_config(shape, ranks, log_interval=12, straggler_ratio=4.0)
     config = replace(config, training=replace(config.training, train_iters=12))
     run_ranks(_run, ranks, config, None, detail=False)
@@ -96,10 +144,15 @@ def test_without_the_flag_nothing_is_timed_or_named(capfd: pytest.CaptureFixture
     assert "slow rank" not in capfd.readouterr().out
 
 
-def test_a_stage_of_one_rank_is_compared_with_nobody_and_that_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_of_one_rank_is_compared_with_nobody_and_that_is_said(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     run_ranks(_run, 2, run_config("pp2", 2), 1, detail=False)
     printed = capfd.readouterr().out
-    assert "--log-straggler names nobody: it compares the ranks of a pipeline stage, and each has one" in printed
+    assert (
+        "--log-straggler names nobody: it compares the ranks of a pipeline stage, and each has one"
+        in printed
+    )
     assert "slow rank: " not in printed
 
 
@@ -110,9 +163,13 @@ def test_timing_changes_no_figure(tmp_path: Any) -> None:
     assert rows(tmp_path / "off") == rows(tmp_path / "on")
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    (dict(straggler_ratio=1.0), "--straggler-ratio must be above 1"),
-    (dict(straggler_minmax_count=0), "--straggler-minmax-count must be at least 1")])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(straggler_ratio=1.0), "--straggler-ratio must be above 1"),
+        (dict(straggler_minmax_count=0), "--straggler-minmax-count must be at least 1"),
+    ],
+)
 def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoggingConfig(**fields)

@@ -1,4 +1,5 @@
-"""A rank that is killed while a checkpoint is written ends the others soon, in either way of saving."""
+"""A rank that is killed while a checkpoint is written ends the others soon, in either way of
+saving."""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ def survivors(fn: Callable[[int], None], world_size: int, rendezvous: Path) -> l
     context = multiprocessing.get_context("fork")
 
     def child(rank: int, writer: Connection) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size,
-                                timeout=datetime.timedelta(seconds=2 * HANG_S))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=2 * HANG_S),
+        )
         try:
             fn(rank)
             writer.send("")
@@ -60,16 +66,27 @@ def warm() -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize(("victim", "point"), [(1, Point.MODEL), (1, Point.LISTED), (0, Point.MANIFEST)])
-def test_the_others_raise_at_once(tmp_path: Path, victim: int, point: Point, async_save: bool) -> None:
+@pytest.mark.parametrize(
+    ("victim", "point"), [(1, Point.MODEL), (1, Point.LISTED), (0, Point.MANIFEST)]
+)
+def test_the_others_raise_at_once(
+    tmp_path: Path, victim: int, point: Point, async_save: bool
+) -> None:
     def train(rank: int) -> None:
         def reached(at: Point) -> None:
             if at is point and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         points.reached = reached
-        run_to_end(tiny_run(tp_size=2, training=dict(train_iters=400, eval_iters=0),
-                            checkpoint=dict(save=str(tmp_path / "save"), save_interval=2, async_save=async_save)))
+        run_to_end(
+            tiny_run(
+                tp_size=2,
+                training=dict(train_iters=400, eval_iters=0),
+                checkpoint=dict(
+                    save=str(tmp_path / "save"), save_interval=2, async_save=async_save
+                ),
+            )
+        )
 
     found = survivors(train, 2, tmp_path / "rendezvous")
     assert found[victim] is None

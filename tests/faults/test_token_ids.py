@@ -1,4 +1,5 @@
-"""A token id outside the vocabulary: one message with rank, iteration, file and document; every rank stops; nothing is lost."""
+"""A token id outside the vocabulary: one message with rank, iteration, file and document; every
+rank stops; nothing is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def write_corpus(prefix: Path, *, documents: int = 12, length: int = 40) -> None
 
 def corpus_config(prefix: Path, shape: str, **settings: Any) -> RunConfig:
     config = in_shape(tiny_run(training=dict(train_iters=8, eval_iters=0), **settings), shape)
-    return replace(config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0"))
+    return replace(
+        config, data=DataConfig(seq_length=16, data_path=(str(prefix),), split="100,0,0")
+    )
 
 
 class Spot(NamedTuple):
@@ -46,7 +49,9 @@ class Spot(NamedTuple):
     @classmethod
     def in_sample(cls, prefix: Path, config: RunConfig, sample: int) -> Spot:
         """The second token of a sample."""
-        data = build_datasets(config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)).train
+        data = build_datasets(
+            config.data, vocab_size=VOCABULARY, seed=config.training.seed, num_samples=(32, 0, 0)
+        ).train
         ((_, (document, *_)),) = data.documents(sample).items()
         ids = np.fromfile(f"{prefix}.bin", np.uint16)[document * 40 : (document + 1) * 40]
         windows = np.lib.stride_tricks.sliding_window_view(ids, 4)
@@ -62,6 +67,7 @@ class Spot(NamedTuple):
 
 def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None) -> Any:
     """bad: what goes bad once every rank has opened the data."""
+
     def corrupt(_: Trainer) -> None:
         if world_size > 1:
             dist.barrier()
@@ -74,26 +80,57 @@ def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None)
     return trainer.progress.iteration, error
 
 
-@pytest.mark.parametrize("shape", ["tp2", "pp2", "dp2", *(pytest.param(shape, marks=pytest.mark.long) for shape in (
-    "alone", "cp2", "zero1-overlap", "fsdp2"))])
-def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_are_whole(tmp_path: Path, shape: str) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "tp2",
+        "pp2",
+        "dp2",
+        *(
+            pytest.param(shape, marks=pytest.mark.long)
+            for shape in ("alone", "cp2", "zero1-overlap", "fsdp2")
+        ),
+    ],
+)
+def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_are_whole(
+    tmp_path: Path, shape: str
+) -> None:
     prefix, whole, parts = tmp_path / "data", tmp_path / "whole", tmp_path / "parts"
     write_corpus(prefix)
     config = corpus_config(prefix, shape, model=dict(attention_dropout=0.0))
-    bad = Spot.in_sample(prefix, config, sample=4 * 5 + 3)  # read by the last data-parallel rank in iteration 6
+    # read by the last data-parallel rank in iteration 6
+    bad = Spot.in_sample(prefix, config, sample=4 * 5 + 3)
     good = int(np.fromfile(bad.path, np.uint16)[bad.place])
     saves = dict(save_interval=2)
-    ended = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(parts), **saves), bad, detail=False)
+    ended = run_ranks(
+        _run,
+        SHAPES[shape].ranks,
+        with_checkpoint(config, save=str(parts), **saves),
+        bad,
+        detail=False,
+    )
     assert {iteration for iteration, _ in ended} == {5}
     errors = [error for _, error in ended]
     assert all(isinstance(error, RuntimeError | InputError) for error in errors)
-    (message,) = [str(error) for error in errors if isinstance(error, InputError) and not isinstance(error, PeerError)]
+    (message,) = [
+        str(error)
+        for error in errors
+        if isinstance(error, InputError) and not isinstance(error, PeerError)
+    ]
     assert message.startswith("iteration 6, samples 23 to 23: ")
-    assert f"data.bin: document {bad.document} holds token id 60000, but the vocabulary has 99 ids" in message
+    assert (
+        f"data.bin: document {bad.document} holds token id 60000, but the vocabulary has 99 ids"
+        in message
+    )
     assert (parts / LATEST).read_text() == "4"
     assert bad.write(good) == 60000
     for folder, load in ((parts, str(parts)), (whole, None)):
-        done = run_ranks(_run, SHAPES[shape].ranks, with_checkpoint(config, save=str(folder), load=load, **saves), detail=False)
+        done = run_ranks(
+            _run,
+            SHAPES[shape].ranks,
+            with_checkpoint(config, save=str(folder), load=load, **saves),
+            detail=False,
+        )
         assert done == [(8, None)] * SHAPES[shape].ranks
     assert step_bytes(parts, 8) and step_bytes(parts, 8) == step_bytes(whole, 8)
 
@@ -105,12 +142,23 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> N
     ids[6 * 40 :] = 60000
     (tmp_path / "second.bin").write_bytes(ids.tobytes())
     config = corpus_config(tmp_path / "second", "alone")
-    blend = replace(config, data=replace(config.data, data_path=(str(tmp_path / "first"), str(tmp_path / "second"))))
-    with pytest.raises(InputError, match=r"iteration \d, samples \d+ to \d+: .*second\.bin: document"):
+    blend = replace(
+        config,
+        data=replace(config.data, data_path=(str(tmp_path / "first"), str(tmp_path / "second"))),
+    )
+    with pytest.raises(
+        InputError, match=r"iteration \d, samples \d+ to \d+: .*second\.bin: document"
+    ):
         raise _run(0, 1, blend)[1]
-    shares = replace(blend, data=replace(blend.data, split="50,50,0", data_path=(str(tmp_path / "second"),)),
-                     training=replace(blend.training, train_iters=1, eval_iters=8))
-    with pytest.raises(InputError, match=r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document"):
+    shares = replace(
+        blend,
+        data=replace(blend.data, split="50,50,0", data_path=(str(tmp_path / "second"),)),
+        training=replace(blend.training, train_iters=1, eval_iters=8),
+    )
+    with pytest.raises(
+        InputError,
+        match=r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document",
+    ):
         raise _run(0, 1, shares)[1]
 
 
@@ -118,13 +166,31 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> N
 def test_the_program_says_it_once_and_no_rank_hangs(tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     write_corpus(prefix)
-    flags = [*SMALL_RUN, "--micro-batch-size", "1", "--tensor-model-parallel-size", "2", "--data-path", str(prefix), "--split",
-             "100,0,0", "--vocab-size", "98", "--eval-iters", "0"]
-    config = replace(corpus_config(prefix, "alone"), training=tiny_run(training=dict(train_iters=12)).training)
-    data = build_datasets(config.data, vocab_size=VOCABULARY, seed=1234, num_samples=(48, 0, 0)).train
+    flags = [
+        *SMALL_RUN,
+        "--micro-batch-size",
+        "1",
+        "--tensor-model-parallel-size",
+        "2",
+        "--data-path",
+        str(prefix),
+        "--split",
+        "100,0,0",
+        "--vocab-size",
+        "98",
+        "--eval-iters",
+        "0",
+    ]
+    config = replace(
+        corpus_config(prefix, "alone"), training=tiny_run(training=dict(train_iters=12)).training
+    )
+    data = build_datasets(
+        config.data, vocab_size=VOCABULARY, seed=1234, num_samples=(48, 0, 0)
+    ).train
     assert len(data) >= 48
     ids = np.fromfile(f"{prefix}.bin", np.uint16)
-    ((_, documents),) = data.documents(7).items()  # the last of iteration 2, of data-parallel rank 1
+    # the last of iteration 2, of data-parallel rank 1
+    ((_, documents),) = data.documents(7).items()
     start = documents[-1] * 40
     ids[start : start + 40] = 60000
     ids.tofile(f"{prefix}.bin")

@@ -1,7 +1,9 @@
-"""Runs the tests of this folder that take a device, with pytest or, where it is missing, without: `run.py --json FILE`.
+"""Runs the tests of this folder that take a device, with pytest or, where it is missing, without:
+`run.py --json FILE`.
 
-Without pytest a test is called with the arguments that it names: `device` or `cuda`, and `tmp_path`. `--device cpu` rehearses
-the whole on a machine without a GPU, where tests that need one are skipped.
+Without pytest a test is called with the arguments that it names: `device` or `cuda`, and
+`tmp_path`. `--device cpu` rehearses the whole on a machine without a GPU, where tests that need one
+are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import torch
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 
-Results = dict[str, dict[str, Any]]  # by test: outcome "passed", "failed" or "skipped", seconds, and the reason
+# by test: outcome "passed", "failed" or "skipped", seconds, and the reason
+Results = dict[str, dict[str, Any]]
 
 
 def with_pytest(pytest: Any, device: str) -> Results:
@@ -33,12 +36,21 @@ def with_pytest(pytest: Any, device: str) -> Results:
 
     class Recorder:
         def pytest_runtest_logreport(self, report: Any) -> None:
-            if report.when == "call" or report.outcome != "passed":  # a fixture that fails, or a skip before the call
-                reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-                results[report.nodeid.split("::", 1)[1]] = result(report.outcome, report.duration, reason)
+            # a fixture that fails, or a skip before the call
+            if report.when == "call" or report.outcome != "passed":
+                reason = (
+                    report.longrepr[2]
+                    if isinstance(report.longrepr, tuple)
+                    else report.longreprtext
+                )
+                results[report.nodeid.split("::", 1)[1]] = result(
+                    report.outcome, report.duration, reason
+                )
 
     marked = "gpu" if device == "cuda" else "not gpu"
-    status = pytest.main(["-m", marked, "--rootdir", str(ROOT), *map(str, test_files())], plugins=[Recorder()])
+    status = pytest.main(
+        ["-m", marked, "--rootdir", str(ROOT), *map(str, test_files())], plugins=[Recorder()]
+    )
     if status not in (0, 1):  # 1: tests failed, and are in the results
         results["pytest"] = result("failed", 0.0, f"pytest ended with status {status}")
     return results
@@ -52,7 +64,13 @@ def without_pytest(device: torch.device) -> Results:
         for name, test in inspect.getmembers(module, inspect.isfunction):
             if name.startswith("test_"):
                 results[name] = call(test, device)
-                print(f"{results[name]['outcome']:8} {name} {results[name]['reason'].strip().rpartition(chr(10))[2]}", flush=True)
+                print(
+                    (
+                        f"{results[name]['outcome']:8} {name} "
+                        f"{results[name]['reason'].strip().rpartition(chr(10))[2]}"
+                    ),
+                    flush=True,
+                )
     return results
 
 
@@ -93,7 +111,9 @@ def main() -> int:
         import pytest
     except ImportError:
         print("pytest is not installed: running the tests without it", flush=True)
-        results = without_pytest(torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"))
+        results = without_pytest(
+            torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+        )
     else:
         results = with_pytest(pytest, args.device)
     Path(args.json).write_text(json.dumps(results, indent=1) + "\n")

@@ -1,7 +1,8 @@
-"""What must hold on a GPU as on the CPU. Each test takes a `device`, so that the CPU run of the suite tries the test itself.
+"""What must hold on a GPU as on the CPU. Each test takes a `device`, so that the CPU run of the
+suite tries the test itself.
 
-Written without pytest's own functions, so that `run.py` can run it on a machine that has nothing but torch. A test whose
-package is missing there is skipped and says so.
+Written without pytest's own functions, so that `run.py` can run it on a machine that has nothing
+but torch. A test whose package is missing there is skipped and says so.
 """
 
 from __future__ import annotations
@@ -40,9 +41,21 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 ARCHITECTURES: dict[str, dict[str, object]] = {
     "gpt2": dict(add_qkv_bias=True),
-    "llama": dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
-                  group_query_attention=True, num_query_groups=2, untie_embeddings_and_output_weights=True),
-    "rest": dict(position_embedding_type="none", squared_relu=True, qk_layernorm=True, attention_backend="unfused"),
+    "llama": dict(
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        group_query_attention=True,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+    ),
+    "rest": dict(
+        position_embedding_type="none",
+        squared_relu=True,
+        qk_layernorm=True,
+        attention_backend="unfused",
+    ),
 }
 
 
@@ -68,9 +81,14 @@ def gradients(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     batch = batch_on(device)
     loss = model.loss(batch.tokens, batch.labels).mean()
     loss.backward()
-    return Gradients(loss.detach().cpu().double(), {name: parameter.grad.cpu().double()
-                                                    for name, parameter in model.named_parameters()
-                                                    if parameter.grad is not None})
+    return Gradients(
+        loss.detach().cpu().double(),
+        {
+            name: parameter.grad.cpu().double()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        },
+    )
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
@@ -80,33 +98,51 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 # --- the model ---
 
+
 def test_float32_agrees_with_the_cpu_in_float64(device: torch.device) -> None:
-    """Float32 rounds at 1e-7; three layers and sums over 36 tokens leave a few times 1e-6. Some gradients are truly 0."""
+    """Float32 rounds at 1e-7; three layers and sums over 36 tokens leave a few times 1e-6. Some
+    gradients are truly 0."""
     for name, fields in ARCHITECTURES.items():
         config = tiny_config(**fields)
-        reference, result = gradients(config, CPU, torch.float64), gradients(config, device, torch.float32)
+        reference, result = (
+            gradients(config, CPU, torch.float64),
+            gradients(config, device, torch.float32),
+        )
         assert abs(result.loss - reference.loss) < 1e-5, name
         assert result.grads.keys() == reference.grads.keys()
         for parameter, grad in reference.grads.items():
-            assert (result.grads[parameter] - grad).norm() < 1e-4 * grad.norm() + 1e-6, (name, parameter)
+            assert (result.grads[parameter] - grad).norm() < 1e-4 * grad.norm() + 1e-6, (
+                name,
+                parameter,
+            )
 
 
 def test_bf16_stays_near_float64(device: torch.device) -> None:
     """bf16 rounds at 4e-3: each weight gradient may be off by a few of those, the loss by one."""
     for name, fields in ARCHITECTURES.items():
         config = tiny_config(**fields)
-        reference, result = gradients(config, CPU, torch.float64), gradients(config, device, torch.bfloat16)
+        reference, result = (
+            gradients(config, CPU, torch.float64),
+            gradients(config, device, torch.bfloat16),
+        )
         assert relative_error(result.loss, reference.loss) < 1e-2, name
         for parameter, grad in reference.grads.items():
             if parameter.endswith("weight") and grad.dim() > 1:
                 assert relative_error(result.grads[parameter], grad) < 0.1, (name, parameter)
 
 
-def attention_and_gradients(backend: str, device: torch.device, dtype: torch.dtype, **settings: Any) -> list[Tensor]:
+def attention_and_gradients(
+    backend: str, device: torch.device, dtype: torch.dtype, **settings: Any
+) -> list[Tensor]:
     """Output and input gradients of [s 24, b 2, 4 heads over 2 groups, d 64]."""
-    config = tiny_config(attention_backend=backend, num_attention_heads=4, kv_channels=64, **settings)
+    config = tiny_config(
+        attention_backend=backend, num_attention_heads=4, kv_channels=64, **settings
+    )
     generator = torch.Generator().manual_seed(5)
-    inputs = [torch.randn(24, 2, heads, 64, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]
+    inputs = [
+        torch.randn(24, 2, heads, 64, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
     weights = torch.randn(24, 2, 256, generator=generator).to(device, dtype)
     output = CoreAttention(config, RngStreams(device, seed=1), layer=0)(*inputs)
     return [output, *torch.autograd.grad(output, inputs, weights)]
@@ -117,30 +153,46 @@ def test_flash_and_unfused_attention_agree(device: torch.device) -> None:
     reference = attention_and_gradients("unfused", CPU, torch.float64)
     for backend in ("flash", "unfused"):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-            for ours, exact in zip(attention_and_gradients(backend, device, dtype), reference, strict=True):
-                assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (backend, dtype)
+            for ours, exact in zip(
+                attention_and_gradients(backend, device, dtype), reference, strict=True
+            ):
+                assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (
+                    backend,
+                    dtype,
+                )
 
 
 def test_flash_and_unfused_attention_with_a_window_agree(device: torch.device) -> None:
-    """The window of flash attention on CUDA is a mask for the memory-efficient kernel, whose rows are padded to 32 elements."""
+    """The window of flash attention on CUDA is a mask for the memory-efficient kernel, whose rows
+    are padded to 32 elements."""
     window = dict(window_size=(5, 0))
     reference = attention_and_gradients("unfused", CPU, torch.float64, **window)
     for backend in ("flash", "unfused"):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             results = attention_and_gradients(backend, device, dtype, **window)
             for ours, exact in zip(results, reference, strict=True):
-                assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (backend, dtype)
+                assert relative_error(ours.detach().cpu().double(), exact.detach()) < tolerance, (
+                    backend,
+                    dtype,
+                )
 
 
 def test_bf16_attention_can_run_on_the_flash_kernel(cuda: torch.device) -> None:
-    """With every other kernel forbidden: torch raises where the inputs, laid out as ours are, do not suit it."""
+    """With every other kernel forbidden: torch raises where the inputs, laid out as ours are, do
+    not suit it."""
     if torch.cuda.get_device_capability(cuda) < (8, 0):
         raise unittest.SkipTest("the flash kernel needs compute capability 8.0")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    query, key, value = (torch.randn(24, 2, 4, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    attention = CoreAttention(tiny_config(attention_backend="flash", kv_channels=64, attention_dropout=0.1),
-                              RngStreams(cuda, seed=1), layer=0)
+    query, key, value = (
+        torch.randn(24, 2, 4, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    attention = CoreAttention(
+        tiny_config(attention_backend="flash", kv_channels=64, attention_dropout=0.1),
+        RngStreams(cuda, seed=1),
+        layer=0,
+    )
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         attention(query, key, value).sum().backward()
     assert query.grad is not None and query.grad.isfinite().all()
@@ -148,8 +200,10 @@ def test_bf16_attention_can_run_on_the_flash_kernel(cuda: torch.device) -> None:
 
 # --- random-number streams ---
 
+
 def test_streams_are_independent_and_nested_forks_go_on(device: torch.device) -> None:
     """Draws of one stream are the same whether or not other streams draw between them."""
+
     def draw() -> float:
         return torch.rand(3, device=device).sum().item()
 
@@ -177,7 +231,9 @@ def test_a_snapshot_replays_dropout_masks(device: torch.device) -> None:
     rng, ones = RngStreams(device, seed=11), torch.ones(400, device=device)
 
     def masks() -> Tensor:
-        return torch.cat([dropout(ones, 0.3, rng, name) for name in (DEFAULT, TENSOR_PARALLEL, DEFAULT)])
+        return torch.cat(
+            [dropout(ones, 0.3, rng, name) for name in (DEFAULT, TENSOR_PARALLEL, DEFAULT)]
+        )
 
     dropout(ones, 0.3, rng, TENSOR_PARALLEL)
     snapshot = rng.snapshot()
@@ -198,23 +254,41 @@ def test_streams_of_a_gpu_leave_the_cpus_generator_alone(cuda: torch.device) -> 
 
 # --- the training step ---
 
-def small_step(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[GPTModel, Optimizer, ParallelState]:
+
+def small_step(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[GPTModel, Optimizer, ParallelState]:
     parallel = on(device)
-    model = build_tiny_model(tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=dtype)
+    model = build_tiny_model(
+        tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel, dtype=dtype
+    )
     return model, Optimizer(model, OptimizerConfig(), parallel), parallel
 
 
-def one_step(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, batch: MicroBatch) -> StepResult:
-    return train_step(StageRunner(ModelStages([model]), parallel), optimizer, [batch, batch], learning_rate=1e-2)
+def one_step(
+    model: GPTModel, optimizer: Optimizer, parallel: ParallelState, batch: MicroBatch
+) -> StepResult:
+    return train_step(
+        StageRunner(ModelStages([model]), parallel), optimizer, [batch, batch], learning_rate=1e-2
+    )
 
 
 def weights_and_states(model: GPTModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    states = {f"{name}/{key}": value.detach().clone() for name, state in optimizer.states.items() for key, value in state.items()}
-    return {**states, **{name: parameter.detach().clone() for name, parameter in model.named_parameters()}}
+    states = {
+        f"{name}/{key}": value.detach().clone()
+        for name, state in optimizer.states.items()
+        for key, value in state.items()
+    }
+    return {
+        **states,
+        **{name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+    }
 
 
 def all_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(value, theirs[name]) for name, value in ours.items()
+    )
 
 
 def test_steps_lower_the_loss(device: torch.device) -> None:
@@ -238,11 +312,14 @@ def test_an_infinite_gradient_changes_nothing(device: torch.device) -> None:
         assert all_equal(weights_and_states(model, optimizer), before)
         assert optimizer.num_updates == 1
         assert one_step(model, optimizer, parallel, batch).skipped.item() == 0.0
-        assert optimizer.num_updates == 2 and not all_equal(weights_and_states(model, optimizer), before)
+        assert optimizer.num_updates == 2 and not all_equal(
+            weights_and_states(model, optimizer), before
+        )
 
 
 def test_a_step_never_waits_for_the_gpu(cuda: torch.device) -> None:
-    """torch raises at any call that makes the host wait. The first step may: it loads kernels and allocates."""
+    """torch raises at any call that makes the host wait. The first step may: it loads kernels and
+    allocates."""
     for dtype in (torch.float32, torch.bfloat16):
         model, optimizer, parallel = small_step(cuda, dtype)
         batch = batch_on(cuda)
@@ -257,8 +334,10 @@ def test_a_step_never_waits_for_the_gpu(cuda: torch.device) -> None:
 
 # --- whole runs ---
 
+
 def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfig:
-    """20 iterations on mock data, with dropout unless `training` says dropout=0. SkipTest where a package is missing."""
+    """20 iterations on mock data, with dropout unless `training` says dropout=0. SkipTest where a
+    package is missing."""
     for package in ("rich", "safetensors"):
         try:
             importlib.import_module(package)
@@ -268,9 +347,16 @@ def tiny_run_on(device: torch.device, folder: Path, **training: Any) -> RunConfi
 
     folder.mkdir()
     probability = training.pop("dropout", 0.1)
-    config = tiny_run(training=training, metrics=folder / "metrics.jsonl", checkpoint=dict(save=str(folder)),
-                      model=dict(hidden_dropout=probability, attention_dropout=probability))
-    return replace(config, parallel=ParallelConfig(distributed_backend="gloo" if device.type == "cpu" else "auto"))
+    config = tiny_run(
+        training=training,
+        metrics=folder / "metrics.jsonl",
+        checkpoint=dict(save=str(folder)),
+        model=dict(hidden_dropout=probability, attention_dropout=probability),
+    )
+    return replace(
+        config,
+        parallel=ParallelConfig(distributed_backend="gloo" if device.type == "cpu" else "auto"),
+    )
 
 
 @contextmanager
@@ -299,10 +385,13 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_agrees_with_the_cpus(device: torch.device, tmp_path: Path) -> None:
-    """Without dropout, whose draws differ between devices. Another attention kernel on the CPU moves the losses by 3e-7."""
+    """Without dropout, whose draws differ between devices. Another attention kernel on the CPU
+    moves the losses by 3e-7."""
     for name, where in (("reference", CPU), ("run", device)):
         finish(tiny_run_on(where, tmp_path / name, dropout=0.0), where)
-    for ours, theirs in zip(rows_of(tmp_path / "run"), rows_of(tmp_path / "reference"), strict=True):
+    for ours, theirs in zip(
+        rows_of(tmp_path / "run"), rows_of(tmp_path / "reference"), strict=True
+    ):
         assert abs(ours["lm_loss"] - theirs["lm_loss"]) < 1e-4
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-2 * theirs["grad_norm"]
 
@@ -310,38 +399,64 @@ def test_a_run_agrees_with_the_cpus(device: torch.device, tmp_path: Path) -> Non
 def test_a_deterministic_run_repeats_bit_for_bit(device: torch.device, tmp_path: Path) -> None:
     for bf16 in (False, True):
         runs = [tmp_path / f"{name}-{bf16}" for name in ("first", "second")]
-        ends = [weights_and_states(trainer.model, trainer.optimizer) for folder in runs
-                for trainer in [finish(tiny_run_on(device, folder, bf16=bf16, deterministic_mode=True), device)]]
+        ends = [
+            weights_and_states(trainer.model, trainer.optimizer)
+            for folder in runs
+            for trainer in [
+                finish(tiny_run_on(device, folder, bf16=bf16, deterministic_mode=True), device)
+            ]
+        ]
         assert rows_of(runs[0]) == rows_of(runs[1]) and len(rows_of(runs[0])) == 20
         assert all_equal(ends[0], ends[1])
 
 
 def test_a_resumed_run_ends_as_an_uninterrupted_one(device: torch.device, tmp_path: Path) -> None:
-    """10 iterations, a checkpoint, 10 more: weights, moments and losses, bit for bit, with dropout."""
+    """10 iterations, a checkpoint, 10 more: weights, moments and losses, bit for bit, with
+    dropout."""
     for bf16 in (False, True):
         folder = tmp_path / f"parts-{bf16}"
         whole = tiny_run_on(device, tmp_path / f"whole-{bf16}", bf16=bf16, deterministic_mode=True)
         part = tiny_run_on(device, folder, bf16=bf16, deterministic_mode=True, exit_interval=10)
         uninterrupted = finish(whole, device)
         assert finish(part, device).progress.iteration == 10
-        resumed = finish(replace(part, checkpoint=replace(part.checkpoint, load=str(folder)),
-                                 training=replace(part.training, exit_interval=None)), device)
+        resumed = finish(
+            replace(
+                part,
+                checkpoint=replace(part.checkpoint, load=str(folder)),
+                training=replace(part.training, exit_interval=None),
+            ),
+            device,
+        )
         assert resumed.progress.iteration == 20
         assert rows_of(folder) == rows_of(tmp_path / f"whole-{bf16}")
-        assert all_equal(weights_and_states(resumed.model, resumed.optimizer),
-                         weights_and_states(uninterrupted.model, uninterrupted.optimizer))
+        assert all_equal(
+            weights_and_states(resumed.model, resumed.optimizer),
+            weights_and_states(uninterrupted.model, uninterrupted.optimizer),
+        )
 
 
 def test_text_is_generated_from_a_checkpoint(device: torch.device, tmp_path: Path) -> None:
-    """The same text on the device as on the CPU: greedy choices of a trained model leave room for rounding."""
+    """The same text on the device as on the CPU: greedy choices of a trained model leave room for
+    rounding."""
     finish(tiny_run_on(device, tmp_path / "run", dropout=0.0), device)
     from megatron_lite.tools.generate import main
 
     texts = []
     for backend in ("gloo", "gloo" if device.type == "cpu" else "auto"):
         with quiet() as output:
-            status = main(["--load", str(tmp_path / "run"), "--prompt", "5 17 3", "--greedy", "--max-new-tokens", "6",
-                           "--distributed-backend", backend])
+            status = main(
+                [
+                    "--load",
+                    str(tmp_path / "run"),
+                    "--prompt",
+                    "5 17 3",
+                    "--greedy",
+                    "--max-new-tokens",
+                    "6",
+                    "--distributed-backend",
+                    backend,
+                ]
+            )
         assert status == 0
         texts.append(output.getvalue())
     assert texts[0] == texts[1] and len(texts[0].split()) > 3

@@ -1,4 +1,5 @@
-"""The kernels under attention over context-parallel ranks, on any device: all ranks in one process, their exchange in memory.
+"""The kernels under attention over context-parallel ranks, on any device: all ranks in one process,
+their exchange in memory.
 
 Written without pytest's own functions, as test_gpu.py.
 """
@@ -23,7 +24,8 @@ S, B, HEADS, D, SIZE, SCALE = 96, 2, 4, 64, 3, 0.125
 
 @dataclass
 class InMemory:
-    """Stands for the group of one rank. parts: of all ranks, which `totals` get the gradients of."""
+    """Stands for the group of one rank. parts: of all ranks, which `totals` get the gradients
+    of."""
 
     own: int
     parts: list[Tensor]
@@ -67,7 +69,10 @@ def memory_as_an_exchange() -> Iterator[None]:
 def inputs(groups: int) -> list[Tensor]:
     """query, key, value and the output's gradient, whole."""
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn((S, B, heads, D), dtype=torch.float64, generator=generator) for heads in (HEADS, groups, groups, HEADS)]
+    return [
+        torch.randn((S, B, heads, D), dtype=torch.float64, generator=generator)
+        for heads in (HEADS, groups, groups, HEADS)
+    ]
 
 
 def over_ranks(whole: list[Tensor]) -> list[Tensor]:
@@ -82,7 +87,9 @@ def over_ranks(whole: list[Tensor]) -> list[Tensor]:
             group: Any = InMemory(rank, parts, totals)
             cp = ContextParallel(group=group, rank=rank, size=SIZE, comm_type="memory")
             query.requires_grad_()
-            output = context_parallel_attention(query, key.requires_grad_(), value.requires_grad_(), cp=cp, scale=SCALE)
+            output = context_parallel_attention(
+                query, key.requires_grad_(), value.requires_grad_(), cp=cp, scale=SCALE
+            )
             output.backward(grad)
             assert query.grad is not None
             found.append((output.detach(), query.grad, *totals[rank]))
@@ -92,21 +99,32 @@ def over_ranks(whole: list[Tensor]) -> list[Tensor]:
 def alone(whole: list[Tensor]) -> list[Tensor]:
     """The same by the formula, in float64 on the CPU."""
     query, key, value = (tensor.clone().requires_grad_() for tensor in whole[:3])
-    keys, values = (tensor.repeat_interleave(HEADS // tensor.shape[2], 2) for tensor in (key, value))
-    scores = torch.einsum("ibhd,jbhd->bhij", query, keys) * SCALE + torch.full((S, S), -torch.inf).triu_(1)
+    keys, values = (
+        tensor.repeat_interleave(HEADS // tensor.shape[2], 2) for tensor in (key, value)
+    )
+    scores = torch.einsum("ibhd,jbhd->bhij", query, keys) * SCALE + torch.full(
+        (S, S), -torch.inf
+    ).triu_(1)
     output = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), values)
     expected = [output.detach(), *torch.autograd.grad(output, (query, key, value), whole[3])]
-    spans = [span for rank in range(SIZE) for span in ContextParallel(rank=rank, size=SIZE).spans(S // SIZE)]
+    spans = [
+        span
+        for rank in range(SIZE)
+        for span in ContextParallel(rank=rank, size=SIZE).spans(S // SIZE)
+    ]
     return [select(tensor, spans, 0) for tensor in expected]
 
 
 def test_attention_over_three_ranks_is_that_of_one(device: torch.device) -> None:
-    """float32: a few times 1e-7. bf16 rounds at 4e-3 what goes in, each part of the output, and the output."""
+    """float32: a few times 1e-7. bf16 rounds at 4e-3 what goes in, each part of the output, and the
+    output."""
     for groups in (HEADS, 2):
         expected = alone(inputs(groups))
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
             whole = [tensor.to(device, dtype) for tensor in inputs(groups)]
             assert has_kernel(whole[0])
-            for name, ours, exact in zip(("output", "query", "key", "value"), over_ranks(whole), expected, strict=True):
+            for name, ours, exact in zip(
+                ("output", "query", "key", "value"), over_ranks(whole), expected, strict=True
+            ):
                 error = (ours.cpu().double() - exact).norm() / exact.norm()
                 assert error < tolerance, (name, groups, dtype, error)

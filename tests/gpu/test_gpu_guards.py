@@ -1,4 +1,5 @@
-"""What watches over a run, on a device: hashes, the running mean of the loss, the probe of a slow GPU."""
+"""What watches over a run, on a device: hashes, the running mean of the loss, the probe of a slow
+GPU."""
 
 from __future__ import annotations
 
@@ -25,8 +26,13 @@ def test_a_hash_on_the_device_is_that_on_the_cpu(device: torch.device) -> None:
 def test_a_spike_is_judged_on_the_device(device: torch.device) -> None:
     guard = SpikeGuard(2.0, device)
     for _ in range(SETTLED):
-        assert guard.judge(torch.tensor(3.0, device=device), torch.zeros((), device=device)).item() == 0.0
-    assert guard.judge(torch.tensor(6.1, device=device), torch.zeros((), device=device)).item() == 1.0
+        assert (
+            guard.judge(torch.tensor(3.0, device=device), torch.zeros((), device=device)).item()
+            == 0.0
+        )
+    assert (
+        guard.judge(torch.tensor(6.1, device=device), torch.zeros((), device=device)).item() == 1.0
+    )
     assert guard.mean.device.type == device.type and guard.state().mean == 3.0
 
 
@@ -40,8 +46,14 @@ def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda: torch.d
 def test_a_run_with_every_guard_is_the_run_without(device: torch.device, tmp_path: Path) -> None:
     plain = tiny_run_on(device, tmp_path / "run")
     plain = replace(plain, checkpoint=CheckpointConfig())
-    training = replace(plain.training, max_skipped_updates=2, skip_update_on_spike=9.0,
-                       check_weight_hash_across_dp_replicas_interval=2)
+    training = replace(
+        plain.training,
+        max_skipped_updates=2,
+        skip_update_on_spike=9.0,
+        check_weight_hash_across_dp_replicas_interval=2,
+    )
     guarded = replace(plain, training=training, logging=replace(plain.logging, log_straggler=True))
-    one, other = (dict(finish(config, device).model.named_parameters()) for config in (plain, guarded))
+    one, other = (
+        dict(finish(config, device).model.named_parameters()) for config in (plain, guarded)
+    )
     assert all(torch.equal(value, other[name]) for name, value in one.items())

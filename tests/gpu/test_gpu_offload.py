@@ -1,4 +1,5 @@
-"""Host offload and the arena on a GPU, where copies take their time: the same bits, less memory, no waiting.
+"""Host offload and the arena on a GPU, where copies take their time: the same bits, less memory, no
+waiting.
 
 Written like test_gpu.py, for `run.py`. On the CPU the tests that take a `device` try themselves.
 """
@@ -22,18 +23,37 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.offload import CudaLanes
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tiny_config
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tiny_config,
+)
 
 NUM_LAYERS = 5
-POLICIES = ("*:full@host", "*:full/2@host", "*:none@host", "*:core_attn+pointwise@host",
-            "0:full; 1:none@host; 2:none; *:full@host")
+POLICIES = (
+    "*:full@host",
+    "*:full/2@host",
+    "*:none@host",
+    "*:core_attn+pointwise@host",
+    "0:full; 1:none@host; 2:none; *:full@host",
+)
 CONTIGUOUS = ("*:full", "*:full/2@host", "0-1:full@host; *:full")
-WIDE = dict(hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, kv_channels=64, max_position_embeddings=512)
+WIDE = dict(
+    hidden_size=512,
+    num_attention_heads=8,
+    ffn_hidden_size=2048,
+    kv_channels=64,
+    max_position_embeddings=512,
+)
 WIDE_BATCH = dict(batch=4, seq_length=512)
 
 
 class SlowLanes(CudaLanes):
-    """Every copy begins about a millisecond late: what does not wait for it reads, frees or writes too early."""
+    """Every copy begins about a millisecond late: what does not wait for it reads, frees or writes
+    too early."""
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Any) -> Any:
         with torch.cuda.stream(stream):
@@ -41,22 +61,40 @@ class SlowLanes(CudaLanes):
         return super()._copy(stream, target, source, after)
 
 
-def build(policy: str, device: torch.device, *, contiguous: bool = False, dtype: torch.dtype = torch.float32,
-          **overrides: object) -> GPTModel:
+def build(
+    policy: str,
+    device: torch.device,
+    *,
+    contiguous: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **overrides: object,
+) -> GPTModel:
     """Unfused attention, whose gradients are the same bits in every run; with dropout."""
     recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
-    fields: dict[str, object] = dict(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1,
-                                     attention_backend="unfused")
+    fields: dict[str, object] = dict(
+        num_layers=NUM_LAYERS,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        attention_backend="unfused",
+    )
     parallel = ParallelState(device=device, rng=RngStreams(device, seed=7))
-    return build_tiny_model(tiny_config(**{**fields, **overrides}), parallel, dtype=dtype, plan=plan_stage(recompute, NUM_LAYERS))
+    return build_tiny_model(
+        tiny_config(**{**fields, **overrides}),
+        parallel,
+        dtype=dtype,
+        plan=plan_stage(recompute, NUM_LAYERS),
+    )
 
 
 def step(model: GPTModel, *seeds: int, **shape: int) -> list[Tensor]:
-    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
+    """Gradients of micro-batches that are all in flight before the first backward. The random
+    numbers are the same each time."""
     device = model.context.device
     model.context.rng.restore(RngStreams(device, seed=5).snapshot())
     model.zero_grad(set_to_none=True)
-    batches = [[tensor.to(device) for tensor in sample_tokens(seed, **shape)] for seed in seeds or (3,)]
+    batches = [
+        [tensor.to(device) for tensor in sample_tokens(seed, **shape)] for seed in seeds or (3,)
+    ]
     for loss in [model.loss(*batch).mean() for batch in batches]:
         loss.backward()
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -86,7 +124,12 @@ def test_no_store_changes_a_gradient(device: torch.device) -> None:
                 model = build(policy, device, contiguous=contiguous, dtype=dtype)
                 model.decoder.stores.micro_batches = 2
                 for seeds in ((3, 4), (4,), (5, 6)):
-                    assert same(step(model, *seeds), step(plain, *seeds)), (policy, contiguous, dtype, seeds)
+                    assert same(step(model, *seeds), step(plain, *seeds)), (
+                        policy,
+                        contiguous,
+                        dtype,
+                        seeds,
+                    )
                 assert model.decoder.stores.host_bytes == model.decoder.stores.device_bytes == 0
 
 
@@ -100,8 +143,11 @@ def test_copies_that_come_late_change_no_gradient(cuda: torch.device) -> None:
                 assert same(step(model, seed), step(plain, seed)), policy
 
 
-def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(cuda: torch.device) -> None:
+def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(
+    cuda: torch.device,
+) -> None:
     """What was called back and never read is freed only when it has arrived."""
+
     def breaks(*_: Any) -> None:
         raise InterruptedError
 
@@ -132,12 +178,21 @@ def kept_bytes(model: GPTModel, device: torch.device) -> tuple[int, int]:
 
 
 def predicted_bytes(model: GPTModel, sizes: Sizes) -> tuple[int, int]:
-    return activation_bytes(model.config, model.decoder.plan, sizes), host_bytes(model.config, model.decoder.plan, sizes)
+    return activation_bytes(model.config, model.decoder.plan, sizes), host_bytes(
+        model.config, model.decoder.plan, sizes
+    )
 
 
-def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(device: torch.device) -> None:
-    sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(1), element_bytes=2,
-                  device=device.type)
+def test_as_many_bytes_as_predicted_are_on_the_host_and_as_many_fewer_on_the_device(
+    device: torch.device,
+) -> None:
+    sizes = Sizes(
+        micro_batch_size=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(1),
+        element_bytes=2,
+        device=device.type,
+    )
     plain = build("*:none", device, dtype=torch.bfloat16)
     all_found, all_predicted = kept_bytes(plain, device), predicted_bytes(plain, sizes)
     assert all_found[1] == all_predicted[1] == 0
@@ -161,11 +216,15 @@ def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda: torch.devi
         for _ in range(3):
             step(model)
         torch.cuda.synchronize()
-        assert (stores.pool.num_bytes, stores.storages()) == first and torch.cuda.memory_allocated() == allocated, policy
+        assert (
+            stores.pool.num_bytes,
+            stores.storages(),
+        ) == first and torch.cuda.memory_allocated() == allocated, policy
 
 
 def allocated_in_a_step(policy: str, cuda: torch.device) -> tuple[int, int]:
-    """Bytes of torch's allocator: what the forward leaves behind, and the most of forward and backward."""
+    """Bytes of torch's allocator: what the forward leaves behind, and the most of forward and
+    backward."""
     model = build(policy, cuda, dtype=torch.bfloat16, **WIDE)
     step(model, **WIDE_BATCH)
     batch = [tensor.to(cuda) for tensor in sample_tokens(**WIDE_BATCH)]
@@ -180,17 +239,29 @@ def allocated_in_a_step(policy: str, cuda: torch.device) -> tuple[int, int]:
 
 
 def test_the_device_holds_less_by_what_went_to_the_host(cuda: torch.device) -> None:
-    """s 512, b 4, h 512, 5 layers, bf16, unfused attention with dropout: 74 MiB a layer, or 2 MiB an input. The allocator rounds
-    each tensor up to 512 bytes."""
+    """s 512, b 4, h 512, 5 layers, bf16, unfused attention with dropout: 74 MiB a layer, or 2 MiB
+    an input. The allocator rounds each tensor up to 512 bytes."""
     kept, most = {}, {}
     for policy in ("*:none", "*:none@host", "*:full", "*:full@host"):
         kept[policy], most[policy] = allocated_in_a_step(policy, cuda)
-    sizes = Sizes(micro_batch_size=4, seq_length=512, padded_vocab_size=padded_vocab_size(1), element_bytes=2, device="cuda")
+    sizes = Sizes(
+        micro_batch_size=4,
+        seq_length=512,
+        padded_vocab_size=padded_vocab_size(1),
+        element_bytes=2,
+        device="cuda",
+    )
     for policy in ("*:none", "*:full"):
         model = build(f"{policy}@host", cuda, dtype=torch.bfloat16, **WIDE)
         moved = host_bytes(model.config, model.decoder.plan, sizes)
-        assert abs(kept[policy] - kept[f"{policy}@host"] - moved) < 0.01 * moved, (policy, kept, moved)
-    assert most["*:none@host"] < 0.75 * most["*:none"] and most["*:full@host"] < most["*:full"], most
+        assert abs(kept[policy] - kept[f"{policy}@host"] - moved) < 0.01 * moved, (
+            policy,
+            kept,
+            moved,
+        )
+    assert most["*:none@host"] < 0.75 * most["*:none"] and most["*:full@host"] < most["*:full"], (
+        most
+    )
 
 
 def test_a_step_with_offload_never_waits_for_the_gpu(cuda: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""benchmarks/gpu.sh, rehearsed on the CPU as it runs on a machine that has nothing but torch and numpy."""
+"""benchmarks/gpu.sh, rehearsed on the CPU as it runs on a machine that has nothing but torch and
+numpy."""
 
 from __future__ import annotations
 
@@ -19,16 +20,25 @@ OPTIONAL = ("pytest", "rich", "safetensors", "tokenizers", "transformers")
 
 
 def run_script(output: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", str(ROOT / "benchmarks/gpu.sh"), str(output)], capture_output=True, text=True, timeout=280,
-                          env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **variables), check=False)
+    return subprocess.run(
+        ["bash", str(ROOT / "benchmarks/gpu.sh"), str(output)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **variables),
+        check=False,
+    )
 
 
 @pytest.mark.long
 def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
-    """Packages are hidden by modules that cannot be imported. What needs one is skipped and says so; the rest passes."""
+    """Packages are hidden by modules that cannot be imported. What needs one is skipped and says
+    so; the rest passes."""
     for package in OPTIONAL:
         (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package} here')\n")
-    done = run_script(tmp_path / "new" / "gpu.json", DEVICE="cpu", PRESETS="tiny", PYTHONPATH=str(tmp_path))
+    done = run_script(
+        tmp_path / "new" / "gpu.json", DEVICE="cpu", PRESETS="tiny", PYTHONPATH=str(tmp_path)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "new" / "gpu.json").read_text())
     assert report["missing_packages"] == list(OPTIONAL)
@@ -37,13 +47,20 @@ def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
     assert outcomes["test_float32_agrees_with_the_cpu_in_float64"] == "passed"
     assert outcomes["test_an_infinite_gradient_changes_nothing"] == "passed"
     assert outcomes["test_a_step_never_waits_for_the_gpu"] == "skipped"
-    assert report["tests"]["test_a_resumed_run_ends_as_an_uninterrupted_one"]["reason"] == "rich is not installed"
+    assert (
+        report["tests"]["test_a_resumed_run_ends_as_an_uninterrupted_one"]["reason"]
+        == "rich is not installed"
+    )
     engines = [(row["dtype"], row["dropout"], row["engine"]) for row in report["step_time"]["rows"]]
     assert engines[:2] == [("float32", 0.0, "megatron_lite"), ("float32", 0.0, "plain")]
-    assert len(engines) == 10 and engines[-2:] == [("bf16", 0.1, "plain, autocast"), ("bf16", 0.1, "plain, pure")]
+    assert len(engines) == 10 and engines[-2:] == [
+        ("bf16", 0.1, "plain, autocast"),
+        ("bf16", 0.1, "plain, pure"),
+    ]
     for row in report["step_time"]["rows"]:
         assert row["ms"] > 0.0 and len(row["samples_ms"]) == 5
-        assert abs(row["loss"] - math.log(256)) < 0.3  # every engine starts from guessing among the vocabulary's 256 ids
+        # every engine starts from guessing among the vocabulary's 256 ids
+        assert abs(row["loss"] - math.log(256)) < 0.3
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""Bytes kept for backward: the closed form against what torch's hooks see and against the storages that live. No tolerance."""
+"""Bytes kept for backward: the closed form against what torch's hooks see and against the storages
+that live. No tolerance."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch._dynamo  # dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
+
+# dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
+import torch._dynamo
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -21,20 +24,40 @@ from megatron_lite.memory.predict.kept_tensors import activation_bytes, activati
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+)
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3  # not divisible by the units of 2
-OPS_POLICIES = ("*:ops(matmul)", "*:ops(attention)", "*:ops(matmul,attention)@host", "*:ops(matmul/2,attention,collective)",
-                "1:ops(collective/2,aten.addmm.default); *:full", "0:ops(max); 1:none; *:ops(aten.mm.default/2)")
-HOST_POLICIES = ("*:none@host", "*:full/2@host", "*:pointwise@host", "*:core_attn+mlp@host", "0:full@host; 1:none; *:mlp@host")
+OPS_POLICIES = (
+    "*:ops(matmul)",
+    "*:ops(attention)",
+    "*:ops(matmul,attention)@host",
+    "*:ops(matmul/2,attention,collective)",
+    "1:ops(collective/2,aten.addmm.default); *:full",
+    "0:ops(max); 1:none; *:ops(aten.mm.default/2)",
+)
+HOST_POLICIES = (
+    "*:none@host",
+    "*:full/2@host",
+    "*:pointwise@host",
+    "*:core_attn+mlp@host",
+    "0:full@host; 1:none; *:mlp@host",
+)
 MODULES = ("core_attn", "layernorm", "mlp", "activation", "dropout")
 
 
 class Figures(NamedTuple):
-    """saved: by torch's hooks, or in an arena. predicted: ours. unaccounted: alive after the forward, and neither saved nor the
-    loss, nor memory that is used again. on_host: the first two in host memory."""
+    """saved: by torch's hooks, or in an arena. predicted: ours. unaccounted: alive after the
+    forward, and neither saved nor the loss, nor memory that is used again. on_host: the first two
+    in host memory."""
 
     saved: int
     predicted: int
@@ -48,68 +71,140 @@ class Figures(NamedTuple):
 
 
 def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
-    """None, every set of regions, units of one and two layers, results of operators; some in host memory or in one allocation."""
+    """None, every set of regions, units of one and two layers, results of operators; some in host
+    memory or in one allocation."""
     yield RecomputeConfig()
     for count in range(1, len(MODULES) + 1):
         for modules in itertools.combinations(MODULES, count):
             yield RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
     for method, layers in (("uniform", 1), ("uniform", 2), ("block", 1), ("block", 2)):
         for split in (False, True) if can_split else (False,):
-            yield RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers,
-                                  distribute_saved_activations=split)
-    for policy in (*HOST_POLICIES, *(("*:full/2@split+host", "0:full@split; *:full/2@split+host") if can_split else ())):
+            yield RecomputeConfig(
+                recompute_granularity="full",
+                recompute_method=method,
+                recompute_num_layers=layers,
+                distribute_saved_activations=split,
+            )
+    for policy in (
+        *HOST_POLICIES,
+        *(("*:full/2@split+host", "0:full@split; *:full/2@split+host") if can_split else ()),
+    ):
         yield RecomputeConfig(recompute_policy=policy)
         if "full" in policy:
             yield RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=True)
     for policy, tail_skip in itertools.product(OPS_POLICIES, (True, False)):
         yield RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip)
-    yield RecomputeConfig(recompute_policy=f"*:full/2{'@split' if can_split else ''}", contiguous_saved_activations=True)
+    yield RecomputeConfig(
+        recompute_policy=f"*:full/2{'@split' if can_split else ''}",
+        contiguous_saved_activations=True,
+    )
 
 
-def figures(config: ModelConfig, recompute: RecomputeConfig, parallel: ParallelState, *, sequence_parallel: bool,
-            dtype: torch.dtype, live: LiveStorages | None = None, loss_chunk_size: int | None = None,
-            cp_comm_type: str = "p2p") -> Figures:
+def figures(
+    config: ModelConfig,
+    recompute: RecomputeConfig,
+    parallel: ParallelState,
+    *,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+    live: LiveStorages | None = None,
+    loss_chunk_size: int | None = None,
+    cp_comm_type: str = "p2p",
+) -> Figures:
     plan = plan_stage(recompute, config.num_layers)
-    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan,
-                             loss_chunk_size=loss_chunk_size, cp_comm_type=cp_comm_type)
+    model = build_tiny_model(
+        config,
+        parallel,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        plan=plan,
+        loss_chunk_size=loss_chunk_size,
+        cp_comm_type=cp_comm_type,
+    )
     with kept_for_backward(exclude=model.parameters()) as meter, live or nullcontext():
         loss = model.loss(*sample_tokens(parallel=parallel)).mean()
-    known = {tensor.untyped_storage()._cdata for tensor in (loss, *model.parameters(), *model.constants())}
+    known = {
+        tensor.untyped_storage()._cdata
+        for tensor in (loss, *model.parameters(), *model.constants())
+    }
     stores = model.decoder.stores
-    unaccounted = None if live is None else live.bytes_beside(known | meter.storages().keys() | stores.storages())
-    sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(parallel.tp_size),
-                  tp_size=parallel.tp_size, sequence_parallel=sequence_parallel, cp_size=parallel.cp_size,
-                  cp_comm_type=cp_comm_type, element_bytes=dtype.itemsize, loss_chunk_size=loss_chunk_size)
-    return Figures(meter.total_bytes() + stores.device_bytes, activation_bytes(config, plan, sizes), unaccounted,
-                   stores.host_bytes, host_bytes(config, plan, sizes))
+    unaccounted = (
+        None
+        if live is None
+        else live.bytes_beside(known | meter.storages().keys() | stores.storages())
+    )
+    sizes = Sizes(
+        micro_batch_size=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(parallel.tp_size),
+        tp_size=parallel.tp_size,
+        sequence_parallel=sequence_parallel,
+        cp_size=parallel.cp_size,
+        cp_comm_type=cp_comm_type,
+        element_bytes=dtype.itemsize,
+        loss_chunk_size=loss_chunk_size,
+    )
+    return Figures(
+        meter.total_bytes() + stores.device_bytes,
+        activation_bytes(config, plan, sizes),
+        unaccounted,
+        stores.host_bytes,
+        host_bytes(config, plan, sizes),
+    )
 
 
 def models() -> Iterator[ModelConfig]:
     """Every variant x attention x dropout in attention, in the residual, in both or in neither."""
-    for name, backend, softmax_in_fp32 in itertools.product(VARIANTS, ("flash", "unfused"), (False, True)):
+    for name, backend, softmax_in_fp32 in itertools.product(
+        VARIANTS, ("flash", "unfused"), (False, True)
+    ):
         for hidden, attention in ((0.0, 0.0), (0.1, 0.1), (0.1, 0.0), (0.0, 0.1)):
-            yield variant_config(name, num_layers=NUM_LAYERS, attention_backend=backend, hidden_dropout=hidden,
-                                 attention_dropout=attention, attention_softmax_in_fp32=softmax_in_fp32)
+            yield variant_config(
+                name,
+                num_layers=NUM_LAYERS,
+                attention_backend=backend,
+                hidden_dropout=hidden,
+                attention_dropout=attention,
+                attention_softmax_in_fp32=softmax_in_fp32,
+            )
 
 
-def differences(rank: int, world_size: int, sequence_parallel: bool, every: int) -> tuple[int, list[str]]:
-    """How many cases were measured, and those where prediction and measurement differ. Takes each `every`-th of all cases."""
+def differences(
+    rank: int, world_size: int, sequence_parallel: bool, every: int
+) -> tuple[int, list[str]]:
+    """How many cases were measured, and those where prediction and measurement differ. Takes each
+    `every`-th of all cases."""
     wrong = []
     can_split = world_size > 1 and not sequence_parallel
-    cases = list(itertools.product(models(), policies(can_split=can_split),
-                                   (torch.float32, torch.bfloat16, torch.float16, torch.float64)))
+    cases = list(
+        itertools.product(
+            models(),
+            policies(can_split=can_split),
+            (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        )
+    )
     with tp_state(world_size) as parallel:
         for config, recompute, dtype in sampled(cases[::every], every=5):
-            found = figures(config, recompute, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+            found = figures(
+                config, recompute, parallel, sequence_parallel=sequence_parallel, dtype=dtype
+            )
             if not found.agree:
                 wrong.append(f"{config} {recompute} {dtype}: {found}")
     return len(sampled(cases[::every], every=5)), wrong
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "every"),
-                         [(1, False, 31), pytest.param(2, False, 59, marks=pytest.mark.long), (2, True, 59),
-                          pytest.param(4, True, 173, marks=pytest.mark.long)])
-def test_predicted_bytes_are_the_measured_ones(tp_size: int, sequence_parallel: bool, every: int) -> None:
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "every"),
+    [
+        (1, False, 31),
+        pytest.param(2, False, 59, marks=pytest.mark.long),
+        (2, True, 59),
+        pytest.param(4, True, 173, marks=pytest.mark.long),
+    ],
+)
+def test_predicted_bytes_are_the_measured_ones(
+    tp_size: int, sequence_parallel: bool, every: int
+) -> None:
     for count, wrong in run_ranks(differences, tp_size, sequence_parallel, every, detail=False):
         assert wrong == [] and count > 8
 
@@ -118,83 +213,174 @@ def living(rank: int, world_size: int, sequence_parallel: bool) -> list[Figures]
     found = []
     with tp_state(world_size) as parallel:
         for name, recompute in sampled(
-                itertools.product(("gpt2", "llama"), policies(can_split=world_size > 1 and not sequence_parallel)), every=3):
-            flash = recompute.recompute_policy is not None  # which has no kernel with dropout on a CPU
-            config = variant_config(name, num_layers=2, hidden_dropout=0.1, attention_dropout=0.0 if flash else 0.1)
-            found.append(figures(config, recompute, parallel, sequence_parallel=sequence_parallel, dtype=torch.bfloat16,
-                                 live=LiveStorages()))
+            itertools.product(
+                ("gpt2", "llama"), policies(can_split=world_size > 1 and not sequence_parallel)
+            ),
+            every=3,
+        ):
+            # which has no kernel with dropout on a CPU
+            flash = recompute.recompute_policy is not None
+            config = variant_config(
+                name, num_layers=2, hidden_dropout=0.1, attention_dropout=0.0 if flash else 0.1
+            )
+            found.append(
+                figures(
+                    config,
+                    recompute,
+                    parallel,
+                    sequence_parallel=sequence_parallel,
+                    dtype=torch.bfloat16,
+                    live=LiveStorages(),
+                )
+            )
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [
-    pytest.param(1, False, marks=pytest.mark.long), pytest.param(2, False, marks=pytest.mark.long), (2, True)])
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, False, marks=pytest.mark.long),
+        (2, True),
+    ],
+)
 def test_what_is_saved_is_all_that_lives(tp_size: int, sequence_parallel: bool) -> None:
     """Nothing hides from the hooks on a Function's context, in a cache or in a closure."""
     for found in run_ranks(living, tp_size, sequence_parallel, detail=False):
-        assert len(found) > 10 and all(each.agree and each.unaccounted == 0 for each in found), found
+        assert len(found) > 10 and all(each.agree and each.unaccounted == 0 for each in found), (
+            found
+        )
 
 
-def living_with_the_loss_in_chunks(rank: int, world_size: int, sequence_parallel: bool) -> list[tuple[int, Figures]]:
+def living_with_the_loss_in_chunks(
+    rank: int, world_size: int, sequence_parallel: bool
+) -> list[tuple[int, Figures]]:
     """By variant, dtype and chunk size: what less is kept than with all logits, and the figures."""
     found = []
     with tp_state(world_size) as parallel:
-        for name, dtype in itertools.product(("gpt2", "llama"), (torch.float32, torch.bfloat16, torch.float16, torch.float64)):
+        for name, dtype in itertools.product(
+            ("gpt2", "llama"), (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        ):
             config = variant_config(name, num_layers=1)
             facts = dict(sequence_parallel=sequence_parallel, dtype=dtype)
             kept = figures(config, RecomputeConfig(), parallel, **facts)  # type: ignore[arg-type]
             for chunk_size in (1, 7, 1000):
-                ours = figures(config, RecomputeConfig(), parallel, live=LiveStorages(), loss_chunk_size=chunk_size,
-                               **facts)  # type: ignore[arg-type]
+                ours = figures(
+                    config,
+                    RecomputeConfig(),
+                    parallel,
+                    live=LiveStorages(),
+                    loss_chunk_size=chunk_size,
+                    **facts,
+                )  # type: ignore[arg-type]
                 found.append(((kept.saved - ours.saved) // dtype.itemsize, ours))
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [
-    (1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True), pytest.param(4, True, marks=pytest.mark.long)])
-def test_with_the_loss_in_chunks_exactly_the_logits_are_kept_no_more(tp_size: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.long),
+        (2, True),
+        pytest.param(4, True, marks=pytest.mark.long),
+    ],
+)
+def test_with_the_loss_in_chunks_exactly_the_logits_are_kept_no_more(
+    tp_size: int, sequence_parallel: bool
+) -> None:
     logits = BATCH * SEQ_LENGTH * padded_vocab_size(tp_size) // tp_size
-    for found in run_ranks(living_with_the_loss_in_chunks, tp_size, sequence_parallel, detail=False):
+    for found in run_ranks(
+        living_with_the_loss_in_chunks, tp_size, sequence_parallel, detail=False
+    ):
         for spared, ours in found:
             assert spared == logits and ours.agree and ours.unaccounted == 0
 
 
-PAPER = dict(num_layers=2, hidden_size=64, num_attention_heads=8, max_position_embeddings=32, attention_backend="unfused")
+PAPER = dict(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=8,
+    max_position_embeddings=32,
+    attention_backend="unfused",
+)
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "modules", "per_layer"), [
-    (1, False, (), lambda s, b, h, a, t: s * b * h * 34 + 5 * a * s * s * b),
-    (4, False, (), lambda s, b, h, a, t: s * b * h * (10 + 24 // t) + 5 * a * s * s * b // t),
-    (4, True, (), lambda s, b, h, a, t: (s * b * h * 34 + 5 * a * s * s * b) // t),
-    (4, False, ("core_attn",), lambda s, b, h, a, t: s * b * h * (10 + 24 // t)),
-    (4, True, ("core_attn",), lambda s, b, h, a, t: s * b * h * 34 // t)])
-def test_the_papers_terms_add_up_to_the_papers_formula(tp_size, sequence_parallel, modules, per_layer) -> None:  # type: ignore[no-untyped-def]
-    """2205.05198, equations 1 to 4 and section 5: 2-byte activations, 1-byte masks, dropout everywhere, GELU of width 4h."""
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "modules", "per_layer"),
+    [
+        (1, False, (), lambda s, b, h, a, t: s * b * h * 34 + 5 * a * s * s * b),
+        (4, False, (), lambda s, b, h, a, t: s * b * h * (10 + 24 // t) + 5 * a * s * s * b // t),
+        (4, True, (), lambda s, b, h, a, t: (s * b * h * 34 + 5 * a * s * s * b) // t),
+        (4, False, ("core_attn",), lambda s, b, h, a, t: s * b * h * (10 + 24 // t)),
+        (4, True, ("core_attn",), lambda s, b, h, a, t: s * b * h * 34 // t),
+    ],
+)
+def test_the_papers_terms_add_up_to_the_papers_formula(
+    tp_size, sequence_parallel, modules, per_layer
+) -> None:  # type: ignore[no-untyped-def]
+    """2205.05198, equations 1 to 4 and section 5: 2-byte activations, 1-byte masks, dropout
+    everywhere, GELU of width 4h."""
     model = ModelConfig(**PAPER)  # type: ignore[arg-type]
-    sizes = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=tp_size, sequence_parallel=sequence_parallel,
-                  element_bytes=2)
-    recompute = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules) if modules else RecomputeConfig()
+    sizes = Sizes(
+        micro_batch_size=3,
+        seq_length=32,
+        padded_vocab_size=128,
+        tp_size=tp_size,
+        sequence_parallel=sequence_parallel,
+        element_bytes=2,
+    )
+    recompute = (
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+        if modules
+        else RecomputeConfig()
+    )
     terms = activation_terms(model, plan_stage(recompute, 2), sizes)
     in_paper = sum(term.num_bytes for term in terms if term.layer == 1 and term.tensor.in_paper)
     assert in_paper == per_layer(32, 3, 64, 8, tp_size)
 
 
 def test_full_recomputation_keeps_two_sbh_a_unit_and_a_share_where_it_is_split() -> None:
-    sizes = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=4, element_bytes=2)
+    sizes = Sizes(
+        micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=4, element_bytes=2
+    )
     for split in (False, True):
-        recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=split)
+        recompute = RecomputeConfig(
+            recompute_granularity="full",
+            recompute_method="uniform",
+            distribute_saved_activations=split,
+        )
         terms = activation_terms(ModelConfig(**PAPER), plan_stage(recompute, 2), sizes)  # type: ignore[arg-type]
         assert [term.num_bytes for term in terms if term.layer == 1 and term.tensor.in_paper] == [
-            2 * 32 * 3 * 64 // (4 if split else 1)]
+            2 * 32 * 3 * 64 // (4 if split else 1)
+        ]
 
 
-@pytest.mark.parametrize("name", ["softmax dropout mask", "attention output", "RNG states of core_attn", "labels",
-                                  "input norm statistics", "logits"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax dropout mask",
+        "attention output",
+        "RNG states of core_attn",
+        "labels",
+        "input norm statistics",
+        "logits",
+    ],
+)
 def test_the_comparison_sees_a_missing_term(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    config = variant_config("gpt2", num_layers=2, attention_backend="unfused", attention_dropout=0.1)
-    recompute = RecomputeConfig(recompute_granularity="selective",
-                                recompute_modules=("core_attn",) if name.startswith("RNG") else ("mlp",))
+    config = variant_config(
+        "gpt2", num_layers=2, attention_backend="unfused", attention_dropout=0.1
+    )
+    recompute = RecomputeConfig(
+        recompute_granularity="selective",
+        recompute_modules=("core_attn",) if name.startswith("RNG") else ("mlp",),
+    )
     terms = activations.activation_terms
-    monkeypatch.setattr(activations, "activation_terms", lambda *args: [t for t in terms(*args) if t.tensor.name != name])
+    monkeypatch.setattr(
+        activations,
+        "activation_terms",
+        lambda *args: [t for t in terms(*args) if t.tensor.name != name],
+    )
     with tp_state(1) as parallel:
         found = figures(config, recompute, parallel, sequence_parallel=False, dtype=torch.float32)
     assert found.saved > found.predicted

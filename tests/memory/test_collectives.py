@@ -1,4 +1,5 @@
-"""The collectives of a plan against those that torch dispatches in a real forward and backward, to the byte."""
+"""The collectives of a plan against those that torch dispatches in a real forward and backward, to
+the byte."""
 
 from __future__ import annotations
 
@@ -9,24 +10,47 @@ import pytest
 import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SHIFT, Collective
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SHIFT,
+    Collective,
+)
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.traffic import Traffic, plan_collectives
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tiny_config, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+)
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3
 MODEL = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_backend="unfused")
-TORCH_NAMES = {"allreduce_": ALL_REDUCE, "_allgather_base_": ALL_GATHER, "_reduce_scatter_base_": REDUCE_SCATTER, "send": SHIFT}
+TORCH_NAMES = {
+    "allreduce_": ALL_REDUCE,
+    "_allgather_base_": ALL_GATHER,
+    "_reduce_scatter_base_": REDUCE_SCATTER,
+    "send": SHIFT,
+}
 
 
 def full(method: str, count: int, *, split: bool = False) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
-                           distribute_saved_activations=split)
+    return RecomputeConfig(
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=count,
+        distribute_saved_activations=split,
+    )
 
 
 def selective(*modules: str) -> RecomputeConfig:
@@ -35,24 +59,47 @@ def selective(*modules: str) -> RecomputeConfig:
 
 def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     """Every policy, with and without its tail; NUM_LAYERS is not divisible by 2."""
-    configs = {"none": RecomputeConfig(), "core_attn": selective("core_attn"), "mlp": selective("mlp"),
-               "layernorm+activation": selective("layernorm", "activation"),
-               "layernorm+mlp+core_attn": selective("layernorm", "mlp", "core_attn")}
+    configs = {
+        "none": RecomputeConfig(),
+        "core_attn": selective("core_attn"),
+        "mlp": selective("mlp"),
+        "layernorm+activation": selective("layernorm", "activation"),
+        "layernorm+mlp+core_attn": selective("layernorm", "mlp", "core_attn"),
+    }
     for split in (False, True) if can_split else (False,):
-        for method, count in (("uniform", 1), ("uniform", 2), ("uniform", 3), ("block", 1), ("block", 7)):
-            configs[f"{method} {count}{' split' if split else ''}"] = full(method, count, split=split)
-    configs["mixed"] = RecomputeConfig(recompute_policy="0:mlp;1:none;2:full@split" if can_split else "0:mlp;1:none;2:full")
-    for policy in ("*:ops(matmul)", "*:ops(collective)", "*:ops(collective/2,attention)", "0:ops(collective);1:none;2:mlp"):
+        for method, count in (
+            ("uniform", 1),
+            ("uniform", 2),
+            ("uniform", 3),
+            ("block", 1),
+            ("block", 7),
+        ):
+            configs[f"{method} {count}{' split' if split else ''}"] = full(
+                method, count, split=split
+            )
+    configs["mixed"] = RecomputeConfig(
+        recompute_policy="0:mlp;1:none;2:full@split" if can_split else "0:mlp;1:none;2:full"
+    )
+    for policy in (
+        "*:ops(matmul)",
+        "*:ops(collective)",
+        "*:ops(collective/2,attention)",
+        "0:ops(collective);1:none;2:mlp",
+    ):
         configs[policy] = RecomputeConfig(recompute_policy=policy)
     plans = {name: plan_stage(config, NUM_LAYERS) for name, config in configs.items()}
-    return plans | {f"{name}, whole tail": replace(plan, skip_tail=False) for name, plan in plans.items()}
+    return plans | {
+        f"{name}, whole tail": replace(plan, skip_tail=False) for name, plan in plans.items()
+    }
 
 
 def some_policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     return dict(sampled(policies(can_split=can_split).items(), every=3))
 
 
-def by_kind_and_bytes(sent: list[Sent], element_bytes: int, *, tokens: int = BATCH * SEQ_LENGTH) -> Counter[Collective]:
+def by_kind_and_bytes(
+    sent: list[Sent], element_bytes: int, *, tokens: int = BATCH * SEQ_LENGTH
+) -> Counter[Collective]:
     """Sums of the cross-entropy are float32: one or two numbers per token."""
     found: Counter[Collective] = Counter()
     for one in sent:
@@ -64,41 +111,68 @@ def by_kind_and_bytes(sent: list[Sent], element_bytes: int, *, tokens: int = BAT
     return found
 
 
-def measured(rank: int, world_size: int, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, tuple[Counter, Counter]]:
+def measured(
+    rank: int, world_size: int, sequence_parallel: bool, dtype: torch.dtype
+) -> dict[str, tuple[Counter, Counter]]:
     """By policy: what the forward sent, and what the backward did, its replays included."""
     sent = {}
     with tp_state(world_size) as parallel:
         for name, plan in some_policies(can_split=not sequence_parallel).items():
-            model = build_tiny_model(MODEL, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan)
+            model = build_tiny_model(
+                MODEL, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan
+            )
             with recorded_collectives() as forward:
                 loss = model.loss(*sample_tokens()).mean()
             with recorded_collectives() as backward:
                 loss.backward()
-            sent[name] = tuple(by_kind_and_bytes(one, dtype.itemsize) for one in (forward, backward))
+            sent[name] = tuple(
+                by_kind_and_bytes(one, dtype.itemsize) for one in (forward, backward)
+            )
     return sent
 
 
-def predicted(plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool, element_bytes: int = 4) -> Traffic:
-    return plan_collectives(MODEL, plan, Sizes(
-        micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size), tp_size=tp_size,
-        sequence_parallel=sequence_parallel, element_bytes=element_bytes))
+def predicted(
+    plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool, element_bytes: int = 4
+) -> Traffic:
+    return plan_collectives(
+        MODEL,
+        plan,
+        Sizes(
+            micro_batch_size=BATCH,
+            seq_length=SEQ_LENGTH,
+            padded_vocab_size=padded_vocab_size(tp_size),
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            element_bytes=element_bytes,
+        ),
+    )
 
 
-@pytest.mark.parametrize(("sequence_parallel", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "dtype"),
+    [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)],
+)
 def test_every_policy_sends_what_is_predicted(sequence_parallel: bool, dtype: torch.dtype) -> None:
     plans = some_policies(can_split=not sequence_parallel)
     expected = {}
     for name, plan in plans.items():
-        exchange = predicted(plan, 2, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
+        exchange = predicted(
+            plan, 2, sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize
+        )
         expected[name] = (Counter(exchange.forward), Counter(exchange.backward + exchange.replay))
     assert run_ranks(measured, 2, sequence_parallel, dtype, detail=False) == [expected] * 2
 
 
 def test_the_tail_skip_saves_one_collective_per_replay_and_a_split_input_costs_one() -> None:
     """Counted by hand: two sums per layer, one unit of 3 layers, or one region per layer."""
-    def replays(config: RecomputeConfig, *, skip_tail: bool = True, sequence_parallel: bool = False) -> dict[str, int]:
+
+    def replays(
+        config: RecomputeConfig, *, skip_tail: bool = True, sequence_parallel: bool = False
+    ) -> dict[str, int]:
         plan = replace(plan_stage(config, NUM_LAYERS), skip_tail=skip_tail)
-        return Counter(one.kind for one in predicted(plan, 4, sequence_parallel=sequence_parallel).replay)
+        return Counter(
+            one.kind for one in predicted(plan, 4, sequence_parallel=sequence_parallel).replay
+        )
 
     assert replays(full("uniform", 3)) == {ALL_REDUCE: 5}
     assert replays(full("uniform", 3), skip_tail=False) == {ALL_REDUCE: 6}

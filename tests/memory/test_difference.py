@@ -13,7 +13,14 @@ from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.model import mlp
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+)
 
 
 def differing(name: str, policy: str | None = None) -> Difference:
@@ -25,9 +32,18 @@ def differing(name: str, policy: str | None = None) -> Difference:
         model.loss(*sample_tokens())  # makes the rotary tables
         with kept_for_backward(exclude=model.parameters(), model=model) as meter:
             loss = model.loss(*sample_tokens())
-        sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(1), tp_size=1,
-                      device="cpu", element_bytes=4)
-        saved = [Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes) for kept in meter.storages().values()]
+        sizes = Sizes(
+            micro_batch_size=BATCH,
+            seq_length=SEQ_LENGTH,
+            padded_vocab_size=padded_vocab_size(1),
+            tp_size=1,
+            device="cpu",
+            element_bytes=4,
+        )
+        saved = [
+            Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
+            for kept in meter.storages().values()
+        ]
     assert loss.requires_grad
     return difference(activation_terms(config, plan, sizes), saved)
 
@@ -39,17 +55,28 @@ def test_every_saved_tensor_is_paired_with_a_predicted_one(name: str, policy: st
     assert found == Difference((), ()), str(found)
 
 
-def test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     activate = mlp.MLP._activate
     scales = torch.ones(SEQ_LENGTH, BATCH, 1)
-    monkeypatch.setattr(mlp.MLP, "_activate", lambda self, intermediate: activate(self, intermediate) * (scales + 0.0))
+    monkeypatch.setattr(
+        mlp.MLP,
+        "_activate",
+        lambda self, intermediate: activate(self, intermediate) * (scales + 0.0),
+    )
     found = differing("gpt2")
     assert found.missing == () and {one.layer for one in found.saved} == {0, 1}
-    where = f"module decoder.layers.0.mlp: float32 [{SEQ_LENGTH}, {BATCH}, 1], {SEQ_LENGTH * BATCH * 4} bytes"
+    where = (
+        f"module decoder.layers.0.mlp: float32 [{SEQ_LENGTH}, {BATCH}, 1], "
+        f"{SEQ_LENGTH * BATCH * 4} bytes"
+    )
     assert f"layer 0, {where}" in str(found) and str(found).startswith("saved but not predicted: ")
 
 
-def test_a_predicted_tensor_that_is_not_saved_is_named_with_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predicted_tensor_that_is_not_saved_is_named_with_its_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mlp.MLP, "_activate", lambda self, intermediate: intermediate * 2.0)
     found = differing("gpt2")
     assert found.saved == () and {term.tensor.name for term in found.missing} == {"fc1 output"}

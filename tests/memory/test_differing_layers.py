@@ -24,32 +24,56 @@ from tests.recompute.test_layers_differ import MODELS
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
 from tests.support.ranks import run_ranks
 
-POLICIES = ("*:none", "*:full", "*:full/2", "1:none; *:full/3", "every-2:full; *:core_attn+layernorm", "*:pointwise",
-            "0-2:full/3@host; *:mlp@host", "*:ops(matmul,attention)", "1:none; *:ops(matmul/2)", "*:core_attn+activation")
-UNFUSED, FLASH = (next(config for name, config in MODELS.items() if name.startswith(kind)) for kind in ("unfused", "SDPA"))
+POLICIES = (
+    "*:none",
+    "*:full",
+    "*:full/2",
+    "1:none; *:full/3",
+    "every-2:full; *:core_attn+layernorm",
+    "*:pointwise",
+    "0-2:full/3@host; *:mlp@host",
+    "*:ops(matmul,attention)",
+    "1:none; *:ops(matmul/2)",
+    "*:core_attn+activation",
+)
+UNFUSED, FLASH = (
+    next(config for name, config in MODELS.items() if name.startswith(kind))
+    for kind in ("unfused", "SDPA")
+)
 
 
-def wrong_bytes(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, test_activations.Figures]:
+def wrong_bytes(
+    rank: int, world_size: int, sequence_parallel: bool
+) -> dict[str, test_activations.Figures]:
     found = {}
     with tp_state(world_size) as parallel:
         for name, config in MODELS.items():
             for policy in POLICIES:
                 for dtype in (torch.float32, torch.bfloat16):
-                    figures = test_activations.figures(config, RecomputeConfig(recompute_policy=policy), parallel,
-                                                       sequence_parallel=sequence_parallel, dtype=dtype)
+                    figures = test_activations.figures(
+                        config,
+                        RecomputeConfig(recompute_policy=policy),
+                        parallel,
+                        sequence_parallel=sequence_parallel,
+                        dtype=dtype,
+                    )
                     if not figures.agree:
                         found[f"{name} {policy} {dtype}"] = figures
     return found
 
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_the_bytes_of_every_policy_are_the_measured_ones(tp_size: int, sequence_parallel: bool) -> None:
+def test_the_bytes_of_every_policy_are_the_measured_ones(
+    tp_size: int, sequence_parallel: bool
+) -> None:
     assert run_ranks(wrong_bytes, tp_size, sequence_parallel, detail=False) == [{}] * tp_size
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_every_moment_of_every_policy_is_the_measured_one(config: ModelConfig) -> None:
-    config = replace(config, num_layers=test_peak.NUM_LAYERS, window_attn_skip_freq=2, no_rope_freq=None)
+    config = replace(
+        config, num_layers=test_peak.NUM_LAYERS, window_attn_skip_freq=2, no_rope_freq=None
+    )
     assert test_peak.differences(0, 1, config, False) == {}
     config = replace(config, no_rope_freq=tuple([0, 1, 0, 1, 1, 0][: config.num_layers]))
     assert test_peak.differences(0, 1, config, False) == {}
@@ -57,17 +81,26 @@ def test_every_moment_of_every_policy_is_the_measured_one(config: ModelConfig) -
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_the_flops_of_every_policy_are_the_counted_ones(config: ModelConfig) -> None:
-    named = {policy: plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers) for policy in POLICIES
-             if "host" not in policy}
+    named = {
+        policy: plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers)
+        for policy in POLICIES
+        if "host" not in policy
+    }
     counted = [[test_replay_flops.counted(config, plan, 1) for plan in named.values()]]
     assert test_replay_flops.wrong_figures(config, named, counted) == {}
 
 
 def test_a_later_stage_begins_with_its_own_layers() -> None:
-    """Layer 1 of the second stage is layer 3 of the model: which of them keep rotary tables differs by stage."""
-    config = replace(FLASH, num_layers=4, window_attn_skip_freq=(1, 0, 0, 1), no_rope_freq=(0, 1, 1, 1))
-    words = "--num-layers 4 --pipeline-model-parallel-size 2 --hidden-size 8 --num-attention-heads 1 --seq-length 12 " \
-            "--max-position-embeddings 12 --micro-batch-size 1 --vocab-size 72"
+    """Layer 1 of the second stage is layer 3 of the model: which of them keep rotary tables differs
+    by stage."""
+    config = replace(
+        FLASH, num_layers=4, window_attn_skip_freq=(1, 0, 0, 1), no_rope_freq=(0, 1, 1, 1)
+    )
+    words = (
+        "--num-layers 4 --pipeline-model-parallel-size 2 --hidden-size 8 --num-attention-heads "
+        "1 --seq-length 12 "
+        "--max-position-embeddings 12 --micro-batch-size 1 --vocab-size 72"
+    )
     plan = plan_stage(RecomputeConfig(), 2)
     for stage in stages(parse_args(words.split()).config.parallel, 4):
         with tp_state(1) as parallel:
@@ -77,26 +110,53 @@ def test_a_later_stage_begins_with_its_own_layers() -> None:
                 output = model.decoder(hidden, model._rotary_tables(SEQ_LENGTH))
                 measured = meter.total_bytes()
                 del output
-        sizes = Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(1),
-                      has_embedding=False, has_head=False, first_layer=stage.first_layer)
-        norm = 4 * BATCH * SEQ_LENGTH * (32 + 1) if stage.is_last else 0  # the final norm's input and statistics
+        sizes = Sizes(
+            micro_batch_size=BATCH,
+            seq_length=SEQ_LENGTH,
+            padded_vocab_size=padded_vocab_size(1),
+            has_embedding=False,
+            has_head=False,
+            first_layer=stage.first_layer,
+        )
+        # the final norm's input and statistics
+        norm = 4 * BATCH * SEQ_LENGTH * (32 + 1) if stage.is_last else 0
         assert measured - norm == activation_bytes(config, plan, sizes), stage
 
 
 def test_layers_that_are_alike_share_a_description_and_others_say_what_sets_them_apart() -> None:
     config = replace(FLASH, num_layers=5)
-    layers = describe_layers(config, Sizes(micro_batch_size=1, seq_length=12, padded_vocab_size=72), 5)
+    layers = describe_layers(
+        config, Sizes(micro_batch_size=1, seq_length=12, padded_vocab_size=72), 5
+    )
     assert [layer.peculiarity for layer in layers] == [
-        "a window of 4 tokens", "no rotary embedding", "a window of 4 tokens, no rotary embedding", "a window of 4 tokens", ""]
+        "a window of 4 tokens",
+        "no rotary embedding",
+        "a window of 4 tokens, no rotary embedding",
+        "a window of 4 tokens",
+        "",
+    ]
     assert layers[0] is layers[3]
-    short = describe_layers(config, Sizes(micro_batch_size=1, seq_length=4, padded_vocab_size=72), 5)
-    assert [layer.peculiarity for layer in short] == ["", "no rotary embedding", "no rotary embedding", "", ""]
+    short = describe_layers(
+        config, Sizes(micro_batch_size=1, seq_length=4, padded_vocab_size=72), 5
+    )
+    assert [layer.peculiarity for layer in short] == [
+        "",
+        "no rotary embedding",
+        "no rotary embedding",
+        "",
+        "",
+    ]
 
 
 def test_the_report_tells_such_layers_apart_within_100_columns() -> None:
-    words = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 " \
-            "--micro-batch-size 2 --vocab-size 101 --position-embedding-type rope --attention-dropout 0 " \
-            "--window-size 7,0 --window-attn-skip-freq 4 --no-rope-freq 4 --recompute-policy 0-3:full/4;*:core_attn+layernorm"
+    words = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--max-position-embeddings 32 "
+        "--micro-batch-size 2 --vocab-size 101 --position-embedding-type rope "
+        "--attention-dropout 0 "
+        "--window-size 7,0 --window-attn-skip-freq 4 --no-rope-freq 4 --recompute-policy "
+        "0-3:full/4;*:core_attn+layernorm"
+    )
     text = report_text(explain(parse_args(words.split()).config, "cpu"))
     assert "layers 4-6 (a window of 8 tokens): core_attn, layernorm rebuilt" in text
     assert "layer 7 (no rotary embedding): core_attn" in text

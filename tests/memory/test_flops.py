@@ -1,6 +1,7 @@
 """The FLOP formulas against torch's own counter, to the last FLOP.
 
-Attention is mostly unfused here: the counter knows torch's flash kernels of CUDA, and counts nothing for the one of a CPU.
+Attention is mostly unfused here: the counter knows torch's flash kernels of CUDA, and counts
+nothing for the one of a CPU.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def test_flops_over_all_tensor_parallel_ranks_are_those_that_torch_counts(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_flash_forward_costs_the_same(name):
-    """The kernel is counted by torch's own formula for its siblings. (Its backward rebuilds the scores: 5 matmuls, not 4.)"""
+    """The kernel is counted by torch's own formula for its siblings. (Its backward rebuilds the
+    scores: 5 matmuls, not 4.)"""
     config = variant_config(name, attention_backend="flash")
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     formula = {kernel: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
@@ -80,42 +82,60 @@ def test_a_loss_in_chunks_costs_the_logits_once_more(tp_size):
         with tp_state(world_size) as parallel:
             return [counted(config, parallel, chunk_size) for chunk_size in (1, 5, 1000)]
 
-    forward, both = forward_flops(config, **sizes), hardware_flops(config, plan, device="cpu", loss_chunk_size=5, **sizes)
-    assert both == step_flops(config, **sizes) + 2 * BATCH * SEQ_LENGTH * config.hidden_size * padded_vocab_size(tp_size)
+    forward, both = (
+        forward_flops(config, **sizes),
+        hardware_flops(config, plan, device="cpu", loss_chunk_size=5, **sizes),
+    )
+    assert both == step_flops(
+        config, **sizes
+    ) + 2 * BATCH * SEQ_LENGTH * config.hidden_size * padded_vocab_size(tp_size)
     for of_ranks in zip(*(run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]), strict=True):
         assert tuple(map(sum, zip(*of_ranks, strict=True))) == (forward, both)
 
 
 def test_a_hand_computed_case():
-    """One layer, h = 2, one head, f = 8, s = 3, b = 1, V = 5. Multiply-adds per token: qkv 12, scores and context 6 + 6,
-    projection 4, MLP 16 + 16, logits 10: 70."""
-    config = ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=1, max_position_embeddings=3)
+    """One layer, h = 2, one head, f = 8, s = 3, b = 1, V = 5. Multiply-adds per token: qkv 12,
+    scores and context 6 + 6, projection 4, MLP 16 + 16, logits 10: 70."""
+    config = ModelConfig(
+        num_layers=1, hidden_size=2, num_attention_heads=1, max_position_embeddings=3
+    )
     layer = describe_layer(config, Sizes(micro_batch_size=1, seq_length=3, padded_vocab_size=5))
-    matmuls = {matmul.name: matmul.flops for one in layer.operations for call in one.calls for matmul in call.matmuls}
+    matmuls = {
+        matmul.name: matmul.flops
+        for one in layer.operations
+        for call in one.calls
+        for matmul in call.matmuls
+    }
     assert matmuls == dict(qkv=72, scores=36, context=36, projection=24, fc1=96, fc2=96)
     assert forward_flops(config, batch=1, seq_length=3, padded_vocab_size=5) == 2 * 3 * 70
     assert step_flops(config, batch=2, seq_length=3, padded_vocab_size=5) == 3 * 2 * (2 * 3 * 70)
 
 
-@pytest.mark.parametrize(("device_name", "bf16", "float32", "tf32"), [
-    ("NVIDIA A100-SXM4-80GB", 312, 19.5, 156),
-    ("NVIDIA A100 80GB PCIe", 312, 19.5, 156),
-    ("NVIDIA H100 80GB HBM3", 989, 67, 494.5),
-    ("NVIDIA H100 PCIe", 756, 51, 378),
-    ("NVIDIA H100 NVL", 835, 60, 417.5),
-    ("NVIDIA H200", 989, 67, 494.5),
-    ("NVIDIA GH200 480GB", 989, 67, 494.5),
-    ("NVIDIA B200", 2250, 80, 1125),
-    ("NVIDIA GB200", 2500, 90, 1250),
-    ("NVIDIA L4", 121, 30.3, 60.5),
-    ("NVIDIA L40S", 362, 91.6, 181),
-])
+@pytest.mark.parametrize(
+    ("device_name", "bf16", "float32", "tf32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 19.5, 156),
+        ("NVIDIA A100 80GB PCIe", 312, 19.5, 156),
+        ("NVIDIA H100 80GB HBM3", 989, 67, 494.5),
+        ("NVIDIA H100 PCIe", 756, 51, 378),
+        ("NVIDIA H100 NVL", 835, 60, 417.5),
+        ("NVIDIA H200", 989, 67, 494.5),
+        ("NVIDIA GH200 480GB", 989, 67, 494.5),
+        ("NVIDIA B200", 2250, 80, 1125),
+        ("NVIDIA GB200", 2500, 90, 1250),
+        ("NVIDIA L4", 121, 30.3, 60.5),
+        ("NVIDIA L40S", 362, 91.6, 181),
+    ],
+)
 def test_the_peak_of_a_gpu_follows_from_its_name_and_dtype(device_name, bf16, float32, tf32):
     assert peak_flops(device_name, bf16=True) == bf16 * 1e12
     assert peak_flops(device_name, bf16=False) == float32 * 1e12
     assert peak_flops(device_name, bf16=False, tf32=True) == tf32 * 1e12
 
 
-@pytest.mark.parametrize("device_name", ["NVIDIA H20", "NVIDIA L40", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "Tesla V100-SXM2", ""])
+@pytest.mark.parametrize(
+    "device_name",
+    ["NVIDIA H20", "NVIDIA L40", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "Tesla V100-SXM2", ""],
+)
 def test_no_peak_is_guessed_from_a_similar_name(device_name):
     assert peak_flops(device_name, bf16=True) is None

@@ -1,4 +1,5 @@
-"""The byte meter for any model: what policies spare on models of transformers, and what hooks alone do not see."""
+"""The byte meter for any model: what policies spare on models of transformers, and what hooks alone
+do not see."""
 
 from __future__ import annotations
 
@@ -8,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from megatron_lite.memory.measure.kept_bytes import KeptBytes, measure_kept_bytes
 from megatron_lite.recompute.apply import apply_policy_
@@ -23,10 +28,19 @@ def build(name: str, num_layers: int) -> tuple[nn.Module, str]:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     if name == "gpt2":
-        config = transformers.GPT2Config(n_layer=num_layers, n_embd=H, n_head=4, n_positions=S, vocab_size=V)
+        config = transformers.GPT2Config(
+            n_layer=num_layers, n_embd=H, n_head=4, n_positions=S, vocab_size=V
+        )
         return transformers.GPT2LMHeadModel(config).train(), "transformer.h"
-    config = transformers.LlamaConfig(hidden_size=H, intermediate_size=40, num_hidden_layers=num_layers, num_attention_heads=4,
-                                      num_key_value_heads=2, max_position_embeddings=S, vocab_size=V)
+    config = transformers.LlamaConfig(
+        hidden_size=H,
+        intermediate_size=40,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=S,
+        vocab_size=V,
+    )
     return transformers.LlamaForCausalLM(config).train(), "model.layers"
 
 
@@ -49,7 +63,10 @@ def test_full_keeps_the_input_of_each_layer_and_every_second_spares_half_as_much
     none, every_2, full = (kept(name, policy) for policy in (None, "every-2:full", "*:full"))
     assert none.beside == 0
     spared = none.total - full.total
-    assert 2 * (none.total - every_2.total) == pytest.approx(spared, abs=2 * STATES) and spared > 4 * 5 * INPUT
+    assert (
+        2 * (none.total - every_2.total) == pytest.approx(spared, abs=2 * STATES)
+        and spared > 4 * 5 * INPUT
+    )
     of_a_layer = (full.total - kept(name, "*:full", num_layers=2).total) / 2
     assert INPUT <= of_a_layer <= INPUT + STATES
 
@@ -64,14 +81,20 @@ class Squares(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
+
             def run(x: Tensor, layer: nn.Module = layer) -> Tensor:
                 return x + layer(x).square()
+
             x = checkpoint(run, x, **self.checkpointing) if self.checkpointing else run(x)
         return x
 
 
 def saving_matmuls(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if "addmm" in str(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if "addmm" in str(operator)
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def squares(**checkpointing: Any) -> KeptBytes:
@@ -86,10 +109,14 @@ def test_what_a_checkpoint_holds_outside_of_the_hooks_counts() -> None:
     """torch's selective checkpoint keeps results that no hook of ours is given."""
     row = S * H * 4
     none, full = squares(), squares(use_reentrant=False, preserve_rng_state=False)
-    ops = squares(use_reentrant=False, preserve_rng_state=False,
-                  context_fn=partial(create_selective_checkpoint_contexts, saving_matmuls))
+    ops = squares(
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(create_selective_checkpoint_contexts, saving_matmuls),
+    )
     assert none == KeptBytes(saved=6 * row, beside=0)  # input and square's input of each layer
-    assert full.total in (2 * row, 3 * row)  # x existed before; whether the hooks see it is torch's affair
+    # x existed before; whether the hooks see it is torch's affair
+    assert full.total in (2 * row, 3 * row)
     assert ops.total == full.total + 3 * row and ops.beside >= 3 * row
 
 

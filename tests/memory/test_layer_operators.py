@@ -1,4 +1,5 @@
-"""The list of a layer's operators against what torch dispatches in its forward; what is held when a layer has been rebuilt."""
+"""The list of a layer's operators against what torch dispatches in its forward; what is held when a
+layer has been rebuilt."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
+
+# dispatch modes import it when first entered: 3 s, here once instead of in every forked rank
+import torch._dynamo
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,17 +27,36 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+)
 from tests.support.ranks import run_ranks
 
-POLICIES = ("*:ops(max)", "*:ops(matmul)", "*:ops(matmul,attention)", "*:ops(matmul/2,attention,collective)",
-            "1:ops(attention);0:none", "0:ops(matmul)")
+POLICIES = (
+    "*:ops(max)",
+    "*:ops(matmul)",
+    "*:ops(matmul,attention)",
+    "*:ops(matmul/2,attention,collective)",
+    "1:ops(attention);0:none",
+    "0:ops(matmul)",
+)
 NUM_LAYERS = 2
 
 
 def sizes(tp_size: int, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> Sizes:
-    return Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size), tp_size=tp_size,
-                 sequence_parallel=sequence_parallel, element_bytes=dtype.itemsize)
+    return Sizes(
+        micro_batch_size=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(tp_size),
+        tp_size=tp_size,
+        sequence_parallel=sequence_parallel,
+        element_bytes=dtype.itemsize,
+    )
 
 
 class InGroups(TorchDispatchMode):
@@ -44,79 +66,148 @@ class InGroups(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         results = func(*args, **(kwargs or {}))
         if str(func) in IN_GROUPS:
             tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
-            self.seen.append((str(func), sum(tensor.untyped_storage().nbytes() for tensor in tensors)))
+            self.seen.append(
+                (str(func), sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+            )
         return results
 
 
-def wrong_lists(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, tuple[list, list]]:
-    """By variant, attention and dtype: (dispatched, listed), where they differ. In layers that may keep any result."""
+def wrong_lists(
+    rank: int, world_size: int, sequence_parallel: bool
+) -> dict[str, tuple[list, list]]:
+    """By variant, attention and dtype: (dispatched, listed), where they differ. In layers that may
+    keep any result."""
     pairs = {}
     with tp_state(world_size) as parallel:
         for variant in VARIANTS:
             for backend, dropout in (("flash", 0.0), ("unfused", 0.1)):
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-                    config = variant_config(variant, num_layers=1, attention_backend=backend, attention_dropout=dropout)
-                    plan = plan_stage(RecomputeConfig(recompute_policy="*:ops(max)", recompute_tail_skip=False), 1)
-                    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan)
-                    hidden = torch.randn(SEQ_LENGTH // (world_size if sequence_parallel else 1), BATCH, 32, dtype=dtype)
-                    rotary = model._rotary_tables(SEQ_LENGTH) if config.position_embedding_type == "rope" else None
+                    config = variant_config(
+                        variant, num_layers=1, attention_backend=backend, attention_dropout=dropout
+                    )
+                    plan = plan_stage(
+                        RecomputeConfig(recompute_policy="*:ops(max)", recompute_tail_skip=False), 1
+                    )
+                    model = build_tiny_model(
+                        config,
+                        parallel,
+                        sequence_parallel=sequence_parallel,
+                        dtype=dtype,
+                        plan=plan,
+                    )
+                    hidden = torch.randn(
+                        SEQ_LENGTH // (world_size if sequence_parallel else 1),
+                        BATCH,
+                        32,
+                        dtype=dtype,
+                    )
+                    rotary = (
+                        model._rotary_tables(SEQ_LENGTH)
+                        if config.position_embedding_type == "rope"
+                        else None
+                    )
                     with InGroups() as dispatched:
                         model.decoder(hidden.requires_grad_(), rotary)
                     layer = describe_layer(config, sizes(world_size, sequence_parallel, dtype))
-                    listed = [(call.operator, sum(tensor.num_bytes for tensor in call.returns))
-                              for operation in layer.operations for call in operation.calls]
+                    listed = [
+                        (call.operator, sum(tensor.num_bytes for tensor in call.returns))
+                        for operation in layer.operations
+                        for call in operation.calls
+                    ]
                     pairs[f"{variant} {backend} {dtype}"] = (dispatched.seen, listed)
     assert all(listed for _, listed in pairs.values())
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-def test_a_layers_operators_and_the_bytes_of_their_results_are_those_that_torch_dispatches(tp_size: int,
-                                                                                           sequence_parallel: bool) -> None:
+def test_a_layers_operators_and_result_bytes_are_those_torch_dispatches(
+    tp_size: int, sequence_parallel: bool
+) -> None:
     assert run_ranks(wrong_lists, tp_size, sequence_parallel, detail=False) == [{}] * tp_size
 
 
 def test_by_hand_what_a_published_policy_keeps_of_a_layer() -> None:
-    """Every second matmul and flash attention on CUDA, in 16 bits, t = 2 with sequence parallelism: qkv 3, attention 1 and its
-    float32 log-sum-exp, fc1 4, each in units of 2sbh/t."""
-    model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=8, max_position_embeddings=32, attention_dropout=0.0)
-    here = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=2, sequence_parallel=True, element_bytes=2,
-                 device="cuda")
+    """Every second matmul and flash attention on CUDA, in 16 bits, t = 2 with sequence parallelism:
+    qkv 3, attention 1 and its float32 log-sum-exp, fc1 4, each in units of 2sbh/t."""
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        max_position_embeddings=32,
+        attention_dropout=0.0,
+    )
+    here = Sizes(
+        micro_batch_size=3,
+        seq_length=32,
+        padded_vocab_size=128,
+        tp_size=2,
+        sequence_parallel=True,
+        element_bytes=2,
+        device="cuda",
+    )
     unit, rows = 2 * 32 * 3 * 64 // 2, 4 * 32 * 3 * 8 // 2
     layer, ops = describe_layer(model, here), ("matmul/2", "attention")
     kept = kept_calls(layer, ops, skip_tail=True)
     assert [(one.name, sum(tensor.num_bytes for tensor in call.returns)) for one, call in kept] == [
-        ("linear_qkv", 3 * unit), ("core_attention", unit + rows), ("linear_fc1", 4 * unit)]
+        ("linear_qkv", 3 * unit),
+        ("core_attention", unit + rows),
+        ("linear_fc1", 4 * unit),
+    ]
     again = replayed_calls((layer,), Segment(first_layer=0, ops=ops), skip_tail=True)
-    assert [(one.name, tuple(matmul.name for matmul in call.matmuls)) for _, one, call in again] == [
-        ("linear_qkv", ()), ("linear_proj", ("projection",)), ("linear_proj", ()), ("linear_fc1", ())]
+    assert [
+        (one.name, tuple(matmul.name for matmul in call.matmuls)) for _, one, call in again
+    ] == [
+        ("linear_qkv", ()),
+        ("linear_proj", ("projection",)),
+        ("linear_proj", ()),
+        ("linear_fc1", ()),
+    ]
 
 
 def test_an_attention_kernel_that_draws_dropout_is_repeated_under_every_policy() -> None:
-    model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=8, max_position_embeddings=32, attention_dropout=0.1)
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        max_position_embeddings=32,
+        attention_dropout=0.1,
+    )
     here = Sizes(micro_batch_size=3, seq_length=32, padded_vocab_size=128, device="cuda")
     segment = Segment(first_layer=0, ops=("attention", "matmul"))
     again = replayed_calls((describe_layer(model, here),), segment, skip_tail=True)
-    assert [[matmul.name for matmul in call.matmuls] for _, _, call in again] == [["scores", "context"]]
+    assert [[matmul.name for matmul in call.matmuls] for _, _, call in again] == [
+        ["scores", "context"]
+    ]
 
 
 class Rebuilt(LiveStorages):
-    """Bytes that each replay leaves behind, in their order: alive at the next operator, and not before the replay."""
+    """Bytes that each replay leaves behind, in their order: alive at the next operator, and not
+    before the replay."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before: set[int] | None = None
         self.added: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if is_recomputing() and self.before is None:
             self.before = set(self.storages())
-        elif not is_recomputing() and self.before is not None and func is not torch.ops.aten.detach.default:
-            self.added.append(sum(size for address, size in self.storages().items() if address not in self.before))
+        elif (
+            not is_recomputing()
+            and self.before is not None
+            and func is not torch.ops.aten.detach.default
+        ):
+            self.added.append(
+                sum(size for address, size in self.storages().items() if address not in self.before)
+            )
             self.before = None
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -124,8 +215,11 @@ class Rebuilt(LiveStorages):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("variant", ["gpt2", "qwen", "nemotron"])
 def test_a_replay_adds_exactly_what_the_peak_says(variant: str, policy: str) -> None:
-    """On one rank: a backend's thread lets go of a collective's tensors late. Without rotary tables: they are there before."""
-    config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1, position_embedding_type="none")
+    """On one rank: a backend's thread lets go of a collective's tensors late. Without rotary
+    tables: they are there before."""
+    config = variant_config(
+        variant, num_layers=NUM_LAYERS, hidden_dropout=0.1, position_embedding_type="none"
+    )
     plan, here = plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS), sizes(1, False)
     with tp_state(1) as parallel:
         model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan)
@@ -134,7 +228,13 @@ def test_a_replay_adds_exactly_what_the_peak_says(variant: str, policy: str) -> 
     terms = activation_terms(config, plan, here)
     added = []
     for moment in list(moments(config, plan, here))[1:]:
-        kept_so_far = sum(term.num_bytes for term in terms if term.operation == EMBEDDING
-                          or (term.layer is not None and term.layer <= moment.first_layer))
+        kept_so_far = sum(
+            term.num_bytes
+            for term in terms
+            if term.operation == EMBEDDING
+            or (term.layer is not None and term.layer <= moment.first_layer)
+        )
         added.append(moment.held_bytes - kept_so_far)
-    assert live.added == added[::-1] and len(added) == sum(bool(segment.ops) for segment in plan.segments)
+    assert live.added == added[::-1] and len(added) == sum(
+        bool(segment.ops) for segment in plan.segments
+    )

@@ -1,4 +1,5 @@
-"""The meter: what a forward keeps, to the byte, by torch's hooks; and the same figure from the storages that live."""
+"""The meter: what a forward keeps, to the byte, by torch's hooks; and the same figure from the
+storages that live."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
@@ -23,9 +28,14 @@ from tests.support.ranks import run_ranks
 
 PLANS = {
     "none": dict(),
-    "uniform 2": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "uniform 2": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
     "block 1": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "regions": dict(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm", "activation")),
+    "regions": dict(
+        recompute_granularity="selective",
+        recompute_modules=("core_attn", "layernorm", "activation"),
+    ),
     "mlp": dict(recompute_granularity="selective", recompute_modules=("mlp",)),
 }
 ROW = 4 * 7  # bytes of a float32 row of 7
@@ -60,7 +70,8 @@ def test_excluded_are_storages_so_views_and_transposes_of_parameters_too() -> No
     layer, x = nn.Linear(7, 5), leaf(3, 7)
     with kept_for_backward(exclude=layer.parameters()) as meter:
         y = (layer(x) @ layer.weight * layer.weight[0]).sum() * layer.weight.t()[0, 1]
-    expected = 3 * ROW + 3 * 5 * 4 + 3 * ROW + 4  # x, the layer's output, what the row scales, the sum
+    # x, the layer's output, what the row scales, the sum
+    expected = 3 * ROW + 3 * 5 * 4 + 3 * ROW + 4
     assert meter.total_bytes() == expected
     assert y.requires_grad
 
@@ -143,7 +154,9 @@ def test_gradients_are_the_same_bits_with_and_without_the_meter(name: str, plan:
     config = variant_config(name, hidden_dropout=0.1, attention_dropout=0.1)
     tokens, labels = sample_tokens()
     with tp_state(1) as parallel:
-        model = build_tiny_model(config, parallel, plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers))
+        model = build_tiny_model(
+            config, parallel, plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers)
+        )
         start = parallel.rng.snapshot()
         model.loss(tokens, labels).mean().backward()
         plain = parameter_grads(model)
@@ -154,7 +167,9 @@ def test_gradients_are_the_same_bits_with_and_without_the_meter(name: str, plan:
         once = parameter_grads(model)
         loss.backward()
     again = parameter_grads(model)
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, once, again, strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(plain, once, again, strict=True)
+    )
 
 
 def test_a_write_to_what_backward_needs_is_still_an_error() -> None:
@@ -176,7 +191,8 @@ def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
         output = second(hidden)
         total = (output * hidden).sum()
     size = 4 * 3 * 5
-    assert meter.by_module() == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}  # hidden is second.0's already
+    # hidden is second.0's already
+    assert meter.by_module() == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}
     assert total.requires_grad
 
 
@@ -200,7 +216,9 @@ def test_hooks_put_on_top_may_call_the_meters() -> None:
     x = leaf(3, 7)
     with kept_for_backward() as meter:
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (pack(t), "seen"), lambda packed: unpack(packed[0])):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (pack(t), "seen"), lambda packed: unpack(packed[0])
+        ):
             passed_on = (x + 1).square()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             hidden = (x + 2).square()
@@ -210,35 +228,55 @@ def test_hooks_put_on_top_may_call_the_meters() -> None:
 
 
 def kept_and_alive(model: GPTModel) -> tuple[dict[int, int], dict[int, int], set[int], int]:
-    """At the end of a forward, bytes by storage: by hooks, by life; addresses of the inputs; address of the loss."""
+    """At the end of a forward, bytes by storage: by hooks, by life; addresses of the inputs;
+    address of the loss."""
     tokens, labels = sample_tokens()
     with torch.no_grad():
         model(tokens)  # the rotary tables, which are constants of the model, exist from here on
-    with LiveStorages() as live, kept_for_backward(exclude=[*model.parameters(), *model.constants()]) as meter:
+    with (
+        LiveStorages() as live,
+        kept_for_backward(exclude=[*model.parameters(), *model.constants()]) as meter,
+    ):
         loss = model.loss(tokens, labels).mean()
     kept = {address: storage.num_bytes for address, storage in meter.storages().items()}
     address = loss.untyped_storage()._cdata
     live.bytes_beside(kept.keys() | {address})  # waits for what a collective lets go of late
-    assert meter.total_bytes() == sum(kept.values()) and live.total_bytes() == sum(live.storages().values())
-    return kept, live.storages(), {tensor.untyped_storage()._cdata for tensor in (tokens, labels)}, address
+    assert meter.total_bytes() == sum(kept.values()) and live.total_bytes() == sum(
+        live.storages().values()
+    )
+    return (
+        kept,
+        live.storages(),
+        {tensor.untyped_storage()._cdata for tensor in (tokens, labels)},
+        address,
+    )
 
 
 def assert_hooks_see_all_that_lives(model: GPTModel) -> None:
     kept, alive, inputs, loss = kept_and_alive(model)
     del alive[loss]
     of_forward = {address: size for address, size in kept.items() if address not in inputs}
-    assert of_forward == {address: size for address, size in alive.items() if size}  # an empty tensor may live on
+    # an empty tensor may live on
+    assert of_forward == {address: size for address, size in alive.items() if size}
     assert sum(of_forward.values()) > 0
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_hooks_see_all_that_lives_at_the_end_of_forward(name: str, dropout: float, plan: str) -> None:
+def test_hooks_see_all_that_lives_at_the_end_of_forward(
+    name: str, dropout: float, plan: str
+) -> None:
     config = variant_config(name, hidden_dropout=dropout, attention_dropout=dropout)
     with tp_state(1) as parallel:
-        assert_hooks_see_all_that_lives(build_tiny_model(
-            config, parallel, dtype=torch.float32, plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers)))
+        assert_hooks_see_all_that_lives(
+            build_tiny_model(
+                config,
+                parallel,
+                dtype=torch.float32,
+                plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers),
+            )
+        )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -249,9 +287,14 @@ def test_hooks_see_all_that_lives_on_each_tensor_parallel_rank(sequence_parallel
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
             for flags in (PLANS["none"], PLANS["regions"], distribute):
-                assert_hooks_see_all_that_lives(build_tiny_model(
-                    config, parallel, sequence_parallel=sequence_parallel,
-                    plan=plan_stage(RecomputeConfig(**flags), config.num_layers)))
+                assert_hooks_see_all_that_lives(
+                    build_tiny_model(
+                        config,
+                        parallel,
+                        sequence_parallel=sequence_parallel,
+                        plan=plan_stage(RecomputeConfig(**flags), config.num_layers),
+                    )
+                )
 
     run_ranks(work, 2)
 
@@ -264,10 +307,19 @@ def test_what_torchs_selective_checkpoint_caches_is_found_by_life_and_missed_by_
     layer = nn.Sequential(nn.Linear(7, 11), nn.GELU(), nn.Linear(11, 7))
     x = leaf(3, 7)
     with LiveStorages() as live, kept_for_backward(exclude=layer.parameters()) as meter:
-        loss = checkpoint(layer, x, use_reentrant=False,
-                          context_fn=lambda: create_selective_checkpoint_contexts(policy)).square().sum()
+        loss = (
+            checkpoint(
+                layer,
+                x,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(policy),
+            )
+            .square()
+            .sum()
+        )
     cached = 3 * 11 * 4
-    # Hooks: the unit's input and its output, squared. Alive: the output, also in the cache, the other cached output, the loss.
+    # Hooks: the unit's input and its output, squared. Alive: the output, also in the cache, the
+    # other cached output, the loss.
     assert meter.total_bytes() == x.nbytes + 3 * ROW
     assert live.total_bytes() - loss.nbytes == 3 * ROW + cached
 

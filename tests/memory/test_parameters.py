@@ -1,4 +1,5 @@
-"""Counted parameters are those of the real model, in every layout; published models have their published size."""
+"""Counted parameters are those of the real model, in every layout; published models have their
+published size."""
 
 from __future__ import annotations
 
@@ -11,21 +12,42 @@ from arguments import parse_args
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages, stages_of_rank
-from megatron_lite.memory.predict.parameters import parameter_count, rank_matrix_count, rank_parameter_count
+from megatron_lite.memory.predict.parameters import (
+    parameter_count,
+    rank_matrix_count,
+    rank_parameter_count,
+)
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import spec_of
-from tests.support.models import VOCAB_SIZE, build_tiny_model, padded_vocab_size, tiny_config, tp_state
+from tests.support.models import (
+    VOCAB_SIZE,
+    build_tiny_model,
+    padded_vocab_size,
+    tiny_config,
+    tp_state,
+)
 from tests.support.ranks import run_ranks
 
-LLAMA = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, group_query_attention=True, num_query_groups=2,
-             add_bias_linear=False, untie_embeddings_and_output_weights=True)
+LLAMA = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    group_query_attention=True,
+    num_query_groups=2,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
 MODELS = {
     "gpt": tiny_config(),
     "untied": tiny_config(untie_embeddings_and_output_weights=True),
     "llama": tiny_config(**LLAMA),
-    "tied llama with biased qkv": tiny_config(**{**LLAMA, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False}),
+    "tied llama with biased qkv": tiny_config(
+        **{**LLAMA, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False}
+    ),
     "normed queries": tiny_config(qk_layernorm=True, squared_relu=True),
-    "normed queries, RMSNorm": tiny_config(qk_layernorm=True, normalization="RMSNorm", position_embedding_type="none"),
+    "normed queries, RMSNorm": tiny_config(
+        qk_layernorm=True, normalization="RMSNorm", position_embedding_type="none"
+    ),
 }
 
 
@@ -33,24 +55,35 @@ def held(model: GPTModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _held_by_stages(rank: int, world_size: int, config: ModelConfig, parallel: ParallelConfig) -> list[int]:
+def _held_by_stages(
+    rank: int, world_size: int, config: ModelConfig, parallel: ParallelConfig
+) -> list[int]:
     with tp_state(world_size) as state:
-        return [held(build_tiny_model(config, state, stage=stage)) for stage in stages(parallel, config.num_layers)]
+        return [
+            held(build_tiny_model(config, state, stage=stage))
+            for stage in stages(parallel, config.num_layers)
+        ]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_rank_of_every_stage_holds_what_is_counted(name: str) -> None:
     parallel = ParallelConfig(pipeline_model_parallel_size=3)
     for layout, tp_size in itertools.product((ParallelConfig(), parallel), (1, 2)):
-        counted = [parameter_count(MODELS[name], padded_vocab_size(tp_size), tp_size=tp_size, stage=stage)
-                   for stage in stages(layout, MODELS[name].num_layers)]
+        counted = [
+            parameter_count(MODELS[name], padded_vocab_size(tp_size), tp_size=tp_size, stage=stage)
+            for stage in stages(layout, MODELS[name].num_layers)
+        ]
         assert run_ranks(_held_by_stages, tp_size, MODELS[name], layout) == [counted] * tp_size
 
 
 def test_a_pipeline_rank_holds_all_of_its_stages() -> None:
-    words = ("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12 --seq-length 12 "
-             "--micro-batch-size 1 --vocab-size 98 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-             "--num-virtual-stages-per-pipeline-rank 2")
+    words = (
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12 "
+        "--seq-length 12 "
+        "--micro-batch-size 1 --vocab-size 98 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2"
+    )
     config = parse_args(words.split()).config
     for rank in (0, 1):
         owned = stages_of_rank(config.parallel, 4, rank)
@@ -61,24 +94,42 @@ def test_a_pipeline_rank_holds_all_of_its_stages() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_matrices_of_layers_are_those_that_are_marked(name: str) -> None:
-    words = ("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12 --seq-length 12 "
-             "--micro-batch-size 1 --vocab-size 98 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    words = (
+        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12 "
+        "--seq-length 12 "
+        "--micro-batch-size 1 --vocab-size 98 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2"
+    )
     config = replace(parse_args(words.split()).config, model=replace(MODELS[name], num_layers=4))
     with tp_state(1) as state:
         model = build_tiny_model(config.model, state)
     marked = sum(value.numel() for value in model.parameters() if spec_of(value).matrices)
-    assert [rank_matrix_count(config, rank) for rank in (0, 1)] == [marked // 4] * 2 and marked % 4 == 0
+    assert [rank_matrix_count(config, rank) for rank in (0, 1)] == [
+        marked // 4
+    ] * 2 and marked % 4 == 0
 
 
 def test_without_padding_the_count_is_that_of_the_unpadded_weights() -> None:
     config = MODELS["untied"]
     padding = 2 * (padded_vocab_size(1) - VOCAB_SIZE) * config.hidden_size
-    assert parameter_count(config, padded_vocab_size(1)) - parameter_count(config, VOCAB_SIZE) == padding
+    assert (
+        parameter_count(config, padded_vocab_size(1)) - parameter_count(config, VOCAB_SIZE)
+        == padding
+    )
 
 
 def test_published_models_have_their_published_size() -> None:
-    gpt2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024)
+    gpt2 = ModelConfig(
+        num_layers=12, hidden_size=768, num_attention_heads=12, max_position_embeddings=1024
+    )
     assert parameter_count(gpt2, 50257) == 124_439_808  # transformers' GPT2LMHeadModel("gpt2")
-    llama = replace(gpt2, num_layers=32, hidden_size=4096, num_attention_heads=32, ffn_hidden_size=14336, kv_channels=128,
-                    **{**LLAMA, "num_query_groups": 8})
+    llama = replace(
+        gpt2,
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        ffn_hidden_size=14336,
+        kv_channels=128,
+        **{**LLAMA, "num_query_groups": 8},
+    )
     assert parameter_count(llama, 128256) == 8_030_261_248  # Meta's Llama-3-8B

@@ -1,4 +1,5 @@
-"""The moments of a backward against what torch's hooks see in one: bytes held at each save and at each rebuilding, exactly."""
+"""The moments of a backward against what torch's hooks see in one: bytes held at each save and at
+each rebuilding, exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +26,14 @@ from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, sample_tokens, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+)
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
@@ -33,28 +41,52 @@ NUM_LAYERS = 3  # not divisible by units of 2
 
 
 class Fullest(NamedTuple):
-    """Bytes held when the forward ends, and the most while backward rebuilds (0 if it rebuilds nothing)."""
+    """Bytes held when the forward ends, and the most while backward rebuilds (0 if it rebuilds
+    nothing)."""
 
     forward: int
     replay: int
 
 
 def full(method: str, count: int, *, split: bool = False) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
-                           distribute_saved_activations=split)
+    return RecomputeConfig(
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=count,
+        distribute_saved_activations=split,
+    )
 
 
 def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     configs = {"none": RecomputeConfig()}
-    for modules in chain.from_iterable(combinations(MODULES, size) for size in range(1, len(MODULES) + 1)):
-        configs["+".join(modules)] = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+    for modules in chain.from_iterable(
+        combinations(MODULES, size) for size in range(1, len(MODULES) + 1)
+    ):
+        configs["+".join(modules)] = RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=modules
+        )
     for split in (False, True) if can_split else (False,):
-        for method, count in (("uniform", 1), ("uniform", 2), ("uniform", 3), ("block", 1), ("block", 7)):
-            configs[f"{method} {count}{' split' if split else ''}"] = full(method, count, split=split)
-    mixed = ["0:full;1:core_attn+pointwise;2:mlp", "0:none;1:full;2:layernorm"] + ["0:full@split;1:none;2:full@split"] * can_split
-    mixed += ["*:none@host", "*:full/2@host", "*:layernorm+activation@host",
-              "0:none@host; 1:full; 2:core_attn+mlp@host",
-              "0:full@host; 1:full; 2:mlp@host", "0:layernorm@host; 1-2:none"]
+        for method, count in (
+            ("uniform", 1),
+            ("uniform", 2),
+            ("uniform", 3),
+            ("block", 1),
+            ("block", 7),
+        ):
+            configs[f"{method} {count}{' split' if split else ''}"] = full(
+                method, count, split=split
+            )
+    mixed = ["0:full;1:core_attn+pointwise;2:mlp", "0:none;1:full;2:layernorm"] + [
+        "0:full@split;1:none;2:full@split"
+    ] * can_split
+    mixed += [
+        "*:none@host",
+        "*:full/2@host",
+        "*:layernorm+activation@host",
+        "0:none@host; 1:full; 2:core_attn+mlp@host",
+        "0:full@host; 1:full; 2:mlp@host",
+        "0:layernorm@host; 1-2:none",
+    ]
     mixed += ["*:full@split+host", "0:none@host; 1:full@split+host; 2:full@split"] * can_split
     configs |= {policy: RecomputeConfig(recompute_policy=policy) for policy in mixed}
     return {name: plan_stage(config, NUM_LAYERS) for name, config in configs.items()}
@@ -62,16 +94,27 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
 
 @contextmanager
 def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[None]:
-    """Appends to `watch` what is held whenever a tensor is saved, and whenever a discarded tensor, a mask or a split input has
-    been made again, or a tensor has come back from host memory: those live without being saved by anyone."""
+    """Appends to `watch` what is held whenever a tensor is saved, and whenever a discarded tensor,
+    a mask or a split input has been made again, or a tensor has come back from host memory: those
+    live without being saved by anyone."""
     unsaved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-    rebuild, redraw, gather = discard.rebuilt_outputs, regions.Redraw.again, checkpoint.start_all_gather_first_dim
+    rebuild, redraw, gather = (
+        discard.rebuilt_outputs,
+        regions.Redraw.again,
+        checkpoint.start_all_gather_first_dim,
+    )
     call_back = offload._OnHost.call_back
 
     def look() -> None:
         held = {address: storage.num_bytes for address, storage in meter.storages().items()}
         alive = ((address, reference()) for address, reference in unsaved.items())
-        watch.append(sum((held | {address: one.nbytes() for address, one in alive if one is not None}).values()))
+        watch.append(
+            sum(
+                (
+                    held | {address: one.nbytes() for address, one in alive if one is not None}
+                ).values()
+            )
+        )
 
     def noted(tensor: Tensor) -> Tensor:
         unsaved[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
@@ -94,7 +137,10 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
         look()
         return saved
 
-    with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, meter.unpack):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.autograd.graph.saved_tensors_hooks(pack, meter.unpack),
+    ):
         patch.setattr(discard, "rebuilt_outputs", lambda node: noted(rebuild(node)))
         patch.setattr(regions.Redraw, "again", lambda self, state: noted(redraw(self, state)))
         patch.setattr(checkpoint, "start_all_gather_first_dim", gathering)
@@ -102,8 +148,12 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
         yield
 
 
-def measured(config: ModelConfig, plan: RecomputePlan, parallel: ParallelState, *, sequence_parallel: bool) -> Fullest:
-    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan)
+def measured(
+    config: ModelConfig, plan: RecomputePlan, parallel: ParallelState, *, sequence_parallel: bool
+) -> Fullest:
+    model = build_tiny_model(
+        config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan
+    )
     held: list[int] = []
     with kept_for_backward(exclude=model.parameters()) as meter:
         loss = model.loss(*sample_tokens()).mean()
@@ -114,43 +164,65 @@ def measured(config: ModelConfig, plan: RecomputePlan, parallel: ParallelState, 
 
 
 def sizes(tp_size: int, *, sequence_parallel: bool) -> Sizes:
-    return Sizes(micro_batch_size=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size), tp_size=tp_size,
-                 sequence_parallel=sequence_parallel)
+    return Sizes(
+        micro_batch_size=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(tp_size),
+        tp_size=tp_size,
+        sequence_parallel=sequence_parallel,
+    )
 
 
-def predicted(config: ModelConfig, plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool) -> Fullest:
+def predicted(
+    config: ModelConfig, plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool
+) -> Fullest:
     end, *replays = moments(config, plan, sizes(tp_size, sequence_parallel=sequence_parallel))
     return Fullest(end.held_bytes, max((moment.held_bytes for moment in replays), default=0))
 
 
-def differences(rank: int, world_size: int, config: ModelConfig, sequence_parallel: bool) -> dict[str, tuple[Fullest, Fullest]]:
+def differences(
+    rank: int, world_size: int, config: ModelConfig, sequence_parallel: bool
+) -> dict[str, tuple[Fullest, Fullest]]:
     """{policy: (measured, predicted)} where they differ."""
     pairs = {}
     with tp_state(world_size) as parallel:
-        for name, plan in sampled(policies(can_split=world_size > 1 and not sequence_parallel).items(), every=3):
+        for name, plan in sampled(
+            policies(can_split=world_size > 1 and not sequence_parallel).items(), every=3
+        ):
             # Twice on several ranks: gloo's threads can let go of an operand a moment late.
-            found = [measured(config, plan, parallel, sequence_parallel=sequence_parallel) for _ in range(min(world_size, 2))]
-            pairs[name] = (Fullest(*map(min, *found)) if len(found) > 1 else found[0],
-                           predicted(config, plan, world_size, sequence_parallel=sequence_parallel))
+            found = [
+                measured(config, plan, parallel, sequence_parallel=sequence_parallel)
+                for _ in range(min(world_size, 2))
+            ]
+            pairs[name] = (
+                Fullest(*map(min, *found)) if len(found) > 1 else found[0],
+                predicted(config, plan, world_size, sequence_parallel=sequence_parallel),
+            )
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout: float) -> None:
-    config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=dropout, attention_dropout=dropout)
+    config = variant_config(
+        variant, num_layers=NUM_LAYERS, hidden_dropout=dropout, attention_dropout=dropout
+    )
     assert differences(0, 1, config, False) == {}
 
 
-@pytest.mark.parametrize(("variant", "sequence_parallel"), [("gpt2", False), pytest.param("llama", False, marks=pytest.mark.long),
-                                                             ("qwen", True)])
+@pytest.mark.parametrize(
+    ("variant", "sequence_parallel"),
+    [("gpt2", False), pytest.param("llama", False, marks=pytest.mark.long), ("qwen", True)],
+)
 def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> None:
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_mask_that_is_redrawn_before_anything_is_read_from_the_host_makes_it_an_upper_bound(variant: str) -> None:
+def test_a_mask_that_is_redrawn_before_anything_is_read_from_the_host_makes_it_an_upper_bound(
+    variant: str,
+) -> None:
     """By no more than the mask and the states that are dropped with it."""
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     plan = plan_stage(RecomputeConfig(recompute_policy="*:pointwise@host"), NUM_LAYERS)
@@ -158,7 +230,11 @@ def test_a_mask_that_is_redrawn_before_anything_is_read_from_the_host_makes_it_a
         found = measured(config, plan, parallel, sequence_parallel=False)
     bound = predicted(config, plan, 1, sequence_parallel=False)
     assert bound.forward == found.forward
-    assert found.replay <= bound.replay <= found.replay + BATCH * SEQ_LENGTH * config.hidden_size + CPU_RNG_STATE
+    assert (
+        found.replay
+        <= bound.replay
+        <= found.replay + BATCH * SEQ_LENGTH * config.hidden_size + CPU_RNG_STATE
+    )
 
 
 def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() -> None:
@@ -168,11 +244,14 @@ def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() 
     assert [moment[:2] for moment in all_moments] == [(None, None), (0, 2)]
     assert peak(config, longest, alone) == all_moments[1]
     nothing = plan_stage(RecomputeConfig(), NUM_LAYERS)
-    assert peak(config, nothing, alone) == PeakMoment(None, None, next(moments(config, nothing, alone)).held_bytes)
+    assert peak(config, nothing, alone) == PeakMoment(
+        None, None, next(moments(config, nothing, alone)).held_bytes
+    )
 
 
 def test_when_an_early_unit_is_rebuilt_later_layers_have_let_go_of_theirs() -> None:
-    """The block method: the end of the forward is the fullest moment, though a layer is rebuilt later."""
+    """The block method: the end of the forward is the fullest moment, though a layer is rebuilt
+    later."""
     config, alone = variant_config("gpt2", num_layers=NUM_LAYERS), sizes(1, sequence_parallel=False)
     end, first = moments(config, plan_stage(full("block", 1), NUM_LAYERS), alone)
     assert first.held_bytes < end.held_bytes

@@ -1,4 +1,5 @@
-"""Recorded timelines: the same gradients, every byte in one category, each operator in its phase and module."""
+"""Recorded timelines: the same gradients, every byte in one category, each operator in its phase
+and module."""
 
 from __future__ import annotations
 
@@ -23,13 +24,21 @@ from tests.support.ranks import run_ranks
 TOKENS, LABELS = sample_tokens()
 UNIFORM_2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
 CORE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=("core_attn",))
-PLANS = {"none": dict(), "uniform 2": UNIFORM_2, "core_attn": CORE_ATTENTION,
-         "distributed": dict(UNIFORM_2, distribute_saved_activations=True)}
+PLANS = {
+    "none": dict(),
+    "uniform 2": UNIFORM_2,
+    "core_attn": CORE_ATTENTION,
+    "distributed": dict(UNIFORM_2, distribute_saved_activations=True),
+}
 
 
-def tiny_model(parallel: ParallelState, flags: dict[str, object], *, dropout: float = 0.1) -> GPTModel:
+def tiny_model(
+    parallel: ParallelState, flags: dict[str, object], *, dropout: float = 0.1
+) -> GPTModel:
     config = tiny_config(hidden_dropout=dropout, attention_dropout=dropout)  # 3 layers
-    return build_tiny_model(config, parallel, dtype=torch.float32, plan=plan_stage(RecomputeConfig(**flags), 3))
+    return build_tiny_model(
+        config, parallel, dtype=torch.float32, plan=plan_stage(RecomputeConfig(**flags), 3)
+    )
 
 
 def mean_loss(model: GPTModel) -> Tensor:
@@ -48,7 +57,9 @@ def recorded(flags: dict[str, object]) -> Timeline:
         return record_timeline(model, lambda: mean_loss(model), name="x")
 
 
-def assert_recording_changes_no_gradient(parallel: ParallelState, flags: dict[str, object], *, record: bool = True) -> None:
+def assert_recording_changes_no_gradient(
+    parallel: ParallelState, flags: dict[str, object], *, record: bool = True
+) -> None:
     model = tiny_model(parallel, flags)
     start = parallel.rng.snapshot()
     mean_loss(model).backward()
@@ -63,7 +74,9 @@ def assert_recording_changes_no_gradient(parallel: ParallelState, flags: dict[st
     assert all(torch.equal(a, b) for a, b in zip(plain, grads, strict=True))
 
 
-@pytest.mark.parametrize("flags", [PLANS["none"], UNIFORM_2, CORE_ATTENTION], ids=["none", "uniform 2", "core_attn"])
+@pytest.mark.parametrize(
+    "flags", [PLANS["none"], UNIFORM_2, CORE_ATTENTION], ids=["none", "uniform 2", "core_attn"]
+)
 def test_recording_changes_no_gradient(flags: dict[str, object]) -> None:
     with tp_state(1) as parallel:
         assert_recording_changes_no_gradient(parallel, flags)
@@ -74,7 +87,9 @@ def test_recording_changes_no_gradient(flags: dict[str, object]) -> None:
 def test_ranks_may_record_together_or_alone(plan: str, all_ranks: bool) -> None:
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
-            assert_recording_changes_no_gradient(parallel, PLANS[plan], record=all_ranks or rank == 0)
+            assert_recording_changes_no_gradient(
+                parallel, PLANS[plan], record=all_ranks or rank == 0
+            )
 
     run_ranks(work, 2)
 
@@ -92,19 +107,28 @@ def test_what_is_alive_at_the_end_is_the_gradients_alone() -> None:
     with tp_state(1) as parallel:
         model = tiny_model(parallel, {}, dropout=0.0)
         timeline = record_timeline(model, lambda: mean_loss(model), name="x")
-        assert timeline.events[-1].live_bytes == (0, 0, sum(parameter.nbytes for parameter in model.parameters()), 0)
+        assert timeline.events[-1].live_bytes == (
+            0,
+            0,
+            sum(parameter.nbytes for parameter in model.parameters()),
+            0,
+        )
 
 
-@pytest.mark.parametrize("flags", [PLANS["none"], UNIFORM_2, CORE_ATTENTION], ids=["none", "uniform 2", "core_attn"])
+@pytest.mark.parametrize(
+    "flags", [PLANS["none"], UNIFORM_2, CORE_ATTENTION], ids=["none", "uniform 2", "core_attn"]
+)
 def test_activations_at_the_end_of_forward_are_those_of_the_meter(flags: dict[str, object]) -> None:
     with tp_state(1) as parallel:
         model = tiny_model(parallel, flags)
         with kept_for_backward(exclude=model.parameters()) as meter:
             loss = mean_loss(model)
-        expected = meter.total_bytes() - TOKENS.nbytes  # the embedding keeps the tokens, which existed before
+        # the embedding keeps the tokens, which existed before
+        expected = meter.total_bytes() - TOKENS.nbytes
         assert loss.requires_grad
     forward = [event for event in recorded(flags).events if event.phase == "forward"]
-    assert forward[-1].live_bytes == (expected, 0, 0, LABELS.numel() * 4 + 4)  # the float32 loss of each label, and the mean
+    # the float32 loss of each label, and the mean
+    assert forward[-1].live_bytes == (expected, 0, 0, LABELS.numel() * 4 + 4)
 
 
 def test_the_peak_is_that_of_live_storages() -> None:
@@ -121,9 +145,14 @@ def test_the_peak_is_that_of_live_storages() -> None:
 
 def test_replays_are_told_from_backward_layer_by_layer_from_the_last_unit() -> None:
     def order(phase: str) -> list[str]:
-        layers = [".".join(event.module.split(".")[:3]) for event in recorded(UNIFORM_2).events
-                  if event.phase == phase and event.module.startswith("decoder.layers.")]
-        return [layer for place, layer in enumerate(layers) if place == 0 or layer != layers[place - 1]]
+        layers = [
+            ".".join(event.module.split(".")[:3])
+            for event in recorded(UNIFORM_2).events
+            if event.phase == phase and event.module.startswith("decoder.layers.")
+        ]
+        return [
+            layer for place, layer in enumerate(layers) if place == 0 or layer != layers[place - 1]
+        ]
 
     first, second, third = (f"decoder.layers.{layer}" for layer in range(3))
     assert order("forward") == [first, second, third]
@@ -139,7 +168,8 @@ def test_without_recomputation_nothing_is_rebuilt() -> None:
 
 def test_a_region_is_replayed_in_its_own_module() -> None:
     events = recorded(CORE_ATTENTION).events
-    attention = {f"decoder.layers.{layer}.self_attention" for layer in range(3)}  # it has kept what the replay starts from
+    # it has kept what the replay starts from
+    attention = {f"decoder.layers.{layer}.self_attention" for layer in range(3)}
     replayed = {event.module for event in events if event.phase == "replay"}
     regions = {f"{name}.core_attention" for name in attention}
     assert regions <= replayed <= regions | attention
@@ -149,14 +179,18 @@ def test_a_region_is_replayed_in_its_own_module() -> None:
 def test_a_replay_by_others_is_told_too() -> None:
     model = nn.Sequential(nn.Linear(7, 7), nn.GELU(), nn.Linear(7, 5))
     x = torch.ones(3, 7, requires_grad=True)
-    events = record_timeline(model, lambda: checkpoint(model, x, use_reentrant=False).sum(), name="x").events
+    events = record_timeline(
+        model, lambda: checkpoint(model, x, use_reentrant=False).sum(), name="x"
+    ).events
     assert {"0", "1"} <= {event.module for event in events if event.phase == "replay"}
 
 
 def test_each_event_follows_an_operator_and_differs_from_the_one_before() -> None:
     events = recorded(UNIFORM_2).events
-    assert all(first.number < second.number and first[1:3] + first[4:] != second[1:3] + second[4:]
-               for first, second in pairwise(events))
+    assert all(
+        first.number < second.number and first[1:3] + first[4:] != second[1:3] + second[4:]
+        for first, second in pairwise(events)
+    )
     assert all(event.operator for event in events[:-1])
 
 

@@ -1,4 +1,5 @@
-"""Hardware FLOPs of recompute plans against torch's own counter, to the last FLOP, and against figures worked out by hand."""
+"""Hardware FLOPs of recompute plans against torch's own counter, to the last FLOP, and against
+figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.memory.predict.flops import flash_rebuild_flops, hardware_flops, replay_flops, replayed_flops, step_flops
+from megatron_lite.memory.predict.flops import (
+    flash_rebuild_flops,
+    hardware_flops,
+    replay_flops,
+    replayed_flops,
+    step_flops,
+)
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
@@ -25,17 +32,25 @@ CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 FORMULAS = {
     CPU_FLASH: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
-    CPU_FLASH_BACKWARD: lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(grad, query, key, value),
+    CPU_FLASH_BACKWARD: lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(
+        grad, query, key, value
+    ),
 }
 
 
 def full(method: str, count: int, *, num_layers: int) -> RecomputePlan:
-    return plan_stage(RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=count),
-                      num_layers)
+    return plan_stage(
+        RecomputeConfig(
+            recompute_granularity="full", recompute_method=method, recompute_num_layers=count
+        ),
+        num_layers,
+    )
 
 
 def selective(*modules: str, num_layers: int) -> RecomputePlan:
-    return plan_stage(RecomputeConfig(recompute_granularity="selective", recompute_modules=modules), num_layers)
+    return plan_stage(
+        RecomputeConfig(recompute_granularity="selective", recompute_modules=modules), num_layers
+    )
 
 
 def without_tail_skip(plan: RecomputePlan) -> RecomputePlan:
@@ -46,93 +61,166 @@ def plans(num_layers: int) -> dict[str, RecomputePlan]:
     """Every policy, with every combination of regions, with and without tail skip."""
     named = {"none": plan_stage(RecomputeConfig(), num_layers)}
     for method, counts in (("uniform", (1, 2, 3)), ("block", (1, 3, num_layers + 4))):
-        named |= {f"{method} {count}": full(method, count, num_layers=num_layers) for count in counts}
-    for modules in chain.from_iterable(combinations(MODULES, size) for size in range(1, len(MODULES) + 1)):
+        named |= {
+            f"{method} {count}": full(method, count, num_layers=num_layers) for count in counts
+        }
+    for modules in chain.from_iterable(
+        combinations(MODULES, size) for size in range(1, len(MODULES) + 1)
+    ):
         named["+".join(modules)] = selective(*modules, num_layers=num_layers)
-    for policy in ("*:ops(matmul)", "*:ops(attention)", "*:ops(matmul/2,attention)", "*:ops(matmul/3,collective)",
-                   "0:ops(max);1:full", "*:ops(aten.addmm.default)", "*:ops(aten.mm.default/2,aten.bmm.default)"):
+    for policy in (
+        "*:ops(matmul)",
+        "*:ops(attention)",
+        "*:ops(matmul/2,attention)",
+        "*:ops(matmul/3,collective)",
+        "0:ops(max);1:full",
+        "*:ops(aten.addmm.default)",
+        "*:ops(aten.mm.default/2,aten.bmm.default)",
+    ):
         named[policy] = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers)
-    return named | {f"{name}, tail not skipped": without_tail_skip(plan) for name, plan in named.items()}
+    return named | {
+        f"{name}, tail not skipped": without_tail_skip(plan) for name, plan in named.items()
+    }
 
 
-def counted(config: ModelConfig, plan: RecomputePlan | None, tp_size: int, *, sequence_parallel: bool = False) -> int:
+def counted(
+    config: ModelConfig,
+    plan: RecomputePlan | None,
+    tp_size: int,
+    *,
+    sequence_parallel: bool = False,
+) -> int:
     """FLOPs of forward and backward that torch counts on this rank."""
     with tp_state(tp_size) as parallel:
-        model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan)
+        model = build_tiny_model(
+            config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan
+        )
         with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             model.loss(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)).mean().backward()
     return counter.get_total_flops()
 
 
 def predicted(config: ModelConfig, plan: RecomputePlan, tp_size: int = 1) -> int:
-    return hardware_flops(config, plan, batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(tp_size),
-                          device="cpu", tp_size=tp_size)
+    return hardware_flops(
+        config,
+        plan,
+        batch=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(tp_size),
+        device="cpu",
+        tp_size=tp_size,
+    )
 
 
-def wrong_figures(config: ModelConfig, named: dict[str, RecomputePlan], of_ranks: list[list[int]]) -> dict[str, tuple[int, int]]:
-    """{plan: (counted over all ranks, predicted)} where the two differ. of_ranks: each rank's count of every plan."""
+def wrong_figures(
+    config: ModelConfig, named: dict[str, RecomputePlan], of_ranks: list[list[int]]
+) -> dict[str, tuple[int, int]]:
+    """{plan: (counted over all ranks, predicted)} where the two differ. of_ranks: each rank's count
+    of every plan."""
     totals = map(sum, zip(*of_ranks, strict=True))
-    pairs = {name: (total, predicted(config, named[name], len(of_ranks))) for name, total in zip(named, totals, strict=True)}
+    pairs = {
+        name: (total, predicted(config, named[name], len(of_ranks)))
+        for name, total in zip(named, totals, strict=True)
+    }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.parametrize(("variant", "backend"), [("gpt2", "unfused"), ("qwen", "flash"), *(
-    pytest.param(variant, backend, marks=pytest.mark.long) for variant in VARIANTS for backend in ("unfused", "flash")
-    if (variant, backend) not in (("gpt2", "unfused"), ("qwen", "flash")))])
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [
+        ("gpt2", "unfused"),
+        ("qwen", "flash"),
+        *(
+            pytest.param(variant, backend, marks=pytest.mark.long)
+            for variant in VARIANTS
+            for backend in ("unfused", "flash")
+            if (variant, backend) not in (("gpt2", "unfused"), ("qwen", "flash"))
+        ),
+    ],
+)
 def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, backend: str) -> None:
-    config = variant_config(variant, num_layers=5, attention_backend=backend)  # not divisible by the units of 2 and 3
+    # not divisible by the units of 2 and 3
+    config = variant_config(variant, num_layers=5, attention_backend=backend)
     named = dict(sampled(plans(config.num_layers).items(), every=4))
-    assert wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
+    assert (
+        wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
+    )
 
 
 def test_with_dropout_auto_attention_is_unfused_on_a_cpu() -> None:
     config = variant_config("nemotron", attention_dropout=0.1, hidden_dropout=0.1)
     named = dict(sampled(plans(config.num_layers).items(), every=7))
     assert config.attention_backend == "auto"
-    assert wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
+    assert (
+        wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "backend", "tp_size", "sequence_parallel"), [
-    pytest.param("gpt2", "unfused", 2, False, marks=pytest.mark.long),
-    pytest.param("llama", "flash", 2, True, marks=pytest.mark.long),
-    pytest.param("qwen", "unfused", 4, False, marks=pytest.mark.long)])
-def test_the_ranks_together_compute_the_figure(variant: str, backend: str, tp_size: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("variant", "backend", "tp_size", "sequence_parallel"),
+    [
+        pytest.param("gpt2", "unfused", 2, False, marks=pytest.mark.long),
+        pytest.param("llama", "flash", 2, True, marks=pytest.mark.long),
+        pytest.param("qwen", "unfused", 4, False, marks=pytest.mark.long),
+    ],
+)
+def test_the_ranks_together_compute_the_figure(
+    variant: str, backend: str, tp_size: int, sequence_parallel: bool
+) -> None:
     config = variant_config(variant, num_layers=3, attention_backend=backend)
-    named = {name: plan for name, plan in plans(config.num_layers).items()
-             if not {"layernorm", "activation"} & plan.segments[0].regions}
+    named = {
+        name: plan
+        for name, plan in plans(config.num_layers).items()
+        if not {"layernorm", "activation"} & plan.segments[0].regions
+    }
 
     def work(rank: int, world_size: int) -> list[int]:
-        return [counted(config, plan, world_size, sequence_parallel=sequence_parallel) for plan in named.values()]
+        return [
+            counted(config, plan, world_size, sequence_parallel=sequence_parallel)
+            for plan in named.values()
+        ]
 
     assert wrong_figures(config, named, run_ranks(work, tp_size, timeout=900, detail=False)) == {}
 
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
-def test_full_recompute_without_tail_skip_adds_exactly_one_forward_of_the_layers(backend: str) -> None:
+def test_full_recompute_without_tail_skip_adds_exactly_one_forward_of_the_layers(
+    backend: str,
+) -> None:
     config = variant_config("gpt2", num_layers=5, attention_backend=backend)
-    with tp_state(1) as parallel, FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+    with (
+        tp_state(1) as parallel,
+        FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter,
+    ):
         model = build_tiny_model(config, parallel, dtype=torch.float32)
         model.decoder(model.embedding(sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH)[0]), None)
-    extra = counted(config, without_tail_skip(full("uniform", 2, num_layers=5)), 1) - counted(config, None, 1)
+    extra = counted(config, without_tail_skip(full("uniform", 2, num_layers=5)), 1) - counted(
+        config, None, 1
+    )
     assert extra == counter.get_total_flops() > 0
 
 
-# Three layers of h = 2, one head, f = 8, s = 3, b = 1. Multiply-adds per token of a layer: qkv 12, scores and context 6 + 6,
-# projection 4, MLP 16 + 16: 60. FLOPs of a layer: 2 * 3 * 60 = 360, of which scores and context 36 each, fc1 and fc2 96 each.
+# Three layers of h = 2, one head, f = 8, s = 3, b = 1. Multiply-adds per token of a layer: qkv 12,
+# scores and context 6 + 6, projection 4, MLP 16 + 16: 60. FLOPs of a layer: 2 * 3 * 60 = 360, of
+# which scores and context 36 each, fc1 and fc2 96 each.
 BY_HAND = dict(num_layers=3, hidden_size=2, num_attention_heads=1, max_position_embeddings=3)
 
 
-@pytest.mark.parametrize(("plan", "skipping", "not_skipping"), [
-    (selective("layernorm", "activation", num_layers=3), 0, 0),
-    (full("uniform", 1, num_layers=3), 3 * (360 - 96), 3 * 360),
-    (full("uniform", 2, num_layers=3), 3 * 360 - 2 * 96, 3 * 360),  # units of 2 and 1 layers: two tails
-    (full("uniform", 3, num_layers=3), 3 * 360 - 96, 3 * 360),
-    (full("block", 2, num_layers=3), 2 * (360 - 96), 2 * 360),
-    (selective("core_attn", num_layers=3), 3 * 36, 3 * 72),
-    (selective("mlp", num_layers=3), 3 * 96, 3 * 192),
-    (selective("core_attn", "mlp", num_layers=3), 3 * (36 + 96), 3 * (72 + 192)),
-])
+@pytest.mark.parametrize(
+    ("plan", "skipping", "not_skipping"),
+    [
+        (selective("layernorm", "activation", num_layers=3), 0, 0),
+        (full("uniform", 1, num_layers=3), 3 * (360 - 96), 3 * 360),
+        # units of 2 and 1 layers: two tails
+        (full("uniform", 2, num_layers=3), 3 * 360 - 2 * 96, 3 * 360),
+        (full("uniform", 3, num_layers=3), 3 * 360 - 96, 3 * 360),
+        (full("block", 2, num_layers=3), 2 * (360 - 96), 2 * 360),
+        (selective("core_attn", num_layers=3), 3 * 36, 3 * 72),
+        (selective("mlp", num_layers=3), 3 * 96, 3 * 192),
+        (selective("core_attn", "mlp", num_layers=3), 3 * (36 + 96), 3 * (72 + 192)),
+    ],
+)
 def test_replays_computed_by_hand(plan: RecomputePlan, skipping: int, not_skipping: int) -> None:
     model = ModelConfig(**BY_HAND, attention_backend="unfused")
     sizes = dict(batch=1, seq_length=3, device="cpu")
@@ -141,25 +229,47 @@ def test_replays_computed_by_hand(plan: RecomputePlan, skipping: int, not_skippi
 
 
 def test_a_flash_replay_computed_by_hand() -> None:
-    """The kernel is one: its context cannot be left out. Its backward has scores as a fifth matmul, under any plan."""
+    """The kernel is one: its context cannot be left out. Its backward has scores as a fifth matmul,
+    under any plan."""
     model = ModelConfig(**BY_HAND, attention_backend="flash")
     sizes = dict(batch=2, seq_length=3, device="cuda")
     assert replay_flops(model, selective("core_attn", num_layers=3), **sizes) == 2 * 3 * 72
     assert flash_rebuild_flops(model, **sizes) == 2 * 3 * 36
-    whole = hardware_flops(model, selective("core_attn", num_layers=3), padded_vocab_size=5, **sizes)
-    assert whole == step_flops(model, batch=2, seq_length=3, padded_vocab_size=5) + 2 * 3 * (72 + 36)
+    whole = hardware_flops(
+        model, selective("core_attn", num_layers=3), padded_vocab_size=5, **sizes
+    )
+    assert whole == step_flops(model, batch=2, seq_length=3, padded_vocab_size=5) + 2 * 3 * (
+        72 + 36
+    )
 
 
 def test_the_parts_say_which_layers_run_what_again() -> None:
     model = ModelConfig(**BY_HAND)
-    layers = replayed_flops(model, full("block", 1, num_layers=3), batch=1, seq_length=3, device="cuda")
+    layers = replayed_flops(
+        model, full("block", 1, num_layers=3), batch=1, seq_length=3, device="cuda"
+    )
     assert layers[0] == dict(qkv=72, scores=36, context=36, projection=24, fc1=96)
     assert layers[1:] == [{}, {}]
 
 
-@pytest.mark.parametrize(("backend", "dropout", "cpu", "cuda"), [
-    ("flash", 0.0, 72, 72), ("flash", 0.1, 36, 72), ("unfused", 0.0, 36, 36), ("auto", 0.0, 72, 72), ("auto", 0.1, 36, 72)])
-def test_only_unfused_attention_skips_its_context(backend: str, dropout: float, cpu: int, cuda: int) -> None:
-    model = ModelConfig(**{**BY_HAND, "num_layers": 1}, attention_backend=backend, attention_dropout=dropout)
+@pytest.mark.parametrize(
+    ("backend", "dropout", "cpu", "cuda"),
+    [
+        ("flash", 0.0, 72, 72),
+        ("flash", 0.1, 36, 72),
+        ("unfused", 0.0, 36, 36),
+        ("auto", 0.0, 72, 72),
+        ("auto", 0.1, 36, 72),
+    ],
+)
+def test_only_unfused_attention_skips_its_context(
+    backend: str, dropout: float, cpu: int, cuda: int
+) -> None:
+    model = ModelConfig(
+        **{**BY_HAND, "num_layers": 1}, attention_backend=backend, attention_dropout=dropout
+    )
     plan = selective("core_attn", num_layers=1)
-    assert [replay_flops(model, plan, batch=1, seq_length=3, device=device) for device in ("cpu", "cuda")] == [cpu, cuda]
+    assert [
+        replay_flops(model, plan, batch=1, seq_length=3, device=device)
+        for device in ("cpu", "cuda")
+    ] == [cpu, cuda]

@@ -1,4 +1,5 @@
-"""A timeline's file: what is written comes back, and what is not a timeline is refused in one line."""
+"""A timeline's file: what is written comes back, and what is not a timeline is refused in one
+line."""
 
 from __future__ import annotations
 
@@ -11,14 +12,23 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.memory.measure.timeline import MAX_FILE_BYTES, Event, Timeline, read_timeline, write_timeline
+from megatron_lite.memory.measure.timeline import (
+    MAX_FILE_BYTES,
+    Event,
+    Timeline,
+    read_timeline,
+    write_timeline,
+)
 
-TIMELINE = Timeline(name="full, Einheit 2 – größer", events=(
-    Event(0, "forward", "", "aten.embedding", (0, 0, 0, 12)),
-    Event(3, "forward", "layers.0.mlp", "aten.mm", (40, 0, 0, 2**40)),
-    Event(4, "replay", "layers.0", "aten.mm", (40, 2**40, 0, 0)),
-    Event(9, "backward", "layers.0.mlp", "", (0, 0, 7, 0)),
-))
+TIMELINE = Timeline(
+    name="full, Einheit 2 – größer",
+    events=(
+        Event(0, "forward", "", "aten.embedding", (0, 0, 0, 12)),
+        Event(3, "forward", "layers.0.mlp", "aten.mm", (40, 0, 0, 2**40)),
+        Event(4, "replay", "layers.0", "aten.mm", (40, 2**40, 0, 0)),
+        Event(9, "backward", "layers.0.mlp", "", (0, 0, 7, 0)),
+    ),
+)
 
 
 def document(tmp_path: Path) -> dict[str, Any]:
@@ -34,11 +44,19 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 def test_the_file_is_the_documented_one(tmp_path: Path) -> None:
     assert document(tmp_path) == {
-        "format": "megatron_lite memory timeline", "version": 1, "name": TIMELINE.name,
-        "phases": ["forward", "replay", "backward"], "categories": ["activation", "rebuilt", "gradient", "temporary"],
-        "modules": ["", "layers.0.mlp", "layers.0"], "operators": ["aten.embedding", "aten.mm", ""],
-        "events": [[0, 0, 0, 0, 0, 0, 0, 12], [3, 0, 1, 1, 40, 0, 0, 2**40], [4, 1, 2, 1, 40, 2**40, 0, 0],
-                   [9, 2, 1, 2, 0, 0, 7, 0]],
+        "format": "megatron_lite memory timeline",
+        "version": 1,
+        "name": TIMELINE.name,
+        "phases": ["forward", "replay", "backward"],
+        "categories": ["activation", "rebuilt", "gradient", "temporary"],
+        "modules": ["", "layers.0.mlp", "layers.0"],
+        "operators": ["aten.embedding", "aten.mm", ""],
+        "events": [
+            [0, 0, 0, 0, 0, 0, 0, 12],
+            [3, 0, 1, 1, 40, 0, 0, 2**40],
+            [4, 1, 2, 1, 40, 2**40, 0, 0],
+            [9, 2, 1, 2, 0, 0, 7, 0],
+        ],
     }
 
 
@@ -57,38 +75,47 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"format": ' + b"9" * 5000 + b"}"]
+)
 def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "bad.json").write_bytes(text)
     with pytest.raises(InputError, match=r"bad\.json: not JSON \(.*\)$"):
         read_timeline(str(tmp_path / "bad.json"))
 
 
-@pytest.mark.parametrize(("changes", "fault"), [
-    (dict(format="something else"), "'format'"),
-    (dict(version=2), "'version'"),
-    (dict(phases=["forward", "backward"]), "'phases'"),
-    (dict(categories=["activation"]), "'categories'"),
-    (dict(name=None), "'name'"),
-    (dict(modules="abc"), "'modules'"),
-    (dict(operators=[1]), "'operators'"),
-    (dict(events=[]), "'events'"),
-    (dict(events={"0": 1}), "'events'"),
-    (dict(events=[[0, 0, 0, 0, 1, 1, 1]]), "event 0"),
-    (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1], 5]), "event 1"),
-    (dict(events=[[0, 3, 0, 0, 1, 1, 1, 1]]), "event 0"),
-    (dict(events=[[0, 0, 3, 0, 1, 1, 1, 1]]), "event 0"),
-    (dict(events=[[0, 0, 0, 3, 1, 1, 1, 1]]), "event 0"),
-    (dict(events=[[0, 0, -1, 0, 1, 1, 1, 1]]), "event 0"),
-    (dict(events=[[0, 0, 0, 0, 1, 1, 1, -1]]), "event 0"),
-    (dict(events=[[0, 0, 0, 0, 1, 1, 1, 2**63]]), "event 0"),
-    (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1.0]]), "event 0"),
-    (dict(events=[[0, 0, 0, 0, 1, 1, 1, True]]), "event 0"),
-    (dict(events=[[4, 0, 0, 0, 1, 1, 1, 1], [4, 0, 0, 0, 1, 1, 1, 1]]), "event 1"),
-])
-def test_a_wrong_schema_is_refused_by_the_part_that_is_wrong(tmp_path: Path, changes: dict[str, Any], fault: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (dict(format="something else"), "'format'"),
+        (dict(version=2), "'version'"),
+        (dict(phases=["forward", "backward"]), "'phases'"),
+        (dict(categories=["activation"]), "'categories'"),
+        (dict(name=None), "'name'"),
+        (dict(modules="abc"), "'modules'"),
+        (dict(operators=[1]), "'operators'"),
+        (dict(events=[]), "'events'"),
+        (dict(events={"0": 1}), "'events'"),
+        (dict(events=[[0, 0, 0, 0, 1, 1, 1]]), "event 0"),
+        (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1], 5]), "event 1"),
+        (dict(events=[[0, 3, 0, 0, 1, 1, 1, 1]]), "event 0"),
+        (dict(events=[[0, 0, 3, 0, 1, 1, 1, 1]]), "event 0"),
+        (dict(events=[[0, 0, 0, 3, 1, 1, 1, 1]]), "event 0"),
+        (dict(events=[[0, 0, -1, 0, 1, 1, 1, 1]]), "event 0"),
+        (dict(events=[[0, 0, 0, 0, 1, 1, 1, -1]]), "event 0"),
+        (dict(events=[[0, 0, 0, 0, 1, 1, 1, 2**63]]), "event 0"),
+        (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1.0]]), "event 0"),
+        (dict(events=[[0, 0, 0, 0, 1, 1, 1, True]]), "event 0"),
+        (dict(events=[[4, 0, 0, 0, 1, 1, 1, 1], [4, 0, 0, 0, 1, 1, 1, 1]]), "event 1"),
+    ],
+)
+def test_a_wrong_schema_is_refused_by_the_part_that_is_wrong(
+    tmp_path: Path, changes: dict[str, Any], fault: str
+) -> None:
     (tmp_path / "bad.json").write_text(json.dumps({**document(tmp_path), **changes}))
-    with pytest.raises(InputError, match=rf"bad\.json: not a memory timeline of version 1: .*{fault}"):
+    with pytest.raises(
+        InputError, match=rf"bad\.json: not a memory timeline of version 1: .*{fault}"
+    ):
         read_timeline(str(tmp_path / "bad.json"))
 
 
@@ -107,5 +134,8 @@ def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    code = "import sys, megatron_lite.memory.measure.timeline, megatron_lite.tools.plot_memory; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, megatron_lite.memory.measure.timeline, "
+        "megatron_lite.tools.plot_memory; sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,5 @@
-"""Core attention against a loop over heads, rows and keys; and what causality means for the whole model."""
+"""Core attention against a loop over heads, rows and keys; and what causality means for the whole
+model."""
 
 from __future__ import annotations
 
@@ -8,29 +9,46 @@ import torch
 from megatron_lite.model.attention import CoreAttention, SelfAttention
 from megatron_lite.model.rotary import apply_rotary, rotary_tables
 from tests.support.equality import VARIANTS, difference, variant_config
-from tests.support.models import VOCAB_SIZE, build_tiny_model, loss_and_grads, sample_tokens, tiny_config, tp_state
+from tests.support.models import (
+    VOCAB_SIZE,
+    build_tiny_model,
+    loss_and_grads,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+)
 
 S, B, A, G, D = 7, 2, 6, 3, 4  # 6 heads in 3 groups
 
 
 def draw(*shape, seed, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def core(backend, **overrides):
-    config = tiny_config(attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides)
+    config = tiny_config(
+        attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides
+    )
     with tp_state(1) as parallel:
         return CoreAttention(config, parallel.rng, layer=0)
 
 
 def by_loops(query, key, value):
-    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i keys 0 .. i."""
+    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i keys 0 ..
+    i."""
     output = torch.zeros_like(query)
     for head in range(query.shape[2]):
         group = head // (query.shape[2] // key.shape[2])
         for sample in range(query.shape[1]):
             for row in range(query.shape[0]):
-                scores = torch.stack([query[row, sample, head] @ key[column, sample, group] for column in range(row + 1)])
+                scores = torch.stack(
+                    [
+                        query[row, sample, head] @ key[column, sample, group]
+                        for column in range(row + 1)
+                    ]
+                )
                 weights = torch.softmax(scores / D**0.5, dim=0)
                 output[row, sample, head] = weights @ value[: row + 1, sample, group]
     return output.flatten(2)
@@ -39,8 +57,14 @@ def by_loops(query, key, value):
 @pytest.mark.parametrize("groups", [A, G, 1])
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
 def test_every_backend_equals_the_loops(backend, groups):
-    query, key, value = draw(S, B, A, D, seed=1), draw(S, B, groups, D, seed=2), draw(S, B, groups, D, seed=3)
-    torch.testing.assert_close(core(backend)(query, key, value), by_loops(query, key, value), rtol=1e-12, atol=1e-12)
+    query, key, value = (
+        draw(S, B, A, D, seed=1),
+        draw(S, B, groups, D, seed=2),
+        draw(S, B, groups, D, seed=3),
+    )
+    torch.testing.assert_close(
+        core(backend)(query, key, value), by_loops(query, key, value), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -52,13 +76,20 @@ def test_flash_and_unfused_attention_give_the_same_loss_and_gradients(name):
             outcomes.append(loss_and_grads(model, parallel))
     flash, unfused = outcomes
     assert difference(flash.loss, unfused.loss) < 1e-13
-    assert {key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12} == set()
+    assert {
+        key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12
+    } == set()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
-@pytest.mark.parametrize(("backend", "in_fp32"), [("unfused", True), ("unfused", False), ("flash", False)])
-def test_16_bit_attention_is_as_exact_as_its_dtype_and_gives_it_back(backend, in_fp32, dtype, tolerance):
-    """Scores and weights are rounded to 8 or 11 bits: 1% or 0.1% of values of order 1, a few times over."""
+@pytest.mark.parametrize(
+    ("backend", "in_fp32"), [("unfused", True), ("unfused", False), ("flash", False)]
+)
+def test_16_bit_attention_is_as_exact_as_its_dtype_and_gives_it_back(
+    backend, in_fp32, dtype, tolerance
+):
+    """Scores and weights are rounded to 8 or 11 bits: 1% or 0.1% of values of order 1, a few times
+    over."""
     query, key, value = (draw(S, B, A, D, seed=seed, dtype=dtype) for seed in (1, 2, 3))
     output = core(backend, attention_softmax_in_fp32=in_fp32)(query, key, value)
     assert output.dtype == dtype
@@ -81,7 +112,8 @@ def test_a_later_token_changes_no_earlier_logit(name):
 
 @pytest.mark.parametrize("name, sees_order", [("gpt2", True), ("llama", True), ("nemotron", False)])
 def test_positions_matter_where_there_is_a_position_embedding(name, sees_order):
-    """Without one, a single layer cannot tell the order of the tokens before the last. (Causality tells a second layer.)"""
+    """Without one, a single layer cannot tell the order of the tokens before the last. (Causality
+    tells a second layer.)"""
     tokens, _ = sample_tokens(batch=1)
     swapped = tokens.clone()
     swapped[0, [2, 5]] = tokens[0, [5, 2]]
@@ -92,8 +124,11 @@ def test_positions_matter_where_there_is_a_position_embedding(name, sees_order):
 
 
 def test_qkv_rows_go_group_by_group():
-    """linear_qkv's output for a group: its queries, then its key, then its value (checkpoints of the field rely on it)."""
-    config = tiny_config(num_attention_heads=A, kv_channels=D, group_query_attention=True, num_query_groups=G)
+    """linear_qkv's output for a group: its queries, then its key, then its value (checkpoints of
+    the field rely on it)."""
+    config = tiny_config(
+        num_attention_heads=A, kv_channels=D, group_query_attention=True, num_query_groups=G
+    )
     with tp_state(1) as parallel:
         attention = build_tiny_model(config, parallel).decoder.layers[0].self_attention
     assert isinstance(attention, SelfAttention)
@@ -107,7 +142,8 @@ def test_qkv_rows_go_group_by_group():
 
 @pytest.mark.parametrize("rotary_dim", [4, 6])
 def test_rotary_embedding_turns_pairs_of_channels_as_complex_numbers(rotary_dim):
-    """Channels i and i + r/2 are one complex number, times exp(i * position / base^(2i/r)); the rest is untouched."""
+    """Channels i and i + r/2 are one complex number, times exp(i * position / base^(2i/r)); the
+    rest is untouched."""
     heads, base = draw(S, B, 3, 6, seed=1), 100.0
     tables = rotary_tables(S, rotary_dim, base, device=torch.device("cpu"), dtype=torch.float64)
     turned = apply_rotary(heads, tables)
@@ -116,13 +152,17 @@ def test_rotary_embedding_turns_pairs_of_channels_as_complex_numbers(rotary_dim)
     speed = base ** (-2.0 * torch.arange(half, dtype=torch.float64) / rotary_dim)
     angle = torch.arange(S, dtype=torch.float64).view(S, 1, 1, 1) * speed
     expected = pairs * torch.polar(torch.ones_like(angle), angle)
-    torch.testing.assert_close(turned[..., :half], expected.real, rtol=1e-5, atol=1e-5)  # the angles are float32
+    # the angles are float32
+    torch.testing.assert_close(turned[..., :half], expected.real, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(turned[..., half:rotary_dim], expected.imag, rtol=1e-5, atol=1e-5)
     assert torch.equal(turned[..., rotary_dim:], heads[..., rotary_dim:])
 
 
 def test_rotary_scores_depend_on_the_distance_only():
-    query, key = draw(1, 1, 1, 6, seed=1).expand(S, 1, 1, 6), draw(1, 1, 1, 6, seed=2).expand(S, 1, 1, 6)
+    query, key = (
+        draw(1, 1, 1, 6, seed=1).expand(S, 1, 1, 6),
+        draw(1, 1, 1, 6, seed=2).expand(S, 1, 1, 6),
+    )
     tables = rotary_tables(S, 6, 10000.0, device=torch.device("cpu"), dtype=torch.float64)
     scores = apply_rotary(query, tables)[:, 0, 0] @ apply_rotary(key, tables)[:, 0, 0].t()
     for distance in range(S):

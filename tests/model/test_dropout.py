@@ -1,4 +1,5 @@
-"""Dropout: which stream each mask comes from, one byte per element, the right statistics, and nothing at evaluation."""
+"""Dropout: which stream each mask comes from, one byte per element, the right statistics, and
+nothing at evaluation."""
 
 from __future__ import annotations
 
@@ -24,20 +25,32 @@ def _generator_is_put_back():
 
 
 def model_with_dropout(parallel, **overrides):
-    config = variant_config("gpt2", **{"hidden_dropout": 0.5, "attention_dropout": 0.5, "attention_backend": "auto", **overrides})
+    config = variant_config(
+        "gpt2",
+        **{
+            "hidden_dropout": 0.5,
+            "attention_dropout": 0.5,
+            "attention_backend": "auto",
+            **overrides,
+        },
+    )
     return build_tiny_model(config, parallel, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_residual_masks_are_shared_by_ranks_unless_each_holds_other_tokens_and_attention_masks_never_are(sequence_parallel):
-    """A well-known engine entered the wrong stream for 17 months unnoticed: its tests compared shapes."""
+def test_ranks_share_residual_masks_if_they_hold_the_same_tokens_and_never_attention_masks(
+    sequence_parallel,
+):
+    """A well-known engine entered the wrong stream for 17 months unnoticed: its tests compared
+    shapes."""
 
     def work(rank, world_size):
         with tp_state(2) as parallel:
             return masks_of_one_forward(parallel, sequence_parallel=sequence_parallel)
 
     first, second = run_ranks(work, 2)
-    assert len(first.residual) == 5 and len(first.attention) == 2  # embedding, and per layer attention and MLP; per layer one
+    # embedding, and per layer attention and MLP; per layer one
+    assert len(first.residual) == 5 and len(first.attention) == 2
     assert mask_faults(first, second, sequence_parallel=sequence_parallel) == set()
 
 
@@ -49,7 +62,9 @@ def test_replicated_hidden_states_stay_equal_on_all_ranks_under_dropout():
             model = model_with_dropout(parallel)
             outputs = []
             for layer in model.decoder.layers:
-                layer.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
+                layer.register_forward_hook(
+                    lambda module, inputs, output: outputs.append(output.detach())
+                )
             model.loss(*sample_tokens())
             return outputs
 
@@ -63,7 +78,10 @@ def test_data_parallel_ranks_draw_other_masks():
             return masks_of_one_forward(parallel, sequence_parallel=False)
 
     first, second = run_ranks(work, 2)
-    pairs = [*zip(first.residual, second.residual, strict=True), *zip(first.attention, second.attention, strict=True)]
+    pairs = [
+        *zip(first.residual, second.residual, strict=True),
+        *zip(first.attention, second.attention, strict=True),
+    ]
     assert not any(torch.equal(mine, other) for mine, other in pairs)
 
 
@@ -79,13 +97,16 @@ def test_no_two_masks_of_a_forward_pass_are_alike_and_the_next_pass_draws_others
 
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
 def test_attention_dropout_differs_over_tensor_parallel_ranks_in_every_backend(backend):
-    """The same heads on both ranks give other outputs, and the default stream stays where it was."""
+    """The same heads on both ranks give other outputs, and the default stream stays where it
+    was."""
     query = torch.randn(5, 1, 2, 6, generator=torch.Generator().manual_seed(1))
     outputs = []
     for rank in (0, 1):
         rng = RngStreams(CPU, seed=1, tp_rank=rank)
         before = torch.get_rng_state()
-        attention = CoreAttention(tiny_config(attention_backend=backend, attention_dropout=0.5), rng, layer=0)
+        attention = CoreAttention(
+            tiny_config(attention_backend=backend, attention_dropout=0.5), rng, layer=0
+        )
         outputs.append(attention(query, query, query))
         assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(*outputs)
@@ -101,7 +122,8 @@ def test_a_draw_moves_its_own_stream_only(stream):
 
 
 def test_half_of_the_elements_are_dropped_and_the_rest_scaled():
-    """40,000 draws at p = 0.3: the share is known to 0.0023 (one sigma); allowed 4 sigma. The mean stays 1."""
+    """40,000 draws at p = 0.3: the share is known to 0.0023 (one sigma); allowed 4 sigma. The mean
+    stays 1."""
     output = dropout(torch.ones(200, 200), 0.3, RngStreams(CPU, seed=1), DEFAULT)
     rounded = round(0.3 * 2**16) / 2**16  # the CPU's masks know p to 16 bits
     assert set(output.unique().tolist()) == {0.0, torch.tensor(1 / (1 - rounded)).item()}
@@ -124,7 +146,9 @@ def test_the_mask_kept_for_backward_has_one_byte_per_element(dtype):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        dropout(torch.ones(3, 5, dtype=dtype, requires_grad=True), 0.5, RngStreams(CPU, seed=1), DEFAULT)
+        dropout(
+            torch.ones(3, 5, dtype=dtype, requires_grad=True), 0.5, RngStreams(CPU, seed=1), DEFAULT
+        )
     assert [(tensor.dtype, tensor.shape) for tensor in kept] == [(torch.bool, (3, 5))]
 
 
@@ -144,7 +168,9 @@ def test_evaluation_draws_nothing_and_drops_nothing(backend):
         with recorded_masks() as masks:
             logits = model(sample_tokens()[0])
         after = parallel.rng.snapshot().states
-        plain = model_with_dropout(parallel, hidden_dropout=0.0, attention_dropout=0.0, attention_backend=backend)
+        plain = model_with_dropout(
+            parallel, hidden_dropout=0.0, attention_dropout=0.0, attention_backend=backend
+        )
         assert torch.equal(logits, plain(sample_tokens()[0]))
     assert all(torch.equal(state, after[name]) for name, state in before.items())
     assert masks.residual == masks.attention == []
@@ -162,7 +188,11 @@ def test_each_probability_governs_its_own_draws(hidden, attention, counts):
 def test_the_model_uses_no_dropout_module_of_its_own():
     """nn.Dropout draws from whatever stream is current, and keeps 4-byte masks on a CPU."""
     with tp_state(1) as parallel:
-        assert not [module for module in model_with_dropout(parallel).modules() if isinstance(module, nn.Dropout)]
+        assert not [
+            module
+            for module in model_with_dropout(parallel).modules()
+            if isinstance(module, nn.Dropout)
+        ]
 
 
 @pytest.mark.parametrize("probability", [2.0**-16, 0.1, 0.5, 0.999999])

@@ -1,4 +1,5 @@
-"""The whole model: its parameter names and shapes, its logits, and that loss and logits tell the same story."""
+"""The whole model: its parameter names and shapes, its logits, and that loss and logits tell the
+same story."""
 
 from __future__ import annotations
 
@@ -28,16 +29,24 @@ H, F_, QKV, PROJECTION = 32, 40, 72, 24  # tiny_config: 4 heads of 6 channels
 def whole_shapes(config: ModelConfig):
     with tp_state(1) as parallel:
         model = build_tiny_model(config, parallel)
-        return {name: spec_of(parameter).global_shape for name, parameter in model.named_parameters()}
+        return {
+            name: spec_of(parameter).global_shape for name, parameter in model.named_parameters()
+        }
 
 
 LAYER_OF_GPT2 = {
-    "input_layernorm.weight": (H,), "input_layernorm.bias": (H,),
-    "self_attention.linear_qkv.weight": (QKV, H), "self_attention.linear_qkv.bias": (QKV,),
-    "self_attention.linear_proj.weight": (H, PROJECTION), "self_attention.linear_proj.bias": (H,),
-    "pre_mlp_layernorm.weight": (H,), "pre_mlp_layernorm.bias": (H,),
-    "mlp.linear_fc1.weight": (F_, H), "mlp.linear_fc1.bias": (F_,),
-    "mlp.linear_fc2.weight": (H, F_), "mlp.linear_fc2.bias": (H,),
+    "input_layernorm.weight": (H,),
+    "input_layernorm.bias": (H,),
+    "self_attention.linear_qkv.weight": (QKV, H),
+    "self_attention.linear_qkv.bias": (QKV,),
+    "self_attention.linear_proj.weight": (H, PROJECTION),
+    "self_attention.linear_proj.bias": (H,),
+    "pre_mlp_layernorm.weight": (H,),
+    "pre_mlp_layernorm.bias": (H,),
+    "mlp.linear_fc1.weight": (F_, H),
+    "mlp.linear_fc1.bias": (F_,),
+    "mlp.linear_fc2.weight": (H, F_),
+    "mlp.linear_fc2.bias": (H,),
 }
 
 
@@ -46,7 +55,8 @@ def test_parameters_of_a_gpt2_have_the_names_and_shapes_that_the_field_knows():
         "embedding.word_embeddings.weight": (VOCAB_SIZE, H),
         "embedding.position_embeddings.weight": (17, H),
         **{f"decoder.layers.0.{name}": shape for name, shape in LAYER_OF_GPT2.items()},
-        "decoder.final_layernorm.weight": (H,), "decoder.final_layernorm.bias": (H,),
+        "decoder.final_layernorm.weight": (H,),
+        "decoder.final_layernorm.bias": (H,),
     }
 
 
@@ -67,12 +77,17 @@ def test_parameters_of_a_llama_have_no_bias_two_mlp_blocks_and_an_output_layer()
 def test_qkv_bias_alone_and_qk_layernorm_add_just_their_parameters():
     base = tiny_config(num_layers=1, add_bias_linear=False, **GQA)
     names = set(whole_shapes(base))
-    qkv_bias = set(whole_shapes(tiny_config(num_layers=1, add_bias_linear=False, add_qkv_bias=True, **GQA)))
-    normed = whole_shapes(tiny_config(num_layers=1, add_bias_linear=False, qk_layernorm=True, **GQA))
+    qkv_bias = set(
+        whole_shapes(tiny_config(num_layers=1, add_bias_linear=False, add_qkv_bias=True, **GQA))
+    )
+    normed = whole_shapes(
+        tiny_config(num_layers=1, add_bias_linear=False, qk_layernorm=True, **GQA)
+    )
     prefix = "decoder.layers.0.self_attention."
     assert qkv_bias - names == {prefix + "linear_qkv.bias"}
     assert {name: normed[name] for name in normed.keys() - names} == {
-        prefix + f"{part}_layernorm.{kind}": (6,) for part in "qk" for kind in ("weight", "bias")}
+        prefix + f"{part}_layernorm.{kind}": (6,) for part in "qk" for kind in ("weight", "bias")
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -82,7 +97,9 @@ def test_the_loss_is_torchs_cross_entropy_of_the_logits(name):
         model = build_tiny_model(variant_config(name), parallel)
         logits, losses = model(tokens), model.loss(tokens, labels)
     assert logits.shape == (BATCH, SEQ_LENGTH, VOCAB_SIZE) and losses.shape == (BATCH, SEQ_LENGTH)
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(BATCH, SEQ_LENGTH)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
+        BATCH, SEQ_LENGTH
+    )
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -92,7 +109,12 @@ def test_logits_are_gathered_without_padding_and_equal_the_unsharded_models(tp_s
 
     def work(rank, world_size):
         with tp_state(world_size) as parallel, torch.no_grad():
-            return {name: build_tiny_model(variant_config(name), parallel, sequence_parallel=True)(tokens) for name in VARIANTS}
+            return {
+                name: build_tiny_model(variant_config(name), parallel, sequence_parallel=True)(
+                    tokens
+                )
+                for name in VARIANTS
+            }
 
     expected = work(0, 1)
     for of_rank in run_ranks(work, tp_size):
@@ -112,9 +134,14 @@ def test_samples_of_a_batch_do_not_touch_each_other():
 def test_padding_rows_never_get_a_gradient():
     for tied in (True, False):
         with tp_state(1) as parallel:
-            model = build_tiny_model(variant_config("gpt2", untie_embeddings_and_output_weights=not tied), parallel)
+            model = build_tiny_model(
+                variant_config("gpt2", untie_embeddings_and_output_weights=not tied), parallel
+            )
             model.loss(*sample_tokens()).mean().backward()
-            tables = [model.embedding.word_embeddings.weight, *([] if tied else [model.output_layer.weight])]
+            tables = [
+                model.embedding.word_embeddings.weight,
+                *([] if tied else [model.output_layer.weight]),
+            ]
             assert len(tables[0]) == padded_vocab_size(1) > VOCAB_SIZE
             assert not any(table.grad[VOCAB_SIZE:].any() for table in tables)
 
@@ -122,20 +149,29 @@ def test_padding_rows_never_get_a_gradient():
 COLLECTIVES = {  # of one layer: forward, and the same number backward
     # (forward, backward); backward gathers the inputs of the two column layers again
     False: ({"allreduce_": 2}, {"allreduce_": 2}),
-    True: ({"_allgather_base_": 2, "_reduce_scatter_base_": 2}, {"_allgather_base_": 4, "_reduce_scatter_base_": 2}),
+    True: (
+        {"_allgather_base_": 2, "_reduce_scatter_base_": 2},
+        {"_allgather_base_": 4, "_reduce_scatter_base_": 2},
+    ),
 }
 
 
 @pytest.mark.parametrize("sequence_parallel", COLLECTIVES)
-def test_a_layer_sends_the_hidden_states_twice_each_way_and_the_loss_never_the_logits(sequence_parallel):
-    """Counted as the difference of a model of 3 layers and one of 2. The largest message is [s, b, h]."""
+def test_a_layer_sends_the_hidden_states_twice_each_way_and_the_loss_never_the_logits(
+    sequence_parallel,
+):
+    """Counted as the difference of a model of 3 layers and one of 2. The largest message is [s, b,
+    h]."""
 
     def work(rank, world_size):
         counts = []
         with tp_state(2) as parallel:
             for num_layers in (2, 3):
-                model = build_tiny_model(variant_config("llama", num_layers=num_layers), parallel,
-                                         sequence_parallel=sequence_parallel)
+                model = build_tiny_model(
+                    variant_config("llama", num_layers=num_layers),
+                    parallel,
+                    sequence_parallel=sequence_parallel,
+                )
                 with recorded_collectives() as forward:
                     loss = model.loss(*sample_tokens()).mean()
                 with recorded_collectives() as backward:

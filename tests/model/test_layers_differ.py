@@ -1,4 +1,5 @@
-"""Models whose layers differ, in every layout of ranks: a layer is what its number in the whole model says, wherever it runs."""
+"""Models whose layers differ, in every layout of ranks: a layer is what its number in the whole
+model says, wherever it runs."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ from tests.support.pipelines import Layout, Trained, train
 from tests.support.ranks import run_ranks
 
 # No two stages of a pipeline hold the same layers, in any layout below.
-DIFFERING: dict[str, Any] = dict(LLAMA, **GQA, num_layers=8, window_size=(3, 0), window_attn_skip_freq=(1, 0, 0, 1, 1, 1, 0, 1),
-                                 no_rope_freq=(0, 1, 0, 0, 0, 1, 1, 0))
+DIFFERING: dict[str, Any] = dict(
+    LLAMA,
+    **GQA,
+    num_layers=8,
+    window_size=(3, 0),
+    window_attn_skip_freq=(1, 0, 0, 1, 1, 1, 0, 1),
+    no_rope_freq=(0, 1, 0, 0, 0, 1, 1, 0),
+)
 STEPS, MICRO_BATCHES = 2, 4
 
 
@@ -39,35 +46,68 @@ class Split:
         return "-".join(str(value) for value in vars(self).values())
 
 
-SPLITS = [Split(tp_size=2), Split(tp_size=2, sequence_parallel=True), Split(cp_size=2, attention_backend="unfused"),
-          Split(cp_size=3, attention_backend="unfused", cp_comm_type="allgather"), Split(cp_size=2),
-          Split(tp_size=2, cp_size=2, sequence_parallel=True, attention_backend="unfused", cp_comm_type="allgather")]
+SPLITS = [
+    Split(tp_size=2),
+    Split(tp_size=2, sequence_parallel=True),
+    Split(cp_size=2, attention_backend="unfused"),
+    Split(cp_size=3, attention_backend="unfused", cp_comm_type="allgather"),
+    Split(cp_size=2),
+    Split(
+        tp_size=2,
+        cp_size=2,
+        sequence_parallel=True,
+        attention_backend="unfused",
+        cp_comm_type="allgather",
+    ),
+]
 
 
 def outcome_of(split: Split) -> Outcome:
     """Loss and whole gradients on this rank."""
     with tp_state(split.tp_size, cp_size=split.cp_size) as parallel:
-        model = build_tiny_model(config_of(num_layers=3, window_attn_skip_freq=(1, 0, 1), no_rope_freq=(0, 1, 0),
-                                           attention_backend=split.attention_backend), parallel,
-                                 sequence_parallel=split.sequence_parallel, cp_comm_type=split.cp_comm_type)
+        model = build_tiny_model(
+            config_of(
+                num_layers=3,
+                window_attn_skip_freq=(1, 0, 1),
+                no_rope_freq=(0, 1, 0),
+                attention_backend=split.attention_backend,
+            ),
+            parallel,
+            sequence_parallel=split.sequence_parallel,
+            cp_comm_type=split.cp_comm_type,
+        )
         return loss_and_grads(model, parallel)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_ranks_that_share_a_layer_compute_what_one_rank_computes(split: Split) -> None:
-    """Under context parallelism a layer with a window builds its scores, also where the others run a kernel."""
+    """Under context parallelism a layer with a window builds its scores, also where the others run
+    a kernel."""
     expected = outcome_of(Split())
-    for outcome in run_ranks(lambda rank, world_size: outcome_of(split), split.tp_size * split.cp_size, detail=False):
-        assert {name: error for name, error in differences(expected, outcome).items() if not error < 1e-13} == {}
+    for outcome in run_ranks(
+        lambda rank, world_size: outcome_of(split), split.tp_size * split.cp_size, detail=False
+    ):
+        assert {
+            name: error
+            for name, error in differences(expected, outcome).items()
+            if not error < 1e-13
+        } == {}
 
 
-LAYOUTS = [Layout(pp=2), Layout(pp=2, chunks=2), Layout(pp=2, first=3), Layout(pp=4, chunks=2),
-           Layout(pp=2, tp=2, chunks=2, sequence_parallel=True)]
+LAYOUTS = [
+    Layout(pp=2),
+    Layout(pp=2, chunks=2),
+    Layout(pp=2, first=3),
+    Layout(pp=4, chunks=2),
+    Layout(pp=2, tp=2, chunks=2, sequence_parallel=True),
+]
 
 
 @cache
 def single_process() -> Trained:
-    return train(Layout(), config_of(), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64)
+    return train(
+        Layout(), config_of(), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -75,9 +115,14 @@ def test_a_pipeline_trains_as_one_process_does(layout: Layout) -> None:
     expected = single_process()
 
     def work(rank: int, world_size: int) -> tuple[list[float], float, list[str]]:
-        got = train(layout, config_of(), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64)
-        errors = {f"{kind} {name}": difference(getattr(expected, kind)[name], value)
-                  for kind in ("first_grads", "weights") for name, value in getattr(got, kind).items()}
+        got = train(
+            layout, config_of(), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64
+        )
+        errors = {
+            f"{kind} {name}": difference(getattr(expected, kind)[name], value)
+            for kind in ("first_grads", "weights")
+            for name, value in getattr(got, kind).items()
+        }
         return got.losses, max(errors.values()), sorted(got.weights)
 
     names = set()
@@ -88,11 +133,20 @@ def test_a_pipeline_trains_as_one_process_does(layout: Layout) -> None:
     assert names == expected.weights.keys()
 
 
-@pytest.mark.parametrize("overrides", [
-    {"window_attn_skip_freq": DIFFERING["window_attn_skip_freq"][::-1]}, {"no_rope_freq": DIFFERING["no_rope_freq"][::-1]},
-    {"window_size": (4, 0)}, {"window_size": None, "window_attn_skip_freq": None}, {"no_rope_freq": None},
-], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"window_attn_skip_freq": DIFFERING["window_attn_skip_freq"][::-1]},
+        {"no_rope_freq": DIFFERING["no_rope_freq"][::-1]},
+        {"window_size": (4, 0)},
+        {"window_size": None, "window_attn_skip_freq": None},
+        {"no_rope_freq": None},
+    ],
+    ids=str,
+)
 def test_other_windows_or_rotations_are_another_model(overrides: dict[str, Any]) -> None:
     """So the comparisons above would see them."""
-    other = train(Layout(), config_of(**overrides), steps=1, micro_batches=MICRO_BATCHES, dtype=torch.float64)
+    other = train(
+        Layout(), config_of(**overrides), steps=1, micro_batches=MICRO_BATCHES, dtype=torch.float64
+    )
     assert abs(other.losses[0] / single_process().losses[0] - 1.0) > 1e-5

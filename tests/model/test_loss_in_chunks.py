@@ -1,4 +1,5 @@
-"""--loss-chunk-size: from the flag to the model's gradients. The Function: tests/tensor_parallel/test_linear_cross_entropy.py."""
+"""--loss-chunk-size: from the flag to the model's gradients. The Function:
+tests/tensor_parallel/test_linear_cross_entropy.py."""
 
 from __future__ import annotations
 
@@ -17,18 +18,30 @@ LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]  # TP size,
 
 
 def test_the_flag_reaches_the_model():
-    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 4 --seq-length 4"
+    sizes = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings "
+        "4 --seq-length 4"
+    )
     with tp_state(1) as parallel:
         for flags, chunk_size in (("", None), ("--loss-chunk-size 3", 3)):
-            config = parse_args(f"{sizes} --micro-batch-size 1 --vocab-size 20 {flags}".split()).config
+            config = parse_args(
+                f"{sizes} --micro-batch-size 1 --vocab-size 20 {flags}".split()
+            ).config
             assert build_model(config, parallel).loss_chunk_size == chunk_size
 
 
 def test_a_chunk_that_takes_the_whole_micro_batch_is_told_to_the_user():
-    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 4 --seq-length 4"
+    sizes = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings "
+        "4 --seq-length 4"
+    )
     for chunk_size, told in ((11, False), (12, True)):
-        notices = parse_args(f"{sizes} --micro-batch-size 3 --vocab-size 20 --loss-chunk-size {chunk_size}".split()).notices
-        assert any("--loss-chunk-size 12 takes all 12 tokens" in notice for notice in notices) == told
+        notices = parse_args(
+            f"{sizes} --micro-batch-size 3 --vocab-size 20 --loss-chunk-size {chunk_size}".split()
+        ).notices
+        assert (
+            any("--loss-chunk-size 12 takes all 12 tokens" in notice for notice in notices) == told
+        )
 
 
 def test_a_chunk_has_at_least_one_token():
@@ -36,22 +49,37 @@ def test_a_chunk_has_at_least_one_token():
         TrainingConfig(micro_batch_size=1, loss_chunk_size=0)
 
 
-@pytest.mark.parametrize(("variant", "tp_size", "sequence_parallel"), [  # tied, untied
-    pytest.param(variant, *layout, marks=[pytest.mark.long] * ((number + place) % 2))
-    for place, variant in enumerate(["gpt2", "llama"]) for number, layout in enumerate(LAYOUTS)])
+@pytest.mark.parametrize(
+    ("variant", "tp_size", "sequence_parallel"),
+    [  # tied, untied
+        pytest.param(variant, *layout, marks=[pytest.mark.long] * ((number + place) % 2))
+        for place, variant in enumerate(["gpt2", "llama"])
+        for number, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_a_model_trains_alike_with_its_loss_in_chunks(variant, tp_size, sequence_parallel):
     """One chunk: the same bits, in bf16 too. Several: float64 to 1e-12."""
 
     def work(rank, world_size):
         with tp_state(world_size) as parallel:
+
             def outcome(dtype, chunk_size):
-                model = build_tiny_model(variant_config(variant), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
-                                         loss_chunk_size=chunk_size)
+                model = build_tiny_model(
+                    variant_config(variant),
+                    parallel,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype,
+                    loss_chunk_size=chunk_size,
+                )
                 return loss_and_grads(model, parallel)
 
-            exact = {max(differences(outcome(dtype, None), outcome(dtype, 36)).values())
-                     for dtype in (torch.float64, torch.bfloat16)}
-            return exact, max(differences(outcome(torch.float64, None), outcome(torch.float64, 7)).values())
+            exact = {
+                max(differences(outcome(dtype, None), outcome(dtype, 36)).values())
+                for dtype in (torch.float64, torch.bfloat16)
+            }
+            return exact, max(
+                differences(outcome(torch.float64, None), outcome(torch.float64, 7)).values()
+            )
 
     for exact, several in run_ranks(work, tp_size, detail=False) if tp_size > 1 else [work(0, 1)]:
         assert exact == {0.0} and several <= 1e-12
@@ -61,8 +89,14 @@ def test_a_model_trains_alike_with_its_loss_in_chunks(variant, tp_size, sequence
 def test_under_autocast_a_float32_model_has_the_bits_that_it_has_with_all_logits(tp_size):
     def work(rank, world_size):
         with tp_state(world_size) as parallel:
+
             def outcome(chunk_size):
-                model = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.float32, loss_chunk_size=chunk_size)
+                model = build_tiny_model(
+                    variant_config("gpt2"),
+                    parallel,
+                    dtype=torch.float32,
+                    loss_chunk_size=chunk_size,
+                )
                 buffer = GradBuffer(dict(model.named_parameters()), parallel)
                 with torch.autocast("cpu", torch.bfloat16):
                     losses = model.loss(*sample_tokens())
@@ -70,7 +104,11 @@ def test_under_autocast_a_float32_model_has_the_bits_that_it_has_with_all_logits
                 return losses.detach(), *(grad.clone() for grad in buffer.grads.values())
 
             kept, one_chunk, several = outcome(None), outcome(36), outcome(7)
-            return all(map(torch.equal, kept, one_chunk)), (kept[0] - several[0]).abs().max().item(), several[0].dtype
+            return (
+                all(map(torch.equal, kept, one_chunk)),
+                (kept[0] - several[0]).abs().max().item(),
+                several[0].dtype,
+            )
 
     for equal, error, dtype in run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]:
         assert equal and error <= 2**-6 and dtype == torch.float32

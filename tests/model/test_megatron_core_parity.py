@@ -1,4 +1,5 @@
-"""megatron-core's GPT with our weights: the same logits, loss and gradients, with windows and rotation on some layers alone.
+"""megatron-core's GPT with our weights: the same logits, loss and gradients, with windows and
+rotation on some layers alone.
 
 Its model wants CUDA. In a process of its own, the places that ask for a CUDA device get the CPU.
 """
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from tests.support.equality import difference
-from tests.support.models import VOCAB_SIZE, build_tiny_model, sample_tokens, tiny_config, tp_state, whole_tensor
+from tests.support.models import (
+    VOCAB_SIZE,
+    build_tiny_model,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+    whole_tensor,
+)
 from tests.support.ranks import run_ranks
 
 with warnings.catch_warnings():
@@ -32,34 +40,68 @@ MODELS: dict[str, dict[str, Any]] = {
     "full attention": {},
     "every layer": dict(window_size=(3, 0)),
     "every second layer": dict(window_size=(3, 0), window_attn_skip_freq=2, no_rope_freq=2),
-    "lists": dict(window_size=(2, 0), window_attn_skip_freq=(0, 1, 1, 0), no_rope_freq=(1, 0, 1, 0)),
+    "lists": dict(
+        window_size=(2, 0), window_attn_skip_freq=(0, 1, 1, 0), no_rope_freq=(1, 0, 1, 0)
+    ),
 }
 
 
 def our_config(name: str) -> ModelConfig:
-    return tiny_config(num_layers=4, position_embedding_type="rope", normalization="RMSNorm", squared_relu=True,
-                       add_bias_linear=False, untie_embeddings_and_output_weights=True, **MODELS[name])
+    return tiny_config(
+        num_layers=4,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        squared_relu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        **MODELS[name],
+    )
 
 
 def their_model(name: str) -> nn.Module:
     ours = our_config(name)
-    differing = {field: list(value) if field != "window_size" and isinstance(value, tuple) else value
-                 for field, value in MODELS[name].items()}
+    differing = {
+        field: list(value) if field != "window_size" and isinstance(value, tuple) else value
+        for field, value in MODELS[name].items()
+    }
     config = TransformerConfig(
-        num_layers=ours.num_layers, hidden_size=ours.hidden_size, num_attention_heads=ours.num_attention_heads,
-        ffn_hidden_size=ours.ffn_size, kv_channels=ours.head_dim, normalization="RMSNorm", add_bias_linear=False,
-        layernorm_epsilon=ours.norm_epsilon, activation_func=lambda x: x.relu().square(), hidden_dropout=0.0,
-        attention_dropout=0.0, params_dtype=torch.float64, use_cpu_initialization=True, masked_softmax_fusion=False,
-        bias_dropout_fusion=False, apply_rope_fusion=False, gradient_accumulation_fusion=False, **differing)
-    model = GPTModel(config, get_gpt_layer_local_spec(normalization="RMSNorm"), VOCAB_SIZE, ours.max_position_embeddings,
-                     position_embedding_type="rope", rotary_base=ours.rotary_base)
+        num_layers=ours.num_layers,
+        hidden_size=ours.hidden_size,
+        num_attention_heads=ours.num_attention_heads,
+        ffn_hidden_size=ours.ffn_size,
+        kv_channels=ours.head_dim,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        layernorm_epsilon=ours.norm_epsilon,
+        activation_func=lambda x: x.relu().square(),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.float64,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **differing,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        VOCAB_SIZE,
+        ours.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=ours.rotary_base,
+    )
     return model.double()  # its norms are float32 under any params_dtype
 
 
 def results(model: nn.Module, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Logits, and the loss's gradient of each parameter by its name."""
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    return {"logits": logits.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    return {
+        "logits": logits.detach(),
+        **{name: parameter.grad for name, parameter in model.named_parameters()},
+    }
 
 
 def errors(rank: int, world_size: int) -> dict[str, float]:
@@ -73,11 +115,19 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
     for name in MODELS:
         with tp_state(1) as parallel:
             ours = build_tiny_model(our_config(name), parallel)
-            weights = {key: whole_tensor(value, value, parallel) for key, value in ours.named_parameters()}
+            weights = {
+                key: whole_tensor(value, value, parallel) for key, value in ours.named_parameters()
+            }
             theirs = their_model(name)
             loaded = theirs.load_state_dict(weights, strict=False)
-            assert not loaded.unexpected_keys and all("_extra_state" in key for key in loaded.missing_keys), loaded
-            expected = results(theirs, theirs(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None), labels)
+            assert not loaded.unexpected_keys and all(
+                "_extra_state" in key for key in loaded.missing_keys
+            ), loaded
+            expected = results(
+                theirs,
+                theirs(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None),
+                labels,
+            )
             got = results(ours, ours(tokens), labels)
             for key, parameter in ours.named_parameters():
                 got[key] = whole_tensor(got[key], parameter, parallel)
@@ -87,5 +137,8 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_logits_and_gradients_equal_those_of_megatron_core() -> None:
-    found, = run_ranks(errors, 1)
-    assert len(found) > 4 * 25 and {name: error for name, error in found.items() if not error < 1e-12} == {}
+    (found,) = run_ranks(errors, 1)
+    assert (
+        len(found) > 4 * 25
+        and {name: error for name, error in found.items() if not error < 1e-12} == {}
+    )

@@ -12,24 +12,37 @@ from megatron_lite.model.norm import rms_norm
 
 def data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    x, weight, grad = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((7, 3, 10), (10,), (7, 3, 10)))
+    x, weight, grad = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((7, 3, 10), (10,), (7, 3, 10))
+    )
     return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), grad.to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2),
-                                                 (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+)
 @pytest.mark.parametrize("rows_per_block", [1, 4, 100])
-def test_values_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float,
-                                         rows_per_block: int) -> None:
-    monkeypatch.setattr(norm, "_blocks", lambda rows: [slice(n, n + rows_per_block) for n in range(0, len(rows), rows_per_block)])
+def test_values_and_gradients_are_torchs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, rows_per_block: int
+) -> None:
+    monkeypatch.setattr(
+        norm,
+        "_blocks",
+        lambda rows: [slice(n, n + rows_per_block) for n in range(0, len(rows), rows_per_block)],
+    )
     x, weight, grad = data(dtype)
     ours = rms_norm(x, weight, 1e-5)
     theirs = F.rms_norm(x, (10,), weight, 1e-5)
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     before = grad.clone()
-    for mine, other in zip(torch.autograd.grad(ours, (x, weight), grad), torch.autograd.grad(theirs, (x, weight), grad),
-                           strict=True):
+    for mine, other in zip(
+        torch.autograd.grad(ours, (x, weight), grad),
+        torch.autograd.grad(theirs, (x, weight), grad),
+        strict=True,
+    ):
         torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * 10)
     assert torch.equal(grad, before)  # autograd may use it elsewhere too
 
@@ -37,4 +50,6 @@ def test_values_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch, dtype:
 def test_blocks_cover_every_row_once() -> None:
     rows = torch.empty(1000, 300)
     blocks = norm._blocks(rows)
-    assert len(blocks) > 1 and [row for block in blocks for row in range(1000)[block]] == list(range(1000))
+    assert len(blocks) > 1 and [row for block in blocks for row in range(1000)[block]] == list(
+        range(1000)
+    )

@@ -1,4 +1,5 @@
-"""Random-init models of `transformers` with their weights copied over: the same logits, loss and gradients."""
+"""Random-init models of `transformers` with their weights copied over: the same logits, loss and
+gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import difference
 from tests.support.hf import PEERS, V, our_config, our_tensors
-from tests.support.models import load_whole_, padded_vocab_size, sample_tokens, tp_state, whole_tensor
+from tests.support.models import (
+    load_whole_,
+    padded_vocab_size,
+    sample_tokens,
+    tp_state,
+    whole_tensor,
+)
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -36,24 +43,35 @@ def theirs(name: str, dtype: torch.dtype) -> tuple[ModelConfig, dict[str, Tensor
     config, model = our_config(peer), peer.build().to(dtype)
     tokens, labels = sample_tokens()
     text = torch.cat((tokens, labels[:, -1:]), dim=1)
-    output = model(input_ids=text, labels=text)  # shifts the labels itself, and takes the loss in float32
+    # shifts the labels itself, and takes the loss in float32
+    output = model(input_ids=text, labels=text)
     logits = output.logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     loss.backward()
     offset = 1.0 if name == "nemotron" else 0.0
     weights = {key: value.detach() for key, value in model.named_parameters()}
-    weights = our_tensors(peer, {key: value + offset if "norm" in key and key.endswith("weight") else value
-                                 for key, value in weights.items()}, config)
+    weights = our_tensors(
+        peer,
+        {
+            key: value + offset if "norm" in key and key.endswith("weight") else value
+            for key, value in weights.items()
+        },
+        config,
+    )
     grads = our_tensors(peer, {key: value.grad for key, value in model.named_parameters()}, config)
     return config, weights, Result(logits.detach(), loss.detach(), grads)
 
 
-def ours(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, tp_size: int) -> Result:
+def ours(
+    config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, tp_size: int
+) -> Result:
     """The same on this rank."""
     with tp_state(tp_size) as parallel:
         context = RankContext.of(parallel, sequence_parallel=True, params_dtype=dtype)
-        model = GPTModel(config, context, vocab_size=V, padded_vocab_size=padded_vocab_size(tp_size))
+        model = GPTModel(
+            config, context, vocab_size=V, padded_vocab_size=padded_vocab_size(tp_size)
+        )
         load_whole_(model, weights, parallel)
         parameters = dict(model.named_parameters())
         buffer = GradBuffer(parameters, parallel)
@@ -63,28 +81,45 @@ def ours(config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, tp
         buffer.reduce_()
         with torch.no_grad():
             logits = model(tokens)
-        return Result(logits, loss.detach(), {key: whole_tensor(buffer.grads[key], value, parallel)
-                                              for key, value in parameters.items()})
+        return Result(
+            logits,
+            loss.detach(),
+            {
+                key: whole_tensor(buffer.grads[key], value, parallel)
+                for key, value in parameters.items()
+            },
+        )
 
 
-@pytest.mark.parametrize("name, dtype, tolerance", [
-    ("gpt2", torch.float32, 1e-5),
-    ("gpt2", torch.float64, 1e-12),
-    ("llama", torch.float32, 1e-5),
-    ("qwen2", torch.float32, 1e-5),
-    ("qwen3", torch.float32, 1e-5),
-    ("mistral", torch.float32, 1e-5),
-    ("qwen2 with windows", torch.float32, 1e-5),
-    ("smollm3", torch.float32, 1e-5),
-    ("gpt_neox", torch.float32, 1e-5),
-    ("nemotron", torch.float32, 1e-5),
-])
+@pytest.mark.parametrize(
+    "name, dtype, tolerance",
+    [
+        ("gpt2", torch.float32, 1e-5),
+        ("gpt2", torch.float64, 1e-12),
+        ("llama", torch.float32, 1e-5),
+        ("qwen2", torch.float32, 1e-5),
+        ("qwen3", torch.float32, 1e-5),
+        ("mistral", torch.float32, 1e-5),
+        ("qwen2 with windows", torch.float32, 1e-5),
+        ("smollm3", torch.float32, 1e-5),
+        ("gpt_neox", torch.float32, 1e-5),
+        ("nemotron", torch.float32, 1e-5),
+    ],
+)
 def test_logits_loss_and_gradients_equal_those_of_transformers(name, dtype, tolerance):
-    """Relative to the largest value of each tensor. transformers computes RMSNorm and rotary angles in float32."""
+    """Relative to the largest value of each tensor. transformers computes RMSNorm and rotary angles
+    in float32."""
     config, weights, expected = theirs(name, dtype)
-    results = [ours(config, weights, dtype, 1), *run_ranks(lambda rank, world_size: ours(config, weights, dtype, world_size), 2)]
+    results = [
+        ours(config, weights, dtype, 1),
+        *run_ranks(lambda rank, world_size: ours(config, weights, dtype, world_size), 2),
+    ]
     for result in results:
         assert difference(expected.logits, result.logits) < tolerance
         assert difference(expected.loss, result.loss) < tolerance
         assert expected.grads.keys() == result.grads.keys()
-        assert {key for key, grad in expected.grads.items() if not difference(grad, result.grads[key]) < 10 * tolerance} == set()
+        assert {
+            key
+            for key, grad in expected.grads.items()
+            if not difference(grad, result.grads[key]) < 10 * tolerance
+        } == set()

@@ -1,4 +1,5 @@
-"""Attention windows and layers without rotary embedding: against loops, the softmax formula and torch's own masked attention."""
+"""Attention windows and layers without rotary embedding: against loops, the softmax formula and
+torch's own masked attention."""
 
 from __future__ import annotations
 
@@ -35,32 +36,45 @@ ROPE = dict(LLAMA, attention_backend="flash")
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def heads(groups: int, *, s: int = S, b: int = B, a: int = A,
-          dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def heads(
+    groups: int, *, s: int = S, b: int = B, a: int = A, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
     """query, key and value that need gradients."""
     shapes = ((s, b, a, D), (s, b, groups, D), (s, b, groups, D))
-    query, key, value = (draw(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes, 1))
+    query, key, value = (
+        draw(*shape, seed=seed, dtype=dtype).requires_grad_()
+        for seed, shape in enumerate(shapes, 1)
+    )
     return query, key, value
 
 
 def core(backend: str, *, layer: int = 0, **overrides: Any) -> CoreAttention:
-    config = tiny_config(attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides)
+    config = tiny_config(
+        attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides
+    )
     with tp_state(1) as parallel:
         return CoreAttention(config, parallel.rng, layer=layer)
 
 
 def by_loops(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
-    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i the keys i - reach .. i."""
+    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i the keys i
+    - reach .. i."""
     output = torch.zeros_like(query)
     for head in range(query.shape[2]):
         group = head // (query.shape[2] // key.shape[2])
         for sample in range(query.shape[1]):
             for row in range(query.shape[0]):
-                columns = [column for column in range(query.shape[0]) if row - reach <= column <= row]
-                scores = torch.stack([query[row, sample, head] @ key[column, sample, group] for column in columns])
+                columns = [
+                    column for column in range(query.shape[0]) if row - reach <= column <= row
+                ]
+                scores = torch.stack(
+                    [query[row, sample, head] @ key[column, sample, group] for column in columns]
+                )
                 weights = torch.softmax(scores * SCALE, dim=0)
                 output[row, sample, head] = weights @ value[columns, sample, group]
     return output.flatten(2)
@@ -79,21 +93,28 @@ def formula(query: Tensor, key: Tensor, value: Tensor, reach: int) -> Tensor:
 
 # --- core attention ---
 
+
 @pytest.mark.parametrize("groups", [A, 3, 1])
 @pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
 def test_every_backend_reads_the_window_as_the_loops_do(backend: str, groups: int) -> None:
     query, key, value = (tensor.detach() for tensor in heads(groups))
     for reach in (0, 1, 3, S - 2):
         output = core(backend, window_size=(reach, 0))(query, key, value)
-        torch.testing.assert_close(output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
 def test_a_layer_that_the_frequency_skips_reads_everything_before(backend: str) -> None:
     query, key, value = (tensor.detach() for tensor in heads(3))
     for layer, reach in ((0, 3), (1, S), (2, 3)):
-        output = core(backend, layer=layer, window_size=(3, 0), window_attn_skip_freq=2)(query, key, value)
-        torch.testing.assert_close(output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12)
+        output = core(backend, layer=layer, window_size=(3, 0), window_attn_skip_freq=2)(
+            query, key, value
+        )
+        torch.testing.assert_close(
+            output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("reach", [0, 2, 7])
@@ -101,25 +122,40 @@ def test_a_layer_that_the_frequency_skips_reads_everything_before(backend: str) 
 def test_gradients_of_the_fused_window_are_those_of_the_formula(groups: int, reach: int) -> None:
     inputs = heads(groups)
     grad = draw(S, B, A, D, seed=5)
-    output, expected = windowed_attention(*inputs, reach=reach, scale=SCALE), formula(*inputs, reach)
+    output, expected = (
+        windowed_attention(*inputs, reach=reach, scale=SCALE),
+        formula(*inputs, reach),
+    )
     results = (output, *torch.autograd.grad(output, inputs, grad))
     wanted = (expected, *torch.autograd.grad(expected, inputs, grad))
     for name, want, have in zip(("output", "query", "key", "value"), wanted, results, strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            have, want, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])  # 1100: whole blocks of a row's keys are hidden
-def test_the_bits_are_those_of_torchs_attention_with_a_mask(s: int, reach: int, dtype: torch.dtype) -> None:
-    """Which keeps the mask, works on the half above the diagonal too, and is otherwise the same kernel."""
+# 1100: whole blocks of a row's keys are hidden
+@pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])
+def test_the_bits_are_those_of_torchs_attention_with_a_mask(
+    s: int, reach: int, dtype: torch.dtype
+) -> None:
+    """Which keeps the mask, works on the half above the diagonal too, and is otherwise the same
+    kernel."""
     inputs = heads(1, s=s, b=1, a=2, dtype=dtype)
     grad = draw(s, 1, 2, D, seed=5, dtype=dtype)
     output = windowed_attention(*inputs, reach=reach, scale=SCALE)
     places = torch.arange(s)
     distance = places.unsqueeze(1) - places
-    hidden = torch.zeros(s, s, dtype=dtype).masked_fill_((distance < 0) | (distance > reach), -torch.inf)
-    theirs = F.scaled_dot_product_attention(*(tensor.permute(1, 2, 0, 3) for tensor in inputs), attn_mask=hidden, scale=SCALE,
-                                            enable_gqa=True).permute(2, 0, 1, 3)
+    hidden = torch.zeros(s, s, dtype=dtype).masked_fill_(
+        (distance < 0) | (distance > reach), -torch.inf
+    )
+    theirs = F.scaled_dot_product_attention(
+        *(tensor.permute(1, 2, 0, 3) for tensor in inputs),
+        attn_mask=hidden,
+        scale=SCALE,
+        enable_gqa=True,
+    ).permute(2, 0, 1, 3)
     assert torch.equal(output, theirs)
     ours = torch.autograd.grad(output, inputs, grad)
     assert all(map(torch.equal, ours, torch.autograd.grad(theirs, inputs, grad)))
@@ -128,7 +164,13 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(s: int, reach: int, 
 
 def test_a_mask_hides_what_is_later_and_what_is_before_the_window() -> None:
     hidden = window_mask(torch.empty(5, 1), 2)
-    assert (hidden == 0).int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+    assert (hidden == 0).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
     assert hidden[hidden != 0].eq(-torch.inf).all()
 
 
@@ -137,7 +179,8 @@ def test_the_mask_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> N
         warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
         theirs = pytest.importorskip("megatron.core.transformer.utils")
     ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))  # it asks for CUDA
+    # it asks for CUDA
+    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
     for s, reach in ((7, 0), (7, 3), (12, 5)):
         hidden = theirs.get_sliding_window_causal_mask(s, s, (reach, 0))
         assert torch.equal(window_mask(torch.empty(s, 1), reach) != 0, hidden)
@@ -157,12 +200,16 @@ def test_a_gradient_of_one_number_for_all_is_read_as_such() -> None:
     """`sum` gives backward an expanded tensor, whose elements stand nowhere."""
     inputs = heads(3)
     expanded = torch.autograd.grad(windowed_attention(*inputs, reach=2, scale=SCALE).sum(), inputs)
-    whole = torch.autograd.grad(windowed_attention(*inputs, reach=2, scale=SCALE), inputs, torch.ones(S, B, A, D).double())
+    whole = torch.autograd.grad(
+        windowed_attention(*inputs, reach=2, scale=SCALE), inputs, torch.ones(S, B, A, D).double()
+    )
     assert all(map(torch.equal, expanded, whole))
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
-def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on CUDA in float64, or with dropout."""
     monkeypatch.setattr(attention, "has_kernel", lambda query: False)
     query, key, value = (tensor.detach() for tensor in heads(3))
@@ -178,6 +225,7 @@ def test_autocast_takes_its_dtype_as_torchs_attention_does() -> None:
 
 # --- what is kept ---
 
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
 def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torch.dtype) -> None:
@@ -188,7 +236,8 @@ def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torc
         with kept_for_backward() as meter:
             output = core(backend, **overrides)(*inputs)
         found.append(sorted(kept.num_bytes for kept in meter.storages().values()))
-        assert output.requires_grad  # the graph, and with it what is kept, lives as long as the output
+        # the graph, and with it what is kept, lives as long as the output
+        assert output.requires_grad
     assert found[0] == found[1] and len(found[0]) >= 4
 
 
@@ -198,15 +247,25 @@ def test_flash_attention_with_a_window_keeps_no_tensor_of_s_times_s() -> None:
         output = core("flash", window_size=(3, 0))(*heads(A, s=s, dtype=dtype))
     assert output.requires_grad  # it holds the graph
     rows, element = s * B * A, dtype.itemsize
-    assert sorted(kept.num_bytes for kept in meter.storages().values()) == [rows * 4, *[rows * D * element] * 4]
+    assert sorted(kept.num_bytes for kept in meter.storages().values()) == [
+        rows * 4,
+        *[rows * D * element] * 4,
+    ]
 
 
 # --- the model ---
 
+
 def differing(**overrides: Any) -> dict[str, Any]:
     """Five layers: windows on some, rotary embedding on others."""
-    return {**ROPE, "num_layers": 5, "window_size": (3, 0), "window_attn_skip_freq": (1, 0, 1, 1, 0),
-            "no_rope_freq": (0, 1, 1, 0, 0), **overrides}
+    return {
+        **ROPE,
+        "num_layers": 5,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": (1, 0, 1, 1, 0),
+        "no_rope_freq": (0, 1, 1, 0, 0),
+        **overrides,
+    }
 
 
 def test_flash_and_unfused_windows_give_the_same_loss_and_gradients() -> None:
@@ -217,17 +276,26 @@ def test_flash_and_unfused_windows_give_the_same_loss_and_gradients() -> None:
             outcomes.append(loss_and_grads(model, parallel))
     flash, unfused = outcomes
     assert difference(flash.loss, unfused.loss) < 1e-13
-    assert {key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12} == set()
+    assert {
+        key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12
+    } == set()
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
-@pytest.mark.parametrize(("pattern", "seen"), [((1, 1), range(2, 9)), ((0, 1), range(2, 12)), ((1, 0), range(2, 12))])
-def test_a_token_is_seen_as_far_as_the_windows_of_all_layers_reach(pattern: tuple[int, ...], seen: range, backend: str) -> None:
-    """Token 2, windows of 3 tokens before: two such layers carry it to token 8, and a layer without a window to all."""
+@pytest.mark.parametrize(
+    ("pattern", "seen"), [((1, 1), range(2, 9)), ((0, 1), range(2, 12)), ((1, 0), range(2, 12))]
+)
+def test_a_token_is_seen_as_far_as_the_windows_of_all_layers_reach(
+    pattern: tuple[int, ...], seen: range, backend: str
+) -> None:
+    """Token 2, windows of 3 tokens before: two such layers carry it to token 8, and a layer without
+    a window to all."""
     tokens, _ = sample_tokens()
     changed = tokens.clone()
     changed[:, 2] = (changed[:, 2] + 1) % VOCAB_SIZE
-    config = tiny_config(num_layers=2, attention_backend=backend, window_size=(3, 0), window_attn_skip_freq=pattern)
+    config = tiny_config(
+        num_layers=2, attention_backend=backend, window_size=(3, 0), window_attn_skip_freq=pattern
+    )
     with tp_state(1) as parallel, torch.no_grad():
         model = build_tiny_model(config, parallel)
         moved = (model(tokens) != model(changed)).flatten(2).any(dim=2)
@@ -242,7 +310,9 @@ def test_a_window_as_long_as_the_sequence_is_none(backend: str) -> None:
             model = build_tiny_model(tiny_config(attention_backend=backend, **overrides), parallel)
             outcomes.append(loss_and_grads(model, parallel))
     plain, wide = outcomes
-    assert torch.equal(plain.loss, wide.loss) and all(torch.equal(grad, wide.grads[key]) for key, grad in plain.grads.items())
+    assert torch.equal(plain.loss, wide.loss) and all(
+        torch.equal(grad, wide.grads[key]) for key, grad in plain.grads.items()
+    )
 
 
 def test_shorter_and_longer_sequences_have_the_same_window() -> None:
@@ -260,11 +330,26 @@ def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions()
     def attended(**overrides: Any) -> list[Tensor]:
         """What attention of each of two layers makes of the same hidden states."""
         with tp_state(1) as parallel, torch.no_grad():
-            model = build_tiny_model(tiny_config(**{**LLAMA, "num_layers": 2, **overrides}), parallel)
-            tables = rotary_tables(SEQ_LENGTH, 6, 10000.0, device=torch.device("cpu"), dtype=torch.float64)
-            return [layer.self_attention(hidden_states, tables, Regions(rebuilt=frozenset(), rng=parallel.rng, layer=number,
-                                                                        skip_region_tails=False, verify=False))
-                    for number, layer in enumerate(model.decoder.layers)]
+            model = build_tiny_model(
+                tiny_config(**{**LLAMA, "num_layers": 2, **overrides}), parallel
+            )
+            tables = rotary_tables(
+                SEQ_LENGTH, 6, 10000.0, device=torch.device("cpu"), dtype=torch.float64
+            )
+            return [
+                layer.self_attention(
+                    hidden_states,
+                    tables,
+                    Regions(
+                        rebuilt=frozenset(),
+                        rng=parallel.rng,
+                        layer=number,
+                        skip_region_tails=False,
+                        verify=False,
+                    ),
+                )
+                for number, layer in enumerate(model.decoder.layers)
+            ]
 
     rotated, plain = attended(), attended(position_embedding_type="none")
     mixed = attended(no_rope_freq=(1, 0))

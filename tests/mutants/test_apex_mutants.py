@@ -64,7 +64,11 @@ def the_gradient_is_added_and_returned_too(patch: Patch) -> None:
 
 def the_operands_are_in_the_wrong_order(patch: Patch) -> None:
     add = weight_gradient._add
-    patch.setattr(weight_gradient, "_add", lambda kernel, total, parameter, x, grad: add(kernel, total, parameter, grad, x))
+    patch.setattr(
+        weight_gradient,
+        "_add",
+        lambda kernel, total, parameter, x, grad: add(kernel, total, parameter, grad, x),
+    )
 
 
 def each_micro_batch_starts_from_zero(patch: Patch) -> None:
@@ -98,12 +102,19 @@ def compiled_weights_are_given_the_kernel(patch: Patch) -> None:
 def a_tied_weight_counts_as_one_of_a_linear_layer(patch: Patch) -> None:
     """The log would say that the kernel sums all of its gradient."""
     real = kernels._matmul_weights
-    patch.setattr(kernels, "_matmul_weights", lambda model: [(name, weight, False) for name, weight, _ in real(model)])
+    patch.setattr(
+        kernels,
+        "_matmul_weights",
+        lambda model: [(name, weight, False) for name, weight, _ in real(model)],
+    )
 
 
 def fused_adam_is_not_told_to_skip(patch: Patch) -> None:
-    patch.setattr(adam_update._Skipping, "_check_inf_per_device",
-                  lambda self, optimizer: {self._skipped.device: torch.zeros_like(self._skipped)})
+    patch.setattr(
+        adam_update._Skipping,
+        "_check_inf_per_device",
+        lambda self, optimizer: {self._skipped.device: torch.zeros_like(self._skipped)},
+    )
 
 
 def a_skipped_step_is_taken_back_from_what_was_loaded(patch: Patch) -> None:
@@ -145,20 +156,30 @@ def all_groups_share_one_fused_adam(patch: Patch) -> None:
 
 def the_learning_rate_stays_at_zero(patch: Patch) -> None:
     real = ApexFusedAdam.step
-    patch.setattr(ApexFusedAdam, "step", lambda self, learning_rate, skipped: real(self, 0.0, skipped))
+    patch.setattr(
+        ApexFusedAdam, "step", lambda self, learning_rate, skipped: real(self, 0.0, skipped)
+    )
 
 
 def statistics_are_priced_in_the_rows_dtype(patch: Patch) -> None:
     real = norms.norm_statistics
     for module in (transformer_layer, self_attention, model_ends):
-        patch.setattr(module, "norm_statistics",
-                      lambda name, model, sizes, rows: real(name, replace(model, norm_impl="torch"), sizes, rows))
+        patch.setattr(
+            module,
+            "norm_statistics",
+            lambda name, model, sizes, rows: real(
+                name, replace(model, norm_impl="torch"), sizes, rows
+            ),
+        )
 
 
 def contiguous_copies_of_query_and_key_are_not_priced(patch: Patch) -> None:
     real = transformer_layer.attention_operations
-    patch.setattr(transformer_layer, "attention_operations",
-                  lambda model, sizes, layer: real(replace(model, norm_impl="torch"), sizes, layer))
+    patch.setattr(
+        transformer_layer,
+        "attention_operations",
+        lambda model, sizes, layer: real(replace(model, norm_impl="torch"), sizes, layer),
+    )
 
 
 def value_holds_the_whole_of_qkv(patch: Patch) -> None:
@@ -179,45 +200,81 @@ def weight_and_bias_of_a_norm_change_places(patch: Patch) -> None:
 
     def swapped(config: Any, device_type: str) -> Any:
         function = real(config, device_type)
-        return lambda x, weight, bias, epsilon: function(x, weight, bias, epsilon) if bias is None else function(x, bias, weight,
-                                                                                                                 epsilon)
+        return lambda x, weight, bias, epsilon: (
+            function(x, weight, bias, epsilon)
+            if bias is None
+            else function(x, bias, weight, epsilon)
+        )
 
     patch.setitem(norm.IMPLEMENTATIONS, "apex", swapped)
 
 
-OVERLAP = (test_weight_gradient.test_overlap_sends_what_the_kernel_has_written, dict(name="gpt2", policy="*:none"))
-SUMS = (test_weight_gradient.test_gradients_are_those_without_the_kernel_but_for_one_rounding,
-        dict(tp_size=1, sequence_parallel=False, dtype=torch.bfloat16, name="gpt2"))
+OVERLAP = (
+    test_weight_gradient.test_overlap_sends_what_the_kernel_has_written,
+    dict(name="gpt2", policy="*:none"),
+)
+SUMS = (
+    test_weight_gradient.test_gradients_are_those_without_the_kernel_but_for_one_rounding,
+    dict(tp_size=1, sequence_parallel=False, dtype=torch.bfloat16, name="gpt2"),
+)
 BY_HAND = test_weight_gradient.test_the_sum_is_that_of_unrounded_products
-SKIPS = (test_adam_update.test_skipped_steps_change_nothing_and_do_not_count, dict(fault=float("inf"), bad_steps=(1, 2)))
-LOADS = (test_adam_update.test_states_load_across_implementations, dict(writer="torch", reader="apex", last_is_skipped=True))
-BYTES = (test_apex_norm.test_predicted_bytes_are_the_measured_ones_and_all_that_lives,
-         dict(tp_size=1, sequence_parallel=False, name="neox"))
+SKIPS = (
+    test_adam_update.test_skipped_steps_change_nothing_and_do_not_count,
+    dict(fault=float("inf"), bad_steps=(1, 2)),
+)
+LOADS = (
+    test_adam_update.test_states_load_across_implementations,
+    dict(writer="torch", reader="apex", last_is_skipped=True),
+)
+BYTES = (
+    test_apex_norm.test_predicted_bytes_are_the_measured_ones_and_all_that_lives,
+    dict(tp_size=1, sequence_parallel=False, name="neox"),
+)
 MUTANTS = [
     Mutant(the_kernel_writes_after_the_hook, *OVERLAP),
-    Mutant(the_kernel_writes_after_the_hook,
-           test_weight_gradient.test_hooks_that_wait_for_a_gradient_run_once_for_each_and_see_all_of_it),
+    Mutant(
+        the_kernel_writes_after_the_hook,
+        test_weight_gradient.test_hooks_that_wait_for_a_gradient_run_once_and_see_all_of_it,
+    ),
     Mutant(the_gradient_is_added_and_returned_too, *SUMS),
     Mutant(the_operands_are_in_the_wrong_order, BY_HAND, error="is out of bounds"),
     Mutant(each_micro_batch_starts_from_zero, *SUMS),
     Mutant(the_kernel_is_given_views, BY_HAND, error="not contiguous"),
-    Mutant(the_loss_in_chunks_adds_the_first_rows_every_time,
-           test_weight_gradient.test_the_loss_in_chunks_adds_each_chunk_by_the_kernel, dict(name="gpt2", dtype=torch.float32)),
-    Mutant(compiled_weights_are_given_the_kernel,
-           test_weight_gradient.test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel),
-    Mutant(a_tied_weight_counts_as_one_of_a_linear_layer,
-           test_weight_gradient.test_a_run_uses_the_kernel_where_it_may_and_says_so,
-           dict(training=dict(bf16=True), model={}, num_calls=9, expected="autograd (grad_dtype) for the lookup")),
+    Mutant(
+        the_loss_in_chunks_adds_the_first_rows_every_time,
+        test_weight_gradient.test_the_loss_in_chunks_adds_each_chunk_by_the_kernel,
+        dict(name="gpt2", dtype=torch.float32),
+    ),
+    Mutant(
+        compiled_weights_are_given_the_kernel,
+        test_weight_gradient.test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel,
+    ),
+    Mutant(
+        a_tied_weight_counts_as_one_of_a_linear_layer,
+        test_weight_gradient.test_a_run_uses_the_kernel_where_it_may_and_says_so,
+        dict(
+            training=dict(bf16=True),
+            model={},
+            num_calls=9,
+            expected="autograd (grad_dtype) for the lookup",
+        ),
+    ),
     Mutant(fused_adam_is_not_told_to_skip, *SKIPS),
     Mutant(a_skipped_step_is_taken_back_from_what_was_loaded, *LOADS),
     Mutant(all_groups_share_one_fused_adam, *LOADS),
-    Mutant(the_learning_rate_stays_at_zero, test_adam_update.test_weights_masters_and_moments_are_torchs_up_to_rounding,
-           dict(dtype=torch.float32)),
+    Mutant(
+        the_learning_rate_stays_at_zero,
+        test_adam_update.test_weights_masters_and_moments_are_torchs_up_to_rounding,
+        dict(dtype=torch.float32),
+    ),
     Mutant(statistics_are_priced_in_the_rows_dtype, *BYTES),
     Mutant(contiguous_copies_of_query_and_key_are_not_priced, *BYTES),
     Mutant(value_holds_the_whole_of_qkv, *BYTES),
-    Mutant(weight_and_bias_of_a_norm_change_places, test_apex_norm.test_losses_and_gradients_are_torchs,
-           dict(tp_size=1, sequence_parallel=False)),
+    Mutant(
+        weight_and_bias_of_a_norm_change_places,
+        test_apex_norm.test_losses_and_gradients_are_torchs,
+        dict(tp_size=1, sequence_parallel=False),
+    ),
 ]
 
 

@@ -1,5 +1,5 @@
-"""Mistakes in how checkpoints reach the disk, in who may change a directory and in what is read, each put back: a named test must
-fail."""
+"""Mistakes in how checkpoints reach the disk, in who may change a directory and in what is read,
+each put back: a named test must fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ Patch = pytest.MonkeyPatch
 
 
 def nothing_is_synced(patch: Patch) -> None:
-    patch.setattr(data_files, "os", SimpleNamespace(**{**vars(os), "fsync": lambda descriptor: None}))
+    patch.setattr(
+        data_files, "os", SimpleNamespace(**{**vars(os), "fsync": lambda descriptor: None})
+    )
 
 
 def files_are_not_synced(patch: Patch) -> None:
@@ -161,42 +163,89 @@ def the_look_at_the_lock_is_skipped(patch: Patch) -> None:
     patch.setattr(DirectoryLock, "check", lambda self: None)
 
 
-PADDING = dict(zip(("change", "message"), next(row[1:] for row in crafted.CRAFTED if row[0] == "padding"), strict=True))
+PADDING = dict(
+    zip(
+        ("change", "message"),
+        next(row[1:] for row in crafted.CRAFTED if row[0] == "padding"),
+        strict=True,
+    )
+)
 RENAMES = test_stale_start.test_held_before_any_change_of_a_name_a_stale_start_changes_nothing
 POINTS = test_stale_start.test_held_at_a_named_point_a_stale_start_changes_nothing
 
 MUTANTS = [
     Mutant(the_look_at_the_lock_is_skipped, POINTS, dict(point=Point.POINTED)),
     Mutant(the_lock_is_not_looked_at_before_a_name_changes, POINTS, dict(point=Point.RENAMED)),
-    Mutant(the_lock_is_not_looked_at_before_old_steps_are_deleted, POINTS, dict(point=Point.POINTED)),
+    Mutant(
+        the_lock_is_not_looked_at_before_old_steps_are_deleted, POINTS, dict(point=Point.POINTED)
+    ),
     Mutant(the_lock_is_not_looked_at_before_old_steps_are_deleted, RENAMES),
     Mutant(a_step_that_was_taken_away_too_late_stays_away, RENAMES),
     Mutant(a_later_start_leaves_unfinished_names, RENAMES),
-    Mutant(nothing_is_synced, order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name),
-    Mutant(files_are_not_synced, order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name),
-    Mutant(files_are_not_synced, order.test_the_pointers_text_is_on_the_disk_before_it_gets_its_name),
-    Mutant(folders_of_steps_are_not_synced, order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name),
+    Mutant(
+        nothing_is_synced,
+        order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name,
+    ),
+    Mutant(
+        files_are_not_synced,
+        order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name,
+    ),
+    Mutant(
+        files_are_not_synced, order.test_the_pointers_text_is_on_the_disk_before_it_gets_its_name
+    ),
+    Mutant(
+        folders_of_steps_are_not_synced,
+        order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name,
+    ),
     Mutant(names_are_not_synced, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
-    Mutant(names_are_not_synced, order.test_a_step_has_lost_its_name_on_the_disk_before_its_files_go),
+    Mutant(
+        names_are_not_synced, order.test_a_step_has_lost_its_name_on_the_disk_before_its_files_go
+    ),
     Mutant(names_are_not_synced, order.test_a_save_is_over_when_the_pointer_is_on_the_disk),
     Mutant(the_pointer_comes_first, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
-    Mutant(old_steps_go_before_the_pointer_moves,
-           order.test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk),
-    Mutant(the_later_start_is_not_preferred, test_origin.test_a_pointer_of_a_start_before_the_last_one_is_not_followed),
-    Mutant(every_step_is_on_the_course,
-           test_origin.test_a_step_of_a_course_that_was_left_is_passed_over_and_set_aside_by_the_next_save),
-    Mutant(set_aside_steps_stay_for_ever, test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far),
-    Mutant(set_aside_steps_go_at_once, test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far),
-
-    Mutant(links_and_pipes_are_read, crafted.test_what_is_no_regular_file_is_not_read,
-           dict(file=crafted.RNG, how=crafted.to_a_file_elsewhere)),
-    Mutant(layouts_are_not_checked, crafted.test_a_value_that_no_run_has_is_named_and_the_step_before_is_used, PADDING),
-    Mutant(files_are_not_compared_with_their_layout, crafted.test_weights_of_another_kind_or_shape_are_refused,
-           dict(change=lambda tensor: tensor.int(), message="I32")),
-
-    Mutant(a_row_that_did_not_fit_stays, test_full_log.test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable),
-    Mutant(the_old_text_moves_away_before_the_new_one_is_there,
-           test_full_log.test_the_new_text_is_on_the_disk_before_it_takes_the_files_name),
+    Mutant(
+        old_steps_go_before_the_pointer_moves,
+        order.test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk,
+    ),
+    Mutant(
+        the_later_start_is_not_preferred,
+        test_origin.test_a_pointer_of_a_start_before_the_last_one_is_not_followed,
+    ),
+    Mutant(
+        every_step_is_on_the_course,
+        test_origin.test_a_step_of_a_course_that_was_left_is_set_aside_by_the_next_save,
+    ),
+    Mutant(
+        set_aside_steps_stay_for_ever,
+        test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far,
+    ),
+    Mutant(
+        set_aside_steps_go_at_once,
+        test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far,
+    ),
+    Mutant(
+        links_and_pipes_are_read,
+        crafted.test_what_is_no_regular_file_is_not_read,
+        dict(file=crafted.RNG, how=crafted.to_a_file_elsewhere),
+    ),
+    Mutant(
+        layouts_are_not_checked,
+        crafted.test_a_value_that_no_run_has_is_named_and_the_step_before_is_used,
+        PADDING,
+    ),
+    Mutant(
+        files_are_not_compared_with_their_layout,
+        crafted.test_weights_of_another_kind_or_shape_are_refused,
+        dict(change=lambda tensor: tensor.int(), message="I32"),
+    ),
+    Mutant(
+        a_row_that_did_not_fit_stays,
+        test_full_log.test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable,
+    ),
+    Mutant(
+        the_old_text_moves_away_before_the_new_one_is_there,
+        test_full_log.test_the_new_text_is_on_the_disk_before_it_takes_the_files_name,
+    ),
 ]
 
 
@@ -207,9 +256,16 @@ def roots(order_beginning: Path, two_starts: Path) -> dict[str, Path]:  # noqa: 
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: Patch, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    fixtures = {name: request.getfixturevalue(name) for name in inspect.signature(mutant.test).parameters
-                if name not in ("root", "monkeypatch", *mutant.arguments)}
+def test_is_seen(
+    mutant: Mutant, monkeypatch: Patch, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    fixtures = {
+        name: request.getfixturevalue(name)
+        for name in inspect.signature(mutant.test).parameters
+        if name not in ("root", "monkeypatch", *mutant.arguments)
+    }
     if "root" in inspect.signature(mutant.test).parameters:
-        fixtures["root"] = shutil.copytree(request.getfixturevalue("roots")[mutant.test.__module__], tmp_path / "steps")
+        fixtures["root"] = shutil.copytree(
+            request.getfixturevalue("roots")[mutant.test.__module__], tmp_path / "steps"
+        )
     assert_seen(mutant, monkeypatch, **fixtures)

@@ -26,11 +26,16 @@ Patch = pytest.MonkeyPatch
 
 
 def each_rank_holds_one_stretch(patch: Patch) -> None:
-    patch.setattr(chunks, "spans_of", lambda length, *, rank, size: (slice(rank * length // size, (rank + 1) * length // size),))
+    patch.setattr(
+        chunks,
+        "spans_of",
+        lambda length, *, rank, size: (slice(rank * length // size, (rank + 1) * length // size),),
+    )
 
 
 def chunks_in_the_order_of_the_ranks(patch: Patch) -> None:
     """Rank i holds i and c + i."""
+
     def spans(length: int, *, rank: int, size: int) -> tuple[slice, ...]:
         part = length // (2 * size)
         return tuple(slice(chunk * part, (chunk + 1) * part) for chunk in (rank, size + rank))
@@ -53,8 +58,15 @@ def the_log_sum_exp_stays_that_of_the_first_part(patch: Patch) -> None:
 
 def backward_with_the_log_sum_exp_of_each_part(patch: Patch) -> None:
     def backward(grad_output, query, key, value, attended, *, causal, scale):
-        return real(grad_output, query, key, value, attend(query, key, value, causal=causal, scale=scale), causal=causal,
-                    scale=scale)
+        return real(
+            grad_output,
+            query,
+            key,
+            value,
+            attend(query, key, value, causal=causal, scale=scale),
+            causal=causal,
+            scale=scale,
+        )
 
     real = attention.attend_backward
     patch.setattr(attention, "attend_backward", backward)
@@ -85,11 +97,17 @@ def gradients_of_keys_stop_one_rank_before_home(patch: Patch) -> None:
 
 
 def learned_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
-    patch.setattr(embedding, "part_of", lambda spans, start, length: (slice(start, start + length),))
+    patch.setattr(
+        embedding, "part_of", lambda spans, start, length: (slice(start, start + length),)
+    )
 
 
 def rotary_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
-    patch.setattr(gpt, "select", lambda table, spans, dim: table[: sum(span.stop - span.start for span in spans)])
+    patch.setattr(
+        gpt,
+        "select",
+        lambda table, spans, dim: table[: sum(span.stop - span.start for span in spans)],
+    )
 
 
 def unfused_masks_as_if_keys_were_gathered_in_order(patch: Patch) -> None:
@@ -113,17 +131,39 @@ def only_data_parallel_ranks_add_up_the_loss(patch: Patch) -> None:
     patch.setattr(step, "all_reduce_", lambda tensor, group: tensor)
 
 
-FORMULA = partial(Mutant, test=test_attention.test_output_and_gradients_are_those_of_the_formula, arguments=dict(cp_size=3))
-EQUALITY = partial(Mutant, test=test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
-                   arguments=dict(layout=Layout(2, 1, 2)))
+FORMULA = partial(
+    Mutant,
+    test=test_attention.test_output_and_gradients_are_those_of_the_formula,
+    arguments=dict(cp_size=3),
+)
+EQUALITY = partial(
+    Mutant,
+    test=test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
+    arguments=dict(layout=Layout(2, 1, 2)),
+)
 MUTANTS = [
-    *(FORMULA(fault) for fault in (
-        each_rank_holds_one_stretch, chunks_in_the_order_of_the_ranks, parts_are_added_without_rescaling,
-        the_log_sum_exp_stays_that_of_the_first_part, backward_with_the_log_sum_exp_of_each_part, own_keys_are_read_ahead,
-        the_ring_turns_the_other_way, gradients_of_keys_stop_one_rank_before_home)),
-    *(EQUALITY(fault) for fault in (
-        learned_positions_count_from_zero_on_every_rank, rotary_positions_count_from_zero_on_every_rank,
-        unfused_masks_as_if_keys_were_gathered_in_order, gradients_are_not_summed)),
+    *(
+        FORMULA(fault)
+        for fault in (
+            each_rank_holds_one_stretch,
+            chunks_in_the_order_of_the_ranks,
+            parts_are_added_without_rescaling,
+            the_log_sum_exp_stays_that_of_the_first_part,
+            backward_with_the_log_sum_exp_of_each_part,
+            own_keys_are_read_ahead,
+            the_ring_turns_the_other_way,
+            gradients_of_keys_stop_one_rank_before_home,
+        )
+    ),
+    *(
+        EQUALITY(fault)
+        for fault in (
+            learned_positions_count_from_zero_on_every_rank,
+            rotary_positions_count_from_zero_on_every_rank,
+            unfused_masks_as_if_keys_were_gathered_in_order,
+            gradients_are_not_summed,
+        )
+    ),
 ]
 
 
@@ -132,11 +172,19 @@ def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) ->
     assert_seen(mutant, monkeypatch)
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param(the_loss_is_the_mean_over_data_parallel_ranks_alone, marks=pytest.mark.long),
-    only_data_parallel_ranks_add_up_the_loss], ids=lambda fault: fault.__name__)
-def test_a_run_shows_the_mistake(fault: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(the_loss_is_the_mean_over_data_parallel_ranks_alone, marks=pytest.mark.long),
+        only_data_parallel_ranks_add_up_the_loss,
+    ],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_run_shows_the_mistake(
+    fault: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        test_run.test_ten_losses_and_the_validation_loss_are_those_of_one_rank(tmp_path, test_run.NO_DROPOUT, 2, {},
-                                                                               DataParallelConfig())
+        test_run.test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
+            tmp_path, test_run.NO_DROPOUT, 2, {}, DataParallelConfig()
+        )

@@ -71,6 +71,7 @@ def late_gradients_are_lost(patch: Patch) -> None:
 
 def buckets_are_sent_as_they_become_complete(patch: Patch) -> None:
     """Not in their order: ranks that skip other weights would send other buckets first."""
+
     def unordered(self: GradBuffer, name: str) -> None:
         bucket = self.bucket_of[name]
         bucket.awaited.discard(name)
@@ -86,7 +87,9 @@ def a_tied_weight_shares_a_bucket(patch: Patch) -> None:
 
     def common(parameters: Any, size: int | None) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(grad_buffer, "spec_of", lambda parameter: replace(real(parameter), tied=False))
+            inner.setattr(
+                grad_buffer, "spec_of", lambda parameter: replace(real(parameter), tied=False)
+            )
             return by_bucket(parameters, size)
 
     patch.setattr(grad_buffer, "_by_bucket", common)
@@ -104,19 +107,30 @@ def tied_gradients_are_not_added(patch: Patch) -> None:
 
 def copies_count_in_the_norm(patch: Patch) -> None:
     counts_here = norms._counts_here
-    patch.setattr(norms, "_counts_here", lambda spec, parallel: counts_here(replace(spec, is_copy=False), parallel))
+    patch.setattr(
+        norms,
+        "_counts_here",
+        lambda spec, parallel: counts_here(replace(spec, is_copy=False), parallel),
+    )
 
 
 def partial_sums_stop_at_the_share(patch: Patch) -> None:
     """Under TP only the elements before this rank's share are summed."""
     real = GradBuffer._sum_over_model
-    patch.setattr(GradBuffer, "_sum_over_model", lambda self, part: None if part is None else real(self, part))
+    patch.setattr(
+        GradBuffer, "_sum_over_model", lambda self, part: None if part is None else real(self, part)
+    )
 
 
 def the_norm_is_that_of_a_share(patch: Patch) -> None:
     real = optimizer.global_norms
-    patch.setattr(optimizer, "global_norms", lambda pieces, values, parallel, shard_group, *, loss=None: real(
-        pieces, values, parallel, None, loss=loss))
+    patch.setattr(
+        optimizer,
+        "global_norms",
+        lambda pieces, values, parallel, shard_group, *, loss=None: real(
+            pieces, values, parallel, None, loss=loss
+        ),
+    )
 
 
 def nobody_waits_for_weights(patch: Patch) -> None:
@@ -165,43 +179,87 @@ def gathered_weights_are_moved_to_the_host(patch: Patch) -> None:
 
 
 SENT = test_grad_buffer.test_with_overlap_every_bucket_is_sent_during_the_last_backward
-TIED = test_grad_buffer.test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once
+TIED = (
+    test_grad_buffer.test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once
+)
 TRAINS = test_layouts.test_every_layout_trains_as_a_single_process
 SAME_BITS = test_layouts.test_zero1_and_overlap_change_no_bit
 DP2 = dict(world_size=2, tp_size=1, layouts=("zero1, overlap",), dtype=torch.bfloat16)
 WAITED = test_zero1.test_every_weight_is_waited_for_before_it_is_used
 MUTANTS = [
     Mutant(buckets_are_sent_in_every_micro_batch, SENT, error="came after its bucket was sent"),
-    Mutant(late_gradients_are_lost, test_grad_buffer.test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error),
+    Mutant(
+        late_gradients_are_lost,
+        test_grad_buffer.test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error,
+    ),
     Mutant(buckets_are_sent_as_they_become_complete, SENT),
-    Mutant(a_tied_weight_shares_a_bucket, TIED, dict(layout=LAYOUTS["zero1"]), error="Detected mismatch"),
+    Mutant(
+        a_tied_weight_shares_a_bucket,
+        TIED,
+        dict(layout=LAYOUTS["zero1"]),
+        error="Detected mismatch",
+    ),
     Mutant(tied_gradients_are_not_added, TIED, dict(layout=LAYOUTS["zero1"])),
     Mutant(copies_count_in_the_norm, TIED, dict(layout=LAYOUTS["replicated"])),
-    Mutant(partial_sums_stop_at_the_share, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64), long=True),
+    Mutant(
+        partial_sums_stop_at_the_share,
+        TRAINS,
+        dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64),
+        long=True,
+    ),
     Mutant(the_norm_is_that_of_a_share, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
     Mutant(nobody_waits_for_weights, WAITED, dict(name="gpt2", chunk_size=None)),
     Mutant(masters_are_not_rounded_into_the_weights, SAME_BITS, DP2),
-    Mutant(a_piece_takes_the_first_elements, test_zero1.test_a_weight_is_set_whole_and_its_master_without_rounding,
-           dict(dtype=torch.bfloat16)),
-    Mutant(a_unit_holds_on_to_its_last_gradient,
-           test_fsdp.test_a_gradient_that_only_torchs_loop_still_names_is_freed_once_it_has_been_copied),
-    Mutant(gloo_copies_what_it_reduces, test_fsdp.test_a_tied_vocabulary_is_never_allocated_more_than_four_times,
-           dict(layout="fsdp2")),
-    Mutant(gradients_are_freed_whoever_reads_them, test_fsdp.test_a_gradient_that_someone_else_can_read_is_not_freed),
-    Mutant(the_optimizer_keeps_the_gradients_of_the_step_before,
-           test_fsdp.test_the_gradients_of_a_step_are_gone_when_the_next_one_begins),
+    Mutant(
+        a_piece_takes_the_first_elements,
+        test_zero1.test_a_weight_is_set_whole_and_its_master_without_rounding,
+        dict(dtype=torch.bfloat16),
+    ),
+    Mutant(
+        a_unit_holds_on_to_its_last_gradient,
+        test_fsdp.test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied,
+    ),
+    Mutant(
+        gloo_copies_what_it_reduces,
+        test_fsdp.test_a_tied_vocabulary_is_never_allocated_more_than_four_times,
+        dict(layout="fsdp2"),
+    ),
+    Mutant(
+        gradients_are_freed_whoever_reads_them,
+        test_fsdp.test_a_gradient_that_someone_else_can_read_is_not_freed,
+    ),
+    Mutant(
+        the_optimizer_keeps_the_gradients_of_the_step_before,
+        test_fsdp.test_the_gradients_of_a_step_are_gone_when_the_next_one_begins,
+    ),
     Mutant(fsdp_averages, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
-    Mutant(fsdp_sums_nothing_over_tp, TRAINS, dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64), long=True),
-    Mutant(fsdp_keeps_the_root_whole_after_an_evaluation,
-           test_runs.test_three_iterations_a_restart_and_three_more_equal_six, dict(layout="fsdp2", bf16=False),
-           error="carries no ParameterSpec"),
-    Mutant(a_tied_weight_stays_whole_between_its_uses, test_fsdp.test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary,
-           dict(name="gpt2")),
-    Mutant(gathered_weights_count_as_activations,
-           test_fsdp.test_gathered_weights_are_known_to_whoever_counts_what_is_kept),
-    Mutant(gathered_weights_are_moved_to_the_host,
-           test_runs.test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights, dict(policy="*:pointwise@host"),
-           error="RankFailure|recompute-verify"),
+    Mutant(
+        fsdp_sums_nothing_over_tp,
+        TRAINS,
+        dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64),
+        long=True,
+    ),
+    Mutant(
+        fsdp_keeps_the_root_whole_after_an_evaluation,
+        test_runs.test_three_iterations_a_restart_and_three_more_equal_six,
+        dict(layout="fsdp2", bf16=False),
+        error="carries no ParameterSpec",
+    ),
+    Mutant(
+        a_tied_weight_stays_whole_between_its_uses,
+        test_fsdp.test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary,
+        dict(name="gpt2"),
+    ),
+    Mutant(
+        gathered_weights_count_as_activations,
+        test_fsdp.test_gathered_weights_are_known_to_whoever_counts_what_is_kept,
+    ),
+    Mutant(
+        gathered_weights_are_moved_to_the_host,
+        test_runs.test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights,
+        dict(policy="*:pointwise@host"),
+        error="RankFailure|recompute-verify",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Mistakes in the description of a layer and in the table of regions, each put in: a named test must fail."""
+"""Mistakes in the description of a layer and in the table of regions, each put in: a named test
+must fail."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ def changed(patch: Patch, name: str, **fields: Any) -> None:
     describe = transformer_layer.describe_layer
 
     def layer(model: Any, sizes: Any, number: int = 0) -> LayerDescription:
-        return LayerDescription(tuple(one._replace(**fields) if one.name == name else one
-                                      for one in describe(model, sizes, number).operations))
+        return LayerDescription(
+            tuple(
+                one._replace(**fields) if one.name == name else one
+                for one in describe(model, sizes, number).operations
+            )
+        )
 
     for module in (transformer_layer, test_regions):
         patch.setattr(module, "describe_layer", layer)
@@ -34,7 +39,9 @@ def facts(patch: Patch, region: str, **fields: Any) -> None:
 
 def a_norm_keeps_no_statistics(patch: Patch) -> None:
     real = transformer_layer.norm_statistics
-    patch.setattr(transformer_layer, "norm_statistics", lambda *args: real(*args)._replace(num_bytes=0))
+    patch.setattr(
+        transformer_layer, "norm_statistics", lambda *args: real(*args)._replace(num_bytes=0)
+    )
 
 
 def a_dropout_keeps_no_mask(patch: Patch) -> None:
@@ -65,8 +72,13 @@ def partial_sums_are_not_added(patch: Patch) -> None:
 
 def flash_keeps_no_log_sum_exp(patch: Patch) -> None:
     real = self_attention._flash
-    patch.setattr(self_attention, "_flash", lambda *args, **options: real(*args, **options)._replace(
-        keeps=real(*args, **options).keeps[:-1]))
+    patch.setattr(
+        self_attention,
+        "_flash",
+        lambda *args, **options: real(*args, **options)._replace(
+            keeps=real(*args, **options).keeps[:-1]
+        ),
+    )
 
 
 def an_activation_outside_of_the_mlp(patch: Patch) -> None:
@@ -97,7 +109,7 @@ def a_region_lies_nowhere(patch: Patch) -> None:
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described
 ONE = dict(tp_size=1, sequence_parallel=False)
 TAIL = test_regions.test_a_region_has_a_tail_exactly_where_the_table_says_so
-METHOD = test_regions.test_only_regions_that_discard_their_outputs_name_some_and_those_are_saved_by_a_later_operation
+METHOD = test_regions.test_discarded_outputs_are_those_that_a_later_operation_saves
 MUTANTS: list[Any] = [
     Mutant(a_norm_keeps_no_statistics, DRIFT, ONE),
     Mutant(a_dropout_keeps_no_mask, DRIFT, ONE),
@@ -106,14 +118,23 @@ MUTANTS: list[Any] = [
     Mutant(inputs_are_not_gathered, DRIFT, dict(tp_size=2, sequence_parallel=True)),
     Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False)),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
-    Mutant(an_activation_outside_of_the_mlp, test_regions.test_a_region_lies_inside_its_parent_and_inside_no_other,
-           dict(region="activation")),
-    Mutant(a_second_norm_outside_of_its_region,
-           test_regions.test_a_region_is_entered_where_its_operations_are_and_nowhere_else, dict(region="layernorm")),
+    Mutant(
+        an_activation_outside_of_the_mlp,
+        test_regions.test_a_region_lies_inside_its_parent_and_inside_no_other,
+        dict(region="activation"),
+    ),
+    Mutant(
+        a_second_norm_outside_of_its_region,
+        test_regions.test_a_region_is_entered_where_its_operations_are_and_nowhere_else,
+        dict(region="layernorm"),
+    ),
     Mutant(an_output_that_nobody_saves_is_discarded, METHOD, dict(region="layernorm")),
     Mutant(a_region_has_no_tail, TAIL, dict(region="mlp")),
     Mutant(discarding_is_not_said, METHOD, dict(region="activation")),
-    Mutant(a_region_lies_nowhere, test_regions.test_a_region_inside_another_one_that_is_named_is_left_out),
+    Mutant(
+        a_region_lies_nowhere,
+        test_regions.test_a_region_inside_another_one_that_is_named_is_left_out,
+    ),
 ]
 
 

@@ -28,7 +28,9 @@ def attributes_are_those_of_the_last_forward(patch: Patch) -> None:
 
 def weights_are_those_of_backward(patch: Patch) -> None:
     put = layer_state._ModuleState.put
-    patch.setattr(layer_state._ModuleState, "put", lambda self, parameters: put(self, parameters=False))
+    patch.setattr(
+        layer_state._ModuleState, "put", lambda self, parameters: put(self, parameters=False)
+    )
 
 
 def batchnorm_is_believed_to_count_its_writes(patch: Patch) -> None:
@@ -68,7 +70,11 @@ def autocast_is_that_of_backward(patch: Patch) -> None:
 
 
 def inputs_of_a_replay_need_no_gradient(patch: Patch) -> None:
-    patch.setattr(arguments.ReplayInputs, "apply", staticmethod(lambda *leaves: tuple(leaf.detach() for leaf in leaves)))
+    patch.setattr(
+        arguments.ReplayInputs,
+        "apply",
+        staticmethod(lambda *leaves: tuple(leaf.detach() for leaf in leaves)),
+    )
 
 
 def the_values_of_one_backward_serve_the_next(patch: Patch) -> None:
@@ -76,8 +82,13 @@ def the_values_of_one_backward_serve_the_next(patch: Patch) -> None:
 
 
 def nobody_looks_whether_an_argument_was_written_to(patch: Patch) -> None:
-    patch.setattr(saved.SavedValue, "tensor",
-                  lambda self: (self._packed if self._unpack is None else self._unpack(self._packed)).detach())
+    patch.setattr(
+        saved.SavedValue,
+        "tensor",
+        lambda self: (
+            self._packed if self._unpack is None else self._unpack(self._packed)
+        ).detach(),
+    )
 
 
 def nobody_looks_whether_a_parameter_was_written_to(patch: Patch) -> None:
@@ -126,37 +137,92 @@ MUTANTS = [
     Mutant(a_replay_changes_buffers_once_more, EVERY_KIND, kind(odd_layers.Spectral)),
     Mutant(attributes_are_those_of_the_last_forward, EVERY_KIND, kind(odd_layers.Counts)),
     Mutant(attributes_are_those_of_the_last_forward, EVERY_KIND, kind(odd_layers.Remembers)),
-    Mutant(weights_are_those_of_backward, EVERY_BACKWARD,
-           dict(kind=odd_layers.Block, policy="*:full", run=test_hooked.other_weights)),
-    Mutant(batchnorm_is_believed_to_count_its_writes, EVERY_KIND, kind(odd_layers.Norms), error="its first forward did not"),
-    Mutant(an_attribute_holds_the_graph_of_the_forward_before, OUTLIVES, dict(policy="*:full", backward=False)),
-    Mutant(the_argument_that_was_written_to_is_replayed, EVERY_KIND, kind(odd_layers.WritesArgument)),
-    Mutant(the_copy_of_an_argument_is_written_to_by_the_first_replay, EVERY_BACKWARD,
-           dict(kind=odd_layers.WritesArgument, policy="*:full", run=test_hooked.twice), error="written to|modified"),
+    Mutant(
+        weights_are_those_of_backward,
+        EVERY_BACKWARD,
+        dict(kind=odd_layers.Block, policy="*:full", run=test_hooked.other_weights),
+    ),
+    Mutant(
+        batchnorm_is_believed_to_count_its_writes,
+        EVERY_KIND,
+        kind(odd_layers.Norms),
+        error="its first forward did not",
+    ),
+    Mutant(
+        an_attribute_holds_the_graph_of_the_forward_before,
+        OUTLIVES,
+        dict(policy="*:full", backward=False),
+    ),
+    Mutant(
+        the_argument_that_was_written_to_is_replayed, EVERY_KIND, kind(odd_layers.WritesArgument)
+    ),
+    Mutant(
+        the_copy_of_an_argument_is_written_to_by_the_first_replay,
+        EVERY_BACKWARD,
+        dict(kind=odd_layers.WritesArgument, policy="*:full", run=test_hooked.twice),
+        error="written to|modified",
+    ),
     Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, kind(odd_layers.Block)),
-    Mutant(a_generator_of_the_layer_goes_on_in_the_replay, EVERY_KIND, kind(odd_layers.OwnGenerator)),
-    Mutant(pythons_and_numpys_numbers_go_on_in_the_replay, EVERY_KIND, kind(odd_layers.HostGenerators), error=OTHER),
-    Mutant(autocast_is_that_of_backward, EVERY_BACKWARD,
-           dict(kind=odd_layers.Block, policy="*:full", run=test_hooked.autocast), error="bfloat16"),
+    Mutant(
+        a_generator_of_the_layer_goes_on_in_the_replay, EVERY_KIND, kind(odd_layers.OwnGenerator)
+    ),
+    Mutant(
+        pythons_and_numpys_numbers_go_on_in_the_replay,
+        EVERY_KIND,
+        kind(odd_layers.HostGenerators),
+        error=OTHER,
+    ),
+    Mutant(
+        autocast_is_that_of_backward,
+        EVERY_BACKWARD,
+        dict(kind=odd_layers.Block, policy="*:full", run=test_hooked.autocast),
+        error="bfloat16",
+    ),
     Mutant(inputs_of_a_replay_need_no_gradient, EVERY_KIND, kind(odd_layers.Block), error=OTHER),
-    Mutant(the_values_of_one_backward_serve_the_next, test_hooked.test_what_a_backward_did_not_read_does_not_outlive_it),
-    Mutant(nobody_looks_whether_an_argument_was_written_to, WRITTEN, dict(zip(("between", "message"),
-    test_hooked_refusals.WRITES[0], strict=True))), Mutant(nobody_looks_whether_a_parameter_was_written_to, WRITTEN,
-    dict(zip(("between", "message"), test_hooked_refusals.WRITES[1], strict=True))),
-    Mutant(nobody_looks_whether_an_object_was_changed,
-           test_hooked_refusals.test_an_object_among_the_arguments_that_a_layer_changes_is_named, dict(policy="*:full")),
-    Mutant(nobody_counts_what_a_replay_saves, test_hooked_refusals.test_a_layer_that_saves_other_shapes_in_a_replay_is_named),
-    Mutant(saved_values_are_not_compared, test_hooked_refusals.test_verify_sees_other_values_where_the_shapes_agree,
-           dict(policy="*:full")),
+    Mutant(
+        the_values_of_one_backward_serve_the_next,
+        test_hooked.test_what_a_backward_did_not_read_does_not_outlive_it,
+    ),
+    Mutant(
+        nobody_looks_whether_an_argument_was_written_to,
+        WRITTEN,
+        dict(zip(("between", "message"), test_hooked_refusals.WRITES[0], strict=True)),
+    ),
+    Mutant(
+        nobody_looks_whether_a_parameter_was_written_to,
+        WRITTEN,
+        dict(zip(("between", "message"), test_hooked_refusals.WRITES[1], strict=True)),
+    ),
+    Mutant(
+        nobody_looks_whether_an_object_was_changed,
+        test_hooked_refusals.test_an_object_among_the_arguments_that_a_layer_changes_is_named,
+        dict(policy="*:full"),
+    ),
+    Mutant(
+        nobody_counts_what_a_replay_saves,
+        test_hooked_refusals.test_a_layer_that_saves_other_shapes_in_a_replay_is_named,
+    ),
+    Mutant(
+        saved_values_are_not_compared,
+        test_hooked_refusals.test_verify_sees_other_values_where_the_shapes_agree,
+        dict(policy="*:full"),
+    ),
     Mutant(the_graph_is_not_compared, test_hooked_refusals.test_verify_sees_a_lost_edge),
-    Mutant(layers_fill_the_callers_cache, test_families.test_the_default_call_of_a_family_trains_as_without_a_policy,
-           dict(name="GPT-2", text="*:full")),
-    Mutant(writes_through_uncounted_views_are_not_seen,
-           test_foreign_layers.test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused,
-           dict(name="GRU and TransformerEncoderLayer", text="*:ops(matmul)")),
-    Mutant(rules_for_no_layer_are_accepted,
-           test_hooked_refusals.test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api,
-           dict(policy="9:full", message="layer 9 does not exist")),
+    Mutant(
+        layers_fill_the_callers_cache,
+        test_families.test_the_default_call_of_a_family_trains_as_without_a_policy,
+        dict(name="GPT-2", text="*:full"),
+    ),
+    Mutant(
+        writes_through_uncounted_views_are_not_seen,
+        test_foreign_layers.test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused,
+        dict(name="GRU and TransformerEncoderLayer", text="*:ops(matmul)"),
+    ),
+    Mutant(
+        rules_for_no_layer_are_accepted,
+        test_hooked_refusals.test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api,
+        dict(policy="9:full", message="layer 9 does not exist"),
+    ),
 ]
 
 

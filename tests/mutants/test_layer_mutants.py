@@ -27,7 +27,11 @@ Patch = pytest.MonkeyPatch
 def _shift_reach(patch: Patch, by: int) -> None:
     real = layer_pattern.reach
     for module in (attention, config):
-        patch.setattr(module, "reach", lambda window, length: None if real(window, length) is None else window[0] + by)
+        patch.setattr(
+            module,
+            "reach",
+            lambda window, length: None if real(window, length) is None else window[0] + by,
+        )
 
 
 def a_window_counts_the_query_twice(patch: Patch) -> None:
@@ -41,20 +45,35 @@ def a_window_counts_the_query_among_the_tokens_before(patch: Patch) -> None:
 def layers_count_from_one(patch: Patch) -> None:
     """Of a frequency: layer 0 is skipped, and layer N."""
     real = layer_pattern.marks
-    patch.setattr(config, "marks", lambda pattern, layer: layer % pattern == 0 if isinstance(pattern, int)
-                  else real(pattern, layer))
+    patch.setattr(
+        config,
+        "marks",
+        lambda pattern, layer: (
+            layer % pattern == 0 if isinstance(pattern, int) else real(pattern, layer)
+        ),
+    )
 
 
 def a_list_is_read_backwards(patch: Patch) -> None:
     real = layer_pattern.marks
-    patch.setattr(config, "marks", lambda pattern, layer: real(pattern, layer) if isinstance(pattern, int)
-                  else pattern[-1 - layer] == 1)
+    patch.setattr(
+        config,
+        "marks",
+        lambda pattern, layer: (
+            real(pattern, layer) if isinstance(pattern, int) else pattern[-1 - layer] == 1
+        ),
+    )
 
 
 def a_list_is_read_one_layer_late(patch: Patch) -> None:
     real = layer_pattern.marks
-    patch.setattr(config, "marks", lambda pattern, layer: real(pattern, layer) if isinstance(pattern, int)
-                  else pattern[layer - 1] == 1)
+    patch.setattr(
+        config,
+        "marks",
+        lambda pattern, layer: (
+            real(pattern, layer) if isinstance(pattern, int) else pattern[layer - 1] == 1
+        ),
+    )
 
 
 def every_nth_layer_has_the_window(patch: Patch) -> None:
@@ -68,15 +87,22 @@ def every_nth_layer_has_the_window(patch: Patch) -> None:
 def a_list_names_the_layers_without_the_window(patch: Patch) -> None:
     def layer_window(self: ModelConfig, layer: int) -> Any:
         skipped = self.window_attn_skip_freq
-        return self.window_size if skipped is None or not layer_pattern.marks(skipped, layer) else None
+        return (
+            self.window_size if skipped is None or not layer_pattern.marks(skipped, layer) else None
+        )
 
     patch.setattr(ModelConfig, "layer_window", layer_window)
 
 
 def the_layers_that_rotate_are_the_others(patch: Patch) -> None:
     real = ModelConfig.layer_rotates
-    patch.setattr(ModelConfig, "layer_rotates", lambda self, layer: self.positions.rotated
-                  and (self.no_rope_freq is None or not real(self, layer)))
+    patch.setattr(
+        ModelConfig,
+        "layer_rotates",
+        lambda self, layer: (
+            self.positions.rotated and (self.no_rope_freq is None or not real(self, layer))
+        ),
+    )
 
 
 def layers_count_from_the_start_of_their_stage(patch: Patch) -> None:
@@ -85,7 +111,11 @@ def layers_count_from_the_start_of_their_stage(patch: Patch) -> None:
     def init(self: Any, model: Any, context: Any, plan: Any, stage: Any) -> None:
         layer = block.TransformerLayer
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(block, "TransformerLayer", lambda *args: layer(*args[:2], args[2] - stage.first_layer))
+            inner.setattr(
+                block,
+                "TransformerLayer",
+                lambda *args: layer(*args[:2], args[2] - stage.first_layer),
+            )
             real(self, model, context, plan, stage)
 
     patch.setattr(block.TransformerBlock, "__init__", init)
@@ -108,8 +138,13 @@ def backward_forgets_the_mask(patch: Patch) -> None:
 
 def backward_masks_what_is_later_alone(patch: Patch) -> None:
     real = window.attend_backward
-    patch.setattr(window, "attend_backward", lambda *args, mask, **kwargs: real(
-        *args, mask=mask.new_full(mask.shape, -float("inf")).triu_(1), **kwargs))
+    patch.setattr(
+        window,
+        "attend_backward",
+        lambda *args, mask, **kwargs: real(
+            *args, mask=mask.new_full(mask.shape, -float("inf")).triu_(1), **kwargs
+        ),
+    )
 
 
 def forward_saves_the_mask(patch: Patch) -> None:
@@ -130,7 +165,11 @@ def heads_are_copied_as_if_they_were_rotated(patch: Patch) -> None:
 
 
 def a_window_is_measured_in_the_tokens_of_one_rank(patch: Patch) -> None:
-    patch.setattr(CoreAttention, "_reach", lambda self, query: layer_pattern.reach(self.window, query.shape[0]))
+    patch.setattr(
+        CoreAttention,
+        "_reach",
+        lambda self, query: layer_pattern.reach(self.window, query.shape[0]),
+    )
 
 
 def a_skipped_layer_has_the_window_too(patch: Patch) -> None:
@@ -140,8 +179,11 @@ def a_skipped_layer_has_the_window_too(patch: Patch) -> None:
 LOOPS = partial(Mutant, test=test_window.test_every_backend_reads_the_window_as_the_loops_do)
 LAYERS = partial(Mutant, test=test_layer_pattern.test_layers_of_a_frequency_and_of_a_list)
 PEER = test_transformers_parity.test_logits_loss_and_gradients_equal_those_of_transformers
-PIPELINE = partial(Mutant, test=test_layers_differ.test_a_pipeline_trains_as_one_process_does,
-                   arguments=dict(layout=Layout(pp=2, chunks=2)))
+PIPELINE = partial(
+    Mutant,
+    test=test_layers_differ.test_a_pipeline_trains_as_one_process_does,
+    arguments=dict(layout=Layout(pp=2, chunks=2)),
+)
 
 
 def peer(fault: Any, name: str) -> Mutant:
@@ -149,30 +191,58 @@ def peer(fault: Any, name: str) -> Mutant:
 
 
 MUTANTS = [
-    *(LOOPS(fault, arguments=dict(backend=backend, groups=3))
-      for fault in (a_window_counts_the_query_twice, a_window_counts_the_query_among_the_tokens_before)
-      for backend in ("flash", "unfused")),
+    *(
+        LOOPS(fault, arguments=dict(backend=backend, groups=3))
+        for fault in (
+            a_window_counts_the_query_twice,
+            a_window_counts_the_query_among_the_tokens_before,
+        )
+        for backend in ("flash", "unfused")
+    ),
     peer(a_window_counts_the_query_twice, "mistral"),
-    *(LAYERS(fault) for fault in (layers_count_from_one, a_list_is_read_backwards, a_list_is_read_one_layer_late,
-                                  every_nth_layer_has_the_window, a_list_names_the_layers_without_the_window,
-                                  the_layers_that_rotate_are_the_others)),
+    *(
+        LAYERS(fault)
+        for fault in (
+            layers_count_from_one,
+            a_list_is_read_backwards,
+            a_list_is_read_one_layer_late,
+            every_nth_layer_has_the_window,
+            a_list_names_the_layers_without_the_window,
+            the_layers_that_rotate_are_the_others,
+        )
+    ),
     peer(layers_count_from_one, "smollm3"),
     peer(the_layers_that_rotate_are_the_others, "smollm3"),
     peer(a_list_is_read_backwards, "qwen2 with windows"),
     peer(a_skipped_layer_has_the_window_too, "qwen2 with windows"),
     PIPELINE(layers_count_from_the_start_of_their_stage),
-    Mutant(a_stage_has_tables_if_its_first_layer_rotates,
-           test_window.test_only_a_stage_with_a_layer_that_rotates_has_rotary_tables),
-    *(Mutant(fault, test_window.test_gradients_of_the_fused_window_are_those_of_the_formula, dict(groups=3, reach=2))
-      for fault in (backward_forgets_the_mask, backward_masks_what_is_later_alone)),
-    Mutant(forward_saves_the_mask, test_window.test_a_window_adds_nothing_to_what_attention_keeps,
-           dict(backend="flash", dtype=torch.float32)),
-    Mutant(a_window_is_measured_in_the_tokens_of_one_rank,
-           test_layers_differ.test_ranks_that_share_a_layer_compute_what_one_rank_computes,
-           dict(split=Split(cp_size=3, attention_backend="unfused"))),
-    Mutant(heads_are_copied_as_if_they_were_rotated,
-           test_windows.test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured,
-           dict(attention=dict(attention_dropout=0.0))),
+    Mutant(
+        a_stage_has_tables_if_its_first_layer_rotates,
+        test_window.test_only_a_stage_with_a_layer_that_rotates_has_rotary_tables,
+    ),
+    *(
+        Mutant(
+            fault,
+            test_window.test_gradients_of_the_fused_window_are_those_of_the_formula,
+            dict(groups=3, reach=2),
+        )
+        for fault in (backward_forgets_the_mask, backward_masks_what_is_later_alone)
+    ),
+    Mutant(
+        forward_saves_the_mask,
+        test_window.test_a_window_adds_nothing_to_what_attention_keeps,
+        dict(backend="flash", dtype=torch.float32),
+    ),
+    Mutant(
+        a_window_is_measured_in_the_tokens_of_one_rank,
+        test_layers_differ.test_ranks_that_share_a_layer_compute_what_one_rank_computes,
+        dict(split=Split(cp_size=3, attention_backend="unfused")),
+    ),
+    Mutant(
+        heads_are_copied_as_if_they_were_rotated,
+        test_windows.test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured,
+        dict(attention=dict(attention_dropout=0.0)),
+    ),
 ]
 
 

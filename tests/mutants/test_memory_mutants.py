@@ -1,4 +1,5 @@
-"""Mistakes in counting kept bytes, in reading choices and in the chunked loss, each put back: a named test must fail."""
+"""Mistakes in counting kept bytes, in reading choices and in the chunked loss, each put back: a
+named test must fail."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def outputs_always_count(patch: Patch) -> None:
 
 def an_unknown_norm_passes_for_the_last_one(patch: Patch) -> None:
     for module in (norms, config_model):
-        patch.setattr(module, "chosen", lambda what, name, table: table.get(name, [*table.values()][-1]))
+        patch.setattr(
+            module, "chosen", lambda what, name, table: table.get(name, [*table.values()][-1])
+        )
 
 
 def tensors_of_any_layer_are_paired_at_once(patch: Patch) -> None:
@@ -50,16 +53,27 @@ def tensors_of_any_layer_are_paired_at_once(patch: Patch) -> None:
 
 
 MUTANTS: list[Any] = [
-    Mutant(chunks_add_up_in_bf16,
-           test_linear_cross_entropy.test_in_bf16_chunks_change_only_the_weights_gradient_and_that_by_less_than_one_rounding,
-           dict(seed=0, seq_length=64, vocab_size=512, spread=0.05)),
-    Mutant(only_hooks_count, test_kept_bytes.test_what_a_checkpoint_holds_outside_of_the_hooks_counts),
-    Mutant(outputs_always_count, test_kept_bytes.test_an_output_that_the_caller_holds_counts_only_where_it_is_saved),
-    Mutant(an_unknown_norm_passes_for_the_last_one,
-           test_unknown_choices.test_a_new_choice_of_the_model_is_an_error_for_every_reader,
-           dict(field="normalization", reader="its memory")),
-    Mutant(tensors_of_any_layer_are_paired_at_once,
-           test_difference.test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype),
+    Mutant(
+        chunks_add_up_in_bf16,
+        test_linear_cross_entropy.test_bf16_chunks_change_the_weights_gradient_by_less_than_one_rounding,
+        dict(seed=0, seq_length=64, vocab_size=512, spread=0.05),
+    ),
+    Mutant(
+        only_hooks_count, test_kept_bytes.test_what_a_checkpoint_holds_outside_of_the_hooks_counts
+    ),
+    Mutant(
+        outputs_always_count,
+        test_kept_bytes.test_an_output_that_the_caller_holds_counts_only_where_it_is_saved,
+    ),
+    Mutant(
+        an_unknown_norm_passes_for_the_last_one,
+        test_unknown_choices.test_a_new_choice_of_the_model_is_an_error_for_every_reader,
+        dict(field="normalization", reader="its memory"),
+    ),
+    Mutant(
+        tensors_of_any_layer_are_paired_at_once,
+        test_difference.test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype,
+    ),
 ]
 
 

@@ -32,7 +32,9 @@ def the_gradient_itself_is_orthogonalized(patch: Patch) -> None:
 def momentum_is_a_sum_and_no_mean(patch: Patch) -> None:
     def direction(self: Muon, piece: Piece, stays: Tensor) -> Tensor:
         momentum = self.states[piece.name][MOMENTUM]
-        momentum.copy_(torch.where(stays, momentum, self._config.muon_momentum * momentum + piece.grad))
+        momentum.copy_(
+            torch.where(stays, momentum, self._config.muon_momentum * momentum + piece.grad)
+        )
         return momentum
 
     patch.setattr(Muon, "_direction", direction)
@@ -50,11 +52,14 @@ def nesterov_is_forgotten(patch: Patch) -> None:
 
 def a_skipped_step_moves_the_momentum(patch: Patch) -> None:
     real = Muon._direction
-    patch.setattr(Muon, "_direction", lambda self, piece, stays: real(self, piece, torch.zeros_like(stays)))
+    patch.setattr(
+        Muon, "_direction", lambda self, piece, stays: real(self, piece, torch.zeros_like(stays))
+    )
 
 
 def a_skipped_step_is_multiplied_by_zero(patch: Patch) -> None:
     """NaN times 0 is NaN."""
+
     def direction(self: Muon, piece: Piece, stays: Tensor) -> Tensor:
         momentum = self.states[piece.name][MOMENTUM]
         return momentum.lerp_(piece.grad, 0.1 * (~stays).to(piece.grad.dtype))
@@ -64,7 +69,11 @@ def a_skipped_step_is_multiplied_by_zero(patch: Patch) -> None:
 
 def the_host_asks_whether_a_step_is_skipped(patch: Patch) -> None:
     real = Muon.step
-    patch.setattr(Muon, "step", lambda self, rate, skipped: None if bool(skipped) else real(self, rate, skipped))
+    patch.setattr(
+        Muon,
+        "step",
+        lambda self, rate, skipped: None if bool(skipped) else real(self, rate, skipped),
+    )
 
 
 def scales_take_columns_for_rows(patch: Patch) -> None:
@@ -74,8 +83,18 @@ def scales_take_columns_for_rows(patch: Patch) -> None:
 
 def the_scale_is_that_of_the_shard(patch: Patch) -> None:
     real = muon_update._gathered
-    patch.setattr(Muon, "_scaled", lambda self, shard, tp_dim: _own(self, newton_schulz.orthogonalize(
-        real(shard, tp_dim, self._tp_group), self._steps), tp_dim) * self._scale(*shard.shape))
+    patch.setattr(
+        Muon,
+        "_scaled",
+        lambda self, shard, tp_dim: (
+            _own(
+                self,
+                newton_schulz.orthogonalize(real(shard, tp_dim, self._tp_group), self._steps),
+                tp_dim,
+            )
+            * self._scale(*shard.shape)
+        ),
+    )
 
 
 def _own(rule: Muon, whole: Tensor, tp_dim: int) -> Tensor:
@@ -83,7 +102,11 @@ def _own(rule: Muon, whole: Tensor, tp_dim: int) -> Tensor:
 
 
 def quintic_repeats_its_last_step(patch: Patch) -> None:
-    patch.setitem(STEPS, "quintic", lambda number: (newton_schulz.QUINTIC + newton_schulz.QUINTIC[-1:] * number)[:number])
+    patch.setitem(
+        STEPS,
+        "quintic",
+        lambda number: (newton_schulz.QUINTIC + newton_schulz.QUINTIC[-1:] * number)[:number],
+    )
 
 
 def quintic_is_simple(patch: Patch) -> None:
@@ -91,7 +114,9 @@ def quintic_is_simple(patch: Patch) -> None:
 
 
 def polar_express_starts_again(patch: Patch) -> None:
-    patch.setitem(STEPS, "polar_express", lambda number: (newton_schulz.POLAR_EXPRESS * number)[:number])
+    patch.setitem(
+        STEPS, "polar_express", lambda number: (newton_schulz.POLAR_EXPRESS * number)[:number]
+    )
 
 
 def a_coefficient_has_a_wrong_digit(patch: Patch) -> None:
@@ -124,15 +149,24 @@ def query_key_and_value_are_cut_as_three_blocks(patch: Patch) -> None:
 
 def shards_are_blocks_of_their_own(patch: Patch) -> None:
     """Blockwise instead of duplicated."""
-    patch.setattr(muon_update, "_gathered", lambda shard, tp_dim, group: shard if group is None else torch.cat(
-        [shard] * group.size(), tp_dim))
+    patch.setattr(
+        muon_update,
+        "_gathered",
+        lambda shard, tp_dim, group: (
+            shard if group is None else torch.cat([shard] * group.size(), tp_dim)
+        ),
+    )
 
 
 def columns_are_gathered_as_rows(patch: Patch) -> None:
     real = muon_update._gathered
 
     def gathered(shard: Tensor, tp_dim: int | None, group: Any) -> Tensor:
-        return real(shard, 0, group).view(shard.shape[0], -1) if tp_dim == 1 else real(shard, tp_dim, group)
+        return (
+            real(shard, 0, group).view(shard.shape[0], -1)
+            if tp_dim == 1
+            else real(shard, tp_dim, group)
+        )
 
     patch.setattr(muon_update, "_gathered", gathered)
 
@@ -142,8 +176,17 @@ def a_piece_is_updated_by_the_first_elements(patch: Patch) -> None:
 
     def shifted(self: Muon, layout: Any, specs: Any, config: Any, parallel: Any) -> None:
         init(self, layout, specs, config, parallel)
-        self._pieces = {name: Piece(name=piece.name, spec=piece.spec, start=0, stop=piece.stop - piece.start, master=piece.master,
-                                    decays=piece.decays) for name, piece in self._pieces.items()}
+        self._pieces = {
+            name: Piece(
+                name=piece.name,
+                spec=piece.spec,
+                start=0,
+                stop=piece.stop - piece.start,
+                master=piece.master,
+                decays=piece.decays,
+            )
+            for name, piece in self._pieces.items()
+        }
 
     patch.setitem(RULES, "muon", type("Shifted", (Muon,), {"__init__": shifted}))  # type: ignore[arg-type]
 
@@ -152,7 +195,10 @@ def the_momentum_is_not_saved(patch: Patch) -> None:
     real = Optimizer.whole_states
 
     def whole_states(self: Optimizer, name: str) -> dict[str, Tensor]:
-        return {key: value if key != MOMENTUM else torch.zeros_like(value) for key, value in real(self, name).items()}
+        return {
+            key: value if key != MOMENTUM else torch.zeros_like(value)
+            for key, value in real(self, name).items()
+        }
 
     patch.setattr(Optimizer, "whole_states", whole_states)
 
@@ -160,8 +206,14 @@ def the_momentum_is_not_saved(patch: Patch) -> None:
 def the_momentum_is_not_loaded(patch: Patch) -> None:
     real = Optimizer.load
 
-    def loaded(self: Optimizer, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int) -> None:
-        kept = {name: state[MOMENTUM].clone() for name, state in self.states.items() if MOMENTUM in state}
+    def loaded(
+        self: Optimizer, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int
+    ) -> None:
+        kept = {
+            name: state[MOMENTUM].clone()
+            for name, state in self.states.items()
+            if MOMENTUM in state
+        }
         real(self, states, num_updates=num_updates)
         for name, value in kept.items():
             self.states[name][MOMENTUM].copy_(value)
@@ -181,8 +233,12 @@ def embeddings_are_matrices_too(patch: Patch) -> None:
     real = muon_update.Muon.__init__
 
     def init(self: Muon, layout: Any, specs: Mapping[str, Any], config: Any, parallel: Any) -> None:
-        more = {name: spec if len(spec.global_shape) < 2 or spec.matrices else type(spec)(**{**spec.__dict__, "matrices": (1,)})
-                for name, spec in specs.items()}
+        more = {
+            name: spec
+            if len(spec.global_shape) < 2 or spec.matrices
+            else type(spec)(**{**spec.__dict__, "matrices": (1,)})
+            for name, spec in specs.items()
+        }
         real(self, layout, more, config, parallel)
 
     patch.setattr(Muon, "__init__", init)
@@ -192,14 +248,29 @@ def the_rest_is_adamw_without_decay_groups(patch: Patch) -> None:
     init = AdamW.__init__
 
     def ungrouped(self: AdamW, pieces: Any, config: Any, device: torch.device) -> None:
-        init(self, [Piece(name=piece.name, spec=piece.spec, start=piece.start, stop=piece.stop, master=piece.master, decays=True)
-                    for piece in pieces], config, device)
+        init(
+            self,
+            [
+                Piece(
+                    name=piece.name,
+                    spec=piece.spec,
+                    start=piece.start,
+                    stop=piece.stop,
+                    master=piece.master,
+                    decays=True,
+                )
+                for piece in pieces
+            ],
+            config,
+            device,
+        )
 
     patch.setattr(Muon, "__init__", _with(Muon.__init__, AdamW, ungrouped))
 
 
 def _with(init: Any, owner: type, replacement: Any) -> Any:
     """`init` during which the owner's __init__ is another."""
+
     def changed(self: Any, *arguments: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(owner, "__init__", replacement)
@@ -208,22 +279,49 @@ def _with(init: Any, owner: type, replacement: Any) -> Any:
     return changed
 
 
-TORCHS = (test_muon.test_matrices_follow_torchs_muon,
-          dict(nesterov=True, weight_decay=0.1, momentum=0.95, num_steps=5, mode="shape_scaling", extra=1.0,
-               adjustment="original"))
-FORMULA = (test_muon.test_high_precision_is_the_formula_in_the_masters_dtype, dict(mode="unit_rms_norm", kind="quintic"))
+TORCHS = (
+    test_muon.test_matrices_follow_torchs_muon,
+    dict(
+        nesterov=True,
+        weight_decay=0.1,
+        momentum=0.95,
+        num_steps=5,
+        mode="shape_scaling",
+        extra=1.0,
+        adjustment="original",
+    ),
+)
+FORMULA = (
+    test_muon.test_high_precision_is_the_formula_in_the_masters_dtype,
+    dict(mode="unit_rms_norm", kind="quintic"),
+)
 BANDS = test_newton_schulz.test_singular_values_from_a_hundredth_on_come_near_1
-BAD = (test_muon.test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on,
-       dict(where="tall", fault=float("nan"), dtype=torch.float32))
-FINITE = (test_muon.test_a_skipped_step_with_finite_gradients_changes_nothing_and_nothing_waits_for_the_device,)
-SPLIT = (test_muon.test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise, dict(split=True))
-REST = (test_muon.test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit, dict(name="gpt2"))
-OVER_TP = (test_muon_layouts.test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized, dict(mode="duplicated"))
+BAD = (
+    test_muon.test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on,
+    dict(where="tall", fault=float("nan"), dtype=torch.float32),
+)
+FINITE = (test_muon.test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device,)
+SPLIT = (
+    test_muon.test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise,
+    dict(split=True),
+)
+REST = (
+    test_muon.test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit,
+    dict(name="gpt2"),
+)
+OVER_TP = (
+    test_muon_layouts.test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized,
+    dict(mode="duplicated"),
+)
 ZERO1 = (test_muon_layouts.test_zero1_changes_no_bit, dict(dtype=torch.float32))
-TP2 = (test_muon_layouts.test_every_layout_trains_as_a_single_process,
-       dict(world_size=2, tp_size=2, sequence_parallel=False, name="llama", layouts=("replicated",)))
-RESUMED = (test_muon_layouts.test_a_resumed_run_goes_on_bit_for_bit,
-           dict(ranks=1, sizes={}, data_parallel=test_muon_layouts.REPLICATED, training=dict(bf16=True)))
+TP2 = (
+    test_muon_layouts.test_every_layout_trains_as_a_single_process,
+    dict(world_size=2, tp_size=2, sequence_parallel=False, name="llama", layouts=("replicated",)),
+)
+RESUMED = (
+    test_muon_layouts.test_a_resumed_run_goes_on_bit_for_bit,
+    dict(ranks=1, sizes={}, data_parallel=test_muon_layouts.REPLICATED, training=dict(bf16=True)),
+)
 MUTANTS = [
     Mutant(the_gradient_itself_is_orthogonalized, *TORCHS),
     Mutant(momentum_is_a_sum_and_no_mean, *TORCHS),
@@ -236,9 +334,15 @@ MUTANTS = [
     Mutant(a_skipped_step_moves_the_momentum, *FINITE),
     Mutant(a_skipped_step_is_multiplied_by_zero, *BAD),
     Mutant(the_host_asks_whether_a_step_is_skipped, *FINITE),
-    Mutant(quintic_repeats_its_last_step, test_newton_schulz.test_more_steps_than_coefficients_start_again_or_repeat_the_last),
+    Mutant(
+        quintic_repeats_its_last_step,
+        test_newton_schulz.test_more_steps_than_coefficients_start_again_or_repeat_the_last,
+    ),
     Mutant(quintic_is_simple, BANDS, dict(kind="quintic", num_steps=5, least=0.977, most=1.032)),
-    Mutant(polar_express_starts_again, test_newton_schulz.test_more_steps_than_coefficients_start_again_or_repeat_the_last),
+    Mutant(
+        polar_express_starts_again,
+        test_newton_schulz.test_more_steps_than_coefficients_start_again_or_repeat_the_last,
+    ),
     Mutant(query_key_and_value_are_cut_as_three_blocks, *SPLIT),
     Mutant(embeddings_are_matrices_too, *REST),
     Mutant(the_rest_is_adamw_without_decay_groups, *REST),
@@ -250,8 +354,11 @@ MUTANTS = [
     Mutant(the_momentum_is_not_saved, *RESUMED),
     Mutant(the_momentum_is_not_loaded, *RESUMED),
     Mutant(adamw_is_not_told_how_many_updates_were_made, *RESUMED),
-    Mutant(the_rule_of_a_checkpoint_is_not_compared,
-           test_muon_layouts.test_states_of_the_other_rule_are_refused_and_may_be_left_behind, dict(saved="adam", loaded="muon")),
+    Mutant(
+        the_rule_of_a_checkpoint_is_not_compared,
+        test_muon_layouts.test_states_of_the_other_rule_are_refused_and_may_be_left_behind,
+        dict(saved="adam", loaded="muon"),
+    ),
 ]
 
 

@@ -104,29 +104,71 @@ FLASH = dict(backend="flash", policy="ops(matmul)", per_layer={test_ops.FLASH: 1
 SECOND = dict(backend="flash", policy="ops(matmul/2,attention)", per_layer={"addmm": 1})
 
 MUTANTS = [
-    Mutant(only_products_without_bias_are_matmuls, test_ops.test_backward_runs_again_exactly_what_is_not_kept, FLASH),
-    Mutant(results_are_counted_over_the_whole_process,
-           test_ops.test_every_second_result_is_counted_anew_in_each_layer_and_each_forward),
-    Mutant(every_second_begins_with_the_second, test_layer_operators.test_a_replay_adds_exactly_what_the_peak_says,
-           dict(variant="gpt2", policy="*:ops(matmul/2,attention,collective)")),
-    Mutant(kept_results_stay_with_torch, test_ops.test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them),
-    Mutant(a_replay_uses_the_results_up, test_ops.test_backward_may_run_twice_and_finds_the_kept_results_again,
-           error="the forward saved"),
-    Mutant(random_numbers_go_on_in_the_replay, test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is),
-    Mutant(a_replay_does_not_say_that_it_is_one, test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is),
-    Mutant(draws_are_kept, test_ops.test_operators_that_draw_random_numbers_are_refused, dict(name="aten.bernoulli.p")),
-    Mutant(attention_with_dropout_is_kept, test_ops.test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout,
-           dict(kernel=operators.GROUPS["attention"][1])),
-    Mutant(collectives_write_in_place, test_ops.test_no_collective_that_writes_in_place_runs_where_results_are_kept,
-           dict(sequence_parallel=False), error="was written to later in the layer"),
-    Mutant(collectives_write_in_place, test_ops.test_the_layers_are_right_under_anybodys_selective_checkpoint),
-    Mutant(nobody_looks_whether_a_result_was_written_to, test_ops.test_a_result_that_is_written_to_later_is_an_error_in_forward),
-    Mutant(nobody_looks_whether_the_output_was_written_to,
-           test_ops.test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward),
+    Mutant(
+        only_products_without_bias_are_matmuls,
+        test_ops.test_backward_runs_again_exactly_what_is_not_kept,
+        FLASH,
+    ),
+    Mutant(
+        results_are_counted_over_the_whole_process,
+        test_ops.test_every_second_result_is_counted_anew_in_each_layer_and_each_forward,
+    ),
+    Mutant(
+        every_second_begins_with_the_second,
+        test_layer_operators.test_a_replay_adds_exactly_what_the_peak_says,
+        dict(variant="gpt2", policy="*:ops(matmul/2,attention,collective)"),
+    ),
+    Mutant(
+        kept_results_stay_with_torch,
+        test_ops.test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them,
+    ),
+    Mutant(
+        a_replay_uses_the_results_up,
+        test_ops.test_backward_may_run_twice_and_finds_the_kept_results_again,
+        error="the forward saved",
+    ),
+    Mutant(
+        random_numbers_go_on_in_the_replay,
+        test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is,
+    ),
+    Mutant(
+        a_replay_does_not_say_that_it_is_one,
+        test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is,
+    ),
+    Mutant(
+        draws_are_kept,
+        test_ops.test_operators_that_draw_random_numbers_are_refused,
+        dict(name="aten.bernoulli.p"),
+    ),
+    Mutant(
+        attention_with_dropout_is_kept,
+        test_ops.test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout,
+        dict(kernel=operators.GROUPS["attention"][1]),
+    ),
+    Mutant(
+        collectives_write_in_place,
+        test_ops.test_no_collective_that_writes_in_place_runs_where_results_are_kept,
+        dict(sequence_parallel=False),
+        error="was written to later in the layer",
+    ),
+    Mutant(
+        collectives_write_in_place,
+        test_ops.test_the_layers_are_right_under_anybodys_selective_checkpoint,
+    ),
+    Mutant(
+        nobody_looks_whether_a_result_was_written_to,
+        test_ops.test_a_result_that_is_written_to_later_is_an_error_in_forward,
+    ),
+    Mutant(
+        nobody_looks_whether_the_output_was_written_to,
+        test_ops.test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward,
+    ),
     Mutant(the_tail_is_run_again, test_ops.test_the_result_of_the_last_matmul_is_not_kept),
-    Mutant(the_list_forgets_that_sharded_linears_add_their_bias_apart,
-           test_layer_operators.test_a_layers_operators_and_the_bytes_of_their_results_are_those_that_torch_dispatches,
-           dict(tp_size=2, sequence_parallel=True)),
+    Mutant(
+        the_list_forgets_that_sharded_linears_add_their_bias_apart,
+        test_layer_operators.test_a_layers_operators_and_result_bytes_are_those_torch_dispatches,
+        dict(tp_size=2, sequence_parallel=True),
+    ),
 ]
 
 

@@ -26,11 +26,19 @@ def each_end_keeps_its_own_gradient_of_a_tied_embedding(patch: Patch) -> None:
 
 
 def the_norm_counts_a_tied_embedding_twice(patch: Patch) -> None:
-    patch.setattr(norms, "_counts_here", lambda spec, parallel: parallel.tp_rank == 0 or spec.tp_dim is not None)
+    patch.setattr(
+        norms,
+        "_counts_here",
+        lambda spec, parallel: parallel.tp_rank == 0 or spec.tp_dim is not None,
+    )
 
 
 def the_norm_is_that_of_the_own_stages(patch: Patch) -> None:
-    patch.setattr(norms, "_sum_over_model", lambda value, parallel, shard_group: all_reduce_(value, parallel.tp_group))
+    patch.setattr(
+        norms,
+        "_sum_over_model",
+        lambda value, parallel, shard_group: all_reduce_(value, parallel.tp_group),
+    )
 
 
 def an_output_lives_until_its_backward(patch: Patch) -> None:
@@ -57,7 +65,9 @@ def a_received_input_lives_until_its_backward(patch: Patch) -> None:
 def stages_go_backward_in_the_order_of_forward(patch: Patch) -> None:
     sequences = order._sequences
 
-    def unreversed(size: int, num_microbatches: int, chunks: int) -> tuple[list[Action], list[Action]]:
+    def unreversed(
+        size: int, num_microbatches: int, chunks: int
+    ) -> tuple[list[Action], list[Action]]:
         forwards, _ = sequences(size, num_microbatches, chunks)
         return forwards, [action._replace(kind="backward") for action in forwards]
 
@@ -69,7 +79,11 @@ def every_rank_fills_the_pipeline_alike(patch: Patch) -> None:
 
 
 def the_window_is_the_whole_step(patch: Patch) -> None:
-    patch.setattr(order, "most_in_flight", lambda *, size, rank, num_microbatches, chunks=1: num_microbatches * chunks)
+    patch.setattr(
+        order,
+        "most_in_flight",
+        lambda *, size, rank, num_microbatches, chunks=1: num_microbatches * chunks,
+    )
 
 
 def the_step_has_no_windows(patch: Patch) -> None:
@@ -79,8 +93,13 @@ def the_step_has_no_windows(patch: Patch) -> None:
 
 def block_counts_the_layers_of_the_whole_model(patch: Patch) -> None:
     plan_stage = build.plan_stage
-    patch.setattr(build, "plan_stage", lambda config, num_layers, stage=0: plan_stage(config, num_layers)
-                  if stage == 0 else plan_stage(type(config)(), num_layers))
+    patch.setattr(
+        build,
+        "plan_stage",
+        lambda config, num_layers, stage=0: (
+            plan_stage(config, num_layers) if stage == 0 else plan_stage(type(config)(), num_layers)
+        ),
+    )
 
 
 HOLDS = test_memory.test_after_every_action_a_rank_holds_what_is_predicted
@@ -99,12 +118,25 @@ MUTANTS = [
     Mutant(an_output_lives_until_its_backward, HOLDS, holds(3)),
     Mutant(a_received_input_lives_until_its_backward, HOLDS, holds(5), long=True),
     Mutant(the_step_has_no_windows, HOLDS, holds(6), long=True),
-    Mutant(stages_go_backward_in_the_order_of_forward,
-           test_order.test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever, dict(chunks=2)),
-    Mutant(every_rank_fills_the_pipeline_alike, test_order.test_as_many_are_in_flight_as_the_formula_says, dict(chunks=1)),
-    Mutant(the_window_is_the_whole_step, test_order.test_of_each_window_the_first_micro_batches_keep_everything,
-           dict(rank=0, kept=[0, 4])),
-    Mutant(block_counts_the_layers_of_the_whole_model, test_runs.test_block_counts_the_layers_of_each_virtual_stage),
+    Mutant(
+        stages_go_backward_in_the_order_of_forward,
+        test_order.test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever,
+        dict(chunks=2),
+    ),
+    Mutant(
+        every_rank_fills_the_pipeline_alike,
+        test_order.test_as_many_are_in_flight_as_the_formula_says,
+        dict(chunks=1),
+    ),
+    Mutant(
+        the_window_is_the_whole_step,
+        test_order.test_of_each_window_the_first_micro_batches_keep_everything,
+        dict(rank=0, kept=[0, 4]),
+    ),
+    Mutant(
+        block_counts_the_layers_of_the_whole_model,
+        test_runs.test_block_counts_the_layers_of_each_virtual_stage,
+    ),
 ]
 
 

@@ -1,6 +1,8 @@
-"""Mistakes of recompute engines, most of them once shipped by some system, each put back: a named test must fail.
+"""Mistakes of recompute engines, most of them once shipped by some system, each put back: a named
+test must fail.
 
-Here: randomness, units of layers, split inputs, and what goes in and out of the Function. Regions: test_region_mutants.py.
+Here: randomness, units of layers, split inputs, and what goes in and out of the Function. Regions:
+test_region_mutants.py.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.parallel import test_rng
-from tests.recompute import test_checkpoint, test_equality, test_randomness, test_runner, test_schedule, test_split
+from tests.recompute import (
+    test_checkpoint,
+    test_equality,
+    test_randomness,
+    test_runner,
+    test_schedule,
+    test_split,
+)
 from tests.support.mutants import Mutant, assert_seen
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, engine.Randomness
@@ -48,8 +57,11 @@ def the_replay_advances_the_kept_states(patch: Patch) -> None:
 
 def the_replay_starts_in_the_default_stream(patch: Patch) -> None:
     restore = Randomness._restore
-    patch.setattr(Randomness, "_restore", lambda self: restore(
-        dataclasses.replace(self, names=self.names._replace(current=DEFAULT))))
+    patch.setattr(
+        Randomness,
+        "_restore",
+        lambda self: restore(dataclasses.replace(self, names=self.names._replace(current=DEFAULT))),
+    )
 
 
 def the_cpu_generator_is_forgotten(patch: Patch) -> None:
@@ -57,7 +69,9 @@ def the_cpu_generator_is_forgotten(patch: Patch) -> None:
 
     def of_streams(streams):
         randomness = now(streams)
-        return dataclasses.replace(randomness, states=randomness.states[: len(randomness.names.names)])
+        return dataclasses.replace(
+            randomness, states=randomness.states[: len(randomness.names.names)]
+        )
 
     patch.setattr(Randomness, "now", of_streams)
 
@@ -97,25 +111,41 @@ def redrawing_a_mask_moves_the_stream(patch: Patch) -> None:
 
 
 def residual_masks_of_a_replay_come_from_the_other_stream(patch: Patch) -> None:
-    patch.setattr(RankContext, "residual_stream", property(
-        lambda self: TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT))
+    patch.setattr(
+        RankContext,
+        "residual_stream",
+        property(
+            lambda self: TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT
+        ),
+    )
 
 
 def attention_masks_of_a_replay_are_shared_by_ranks(patch: Patch) -> None:
     real = attention.dropout
-    patch.setattr(attention, "dropout", lambda weights, probability, rng, stream: real(
-        weights, probability, rng, DEFAULT if is_recomputing() else stream))
+    patch.setattr(
+        attention,
+        "dropout",
+        lambda weights, probability, rng, stream: real(
+            weights, probability, rng, DEFAULT if is_recomputing() else stream
+        ),
+    )
 
 
 def every_layer_of_a_unit_gets_the_units_input(patch: Patch) -> None:
     chain = runner._chain
-    patch.setattr(runner, "_chain", lambda plan, segment, part, rng, **facts: chain(plan, segment, part[-1:], rng, **facts))
+    patch.setattr(
+        runner,
+        "_chain",
+        lambda plan, segment, part, rng, **facts: chain(plan, segment, part[-1:], rng, **facts),
+    )
 
 
 def the_last_shorter_unit_is_left_out(patch: Patch) -> None:
     def whole_units(*args):
         plan = schedule.plan_stage(*args)
-        return RecomputePlan(tuple(unit for unit in plan.segments if unit.num_layers == plan.segments[0].num_layers))
+        return RecomputePlan(
+            tuple(unit for unit in plan.segments if unit.num_layers == plan.segments[0].num_layers)
+        )
 
     patch.setattr(test_schedule, "plan_stage", whole_units)
 
@@ -126,16 +156,26 @@ def layers_are_counted_over_all_forwards_of_the_process(patch: Patch) -> None:
     def counting(plan: RecomputePlan, *args, **facts):
         start = next(forwards) % plan.num_layers
         moved = plan.segments[start:] + plan.segments[:start]
-        plan = RecomputePlan(tuple(dataclasses.replace(part, first_layer=place) for place, part in enumerate(moved)))
+        plan = RecomputePlan(
+            tuple(dataclasses.replace(part, first_layer=place) for place, part in enumerate(moved))
+        )
         return run_layers(plan, *args, **facts)
 
     patch.setattr(block, "run_layers", counting)
 
 
 def regions_capture_their_arguments(patch: Patch) -> None:
-    patch.setattr(regions.Regions, "run", lambda self, name, function, first, *others, skip_tail=False: regions.checkpoint(
-        lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng) if name in self.rebuilt else function(
-        first, *others, skip_tail))
+    patch.setattr(
+        regions.Regions,
+        "run",
+        lambda self, name, function, first, *others, skip_tail=False: (
+            regions.checkpoint(
+                lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng
+            )
+            if name in self.rebuilt
+            else function(first, *others, skip_tail)
+        ),
+    )
 
 
 def shares_are_gathered_in_the_wrong_order(patch: Patch) -> None:
@@ -147,7 +187,11 @@ def the_gather_ahead_is_of_this_units_share(patch: Patch) -> None:
     whole_input = engine._whole_input
 
     def confused(ctx, shard):
-        mine = engine.start_all_gather_first_dim(shard, ctx.call.split_group) if ctx.gather is None else ctx.gather
+        mine = (
+            engine.start_all_gather_first_dim(shard, ctx.call.split_group)
+            if ctx.gather is None
+            else ctx.gather
+        )
         ctx.gather = mine
         whole = whole_input(ctx, shard)
         if ctx.call.previous is not None:
@@ -159,8 +203,13 @@ def the_gather_ahead_is_of_this_units_share(patch: Patch) -> None:
 
 
 def nothing_is_gathered_ahead(patch: Patch) -> None:
-    patch.setattr(engine, "_whole_input", lambda ctx, shard: engine.start_all_gather_first_dim(
-        shard, ctx.call.split_group).wait().view(ctx.shape))
+    patch.setattr(
+        engine,
+        "_whole_input",
+        lambda ctx, shard: (
+            engine.start_all_gather_first_dim(shard, ctx.call.split_group).wait().view(ctx.shape)
+        ),
+    )
 
 
 def the_callers_tensor_becomes_its_share(patch: Patch) -> None:
@@ -180,7 +229,11 @@ def the_callers_tensor_becomes_its_share(patch: Patch) -> None:
 
 
 def the_share_is_a_view_of_the_whole(patch: Patch) -> None:
-    patch.setattr(engine, "split_for_rank", lambda tensor, group: tensor.detach().reshape(group.size(), -1)[group.rank()])
+    patch.setattr(
+        engine,
+        "split_for_rank",
+        lambda tensor, group: tensor.detach().reshape(group.size(), -1)[group.rank()],
+    )
 
 
 def evaluation_goes_through_the_function_too(patch: Patch) -> None:
@@ -193,7 +246,9 @@ def autocast_is_forgotten(patch: Patch) -> None:
 
 def there_is_no_anchor(patch: Patch) -> None:
     apply = Function.apply
-    patch.setattr(Function, "apply", lambda call, anchor, *values: apply(call, anchor.detach(), *values))
+    patch.setattr(
+        Function, "apply", lambda call, anchor, *values: apply(call, anchor.detach(), *values)
+    )
 
 
 def parameters_are_returned_as_they_are(patch: Patch) -> None:
@@ -203,7 +258,9 @@ def parameters_are_returned_as_they_are(patch: Patch) -> None:
 def gradients_are_read_off_a_leaf(patch: Patch) -> None:
     def apply(received, places, *leaves):
         for place, leaf in zip(places, leaves, strict=True):
-            leaf.register_post_accumulate_grad_hook(lambda full, place=place: received.__setitem__(place, full.grad))
+            leaf.register_post_accumulate_grad_hook(
+                lambda full, place=place: received.__setitem__(place, full.grad)
+            )
         return leaves
 
     patch.setattr(engine._Receive, "apply", apply)
@@ -248,12 +305,18 @@ def inputs_are_kept_on_the_context(patch: Patch) -> None:
 
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward
 STREAMS_UNMOVED = test_randomness.test_backward_leaves_the_streams_as_it_found_them
-MASKS = test_randomness.test_a_replay_draws_the_masks_of_its_forward_on_the_stream_that_the_layout_asks_for
-UNITS = dict(recompute=test_randomness.UNITS_OF_TWO, residual_order=[5, 6, 1, 2, 3, 4], attention_order=[2, 0, 1])
+MASKS = test_randomness.test_a_replay_draws_the_masks_of_its_forward_on_the_right_stream
+UNITS = dict(
+    recompute=test_randomness.UNITS_OF_TWO,
+    residual_order=[5, 6, 1, 2, 3, 4],
+    attention_order=[2, 0, 1],
+)
 CORE = dict(recompute=test_randomness.CORE_ATTENTION, residual_order=[], attention_order=[2, 1, 0])
-POINTWISE = dict(recompute=test_randomness.POINTWISE, residual_order=[6, 5, 4, 3, 2, 1], attention_order=[])
+POINTWISE = dict(
+    recompute=test_randomness.POINTWISE, residual_order=[6, 5, 4, 3, 2, 1], attention_order=[]
+)
 LEFT_ALONE = test_split.test_the_callers_tensor_is_left_alone
-SPLIT = test_split.test_whole_inputs_are_freed_and_gathered_once_a_unit_and_backward_one_ahead_of_the_replay
+SPLIT = test_split.test_whole_inputs_are_freed_and_gathered_once_a_unit_one_ahead_of_the_replay
 EQUAL = test_equality.check
 IN_FLOAT32 = dict(sequence_parallel=False, precision=torch.float32)
 GPT = "gpt, unfused, dropout"
@@ -263,38 +326,86 @@ def gpt_with(policy: str) -> dict[str, object]:
     return dict(IN_FLOAT32, tp_size=2 if "split" in policy else 1, chosen={GPT: [policy]})
 
 
-
 MUTANTS = [
-    # A replay restores every stream, the current one's name and the CPU's generator, as copies, and leaves no trace.
+    # A replay restores every stream, the current one's name and the CPU's generator, as copies, and
+    # leaves no trace.
     Mutant(nothing_is_restored, SAME_NUMBERS, dict(times=1)),
     Mutant(the_replay_advances_the_kept_states, SAME_NUMBERS, dict(times=2)),
-    Mutant(the_replay_starts_in_the_default_stream, test_checkpoint.test_a_unit_inside_an_open_fork_replays_in_that_stream,
-           dict(current=TENSOR_PARALLEL)),
-    Mutant(the_cpu_generator_is_forgotten,
-           test_checkpoint.test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device, dict(times=1)),
-    Mutant(the_streams_stay_where_the_replay_left_them, test_checkpoint.test_backward_leaves_the_streams_as_it_found_them),
-    Mutant(the_streams_stay_where_the_replay_left_them, STREAMS_UNMOVED, dict(recompute=test_randomness.UNITS_OF_TWO)),
-    Mutant(redrawing_a_mask_moves_the_stream, STREAMS_UNMOVED, dict(recompute=test_randomness.POINTWISE)),
-    Mutant(a_fork_inside_a_fork_starts_from_the_stored_state,
-           test_rng.test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream),
+    Mutant(
+        the_replay_starts_in_the_default_stream,
+        test_checkpoint.test_a_unit_inside_an_open_fork_replays_in_that_stream,
+        dict(current=TENSOR_PARALLEL),
+    ),
+    Mutant(
+        the_cpu_generator_is_forgotten,
+        test_checkpoint.test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device,
+        dict(times=1),
+    ),
+    Mutant(
+        the_streams_stay_where_the_replay_left_them,
+        test_checkpoint.test_backward_leaves_the_streams_as_it_found_them,
+    ),
+    Mutant(
+        the_streams_stay_where_the_replay_left_them,
+        STREAMS_UNMOVED,
+        dict(recompute=test_randomness.UNITS_OF_TWO),
+    ),
+    Mutant(
+        redrawing_a_mask_moves_the_stream,
+        STREAMS_UNMOVED,
+        dict(recompute=test_randomness.POINTWISE),
+    ),
+    Mutant(
+        a_fork_inside_a_fork_starts_from_the_stored_state,
+        test_rng.test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream,
+    ),
     Mutant(nothing_is_restored, EQUAL, gpt_with("uniform 1")),
     Mutant(nothing_is_restored, EQUAL, gpt_with("core_attn")),
-    # Residual masks are the TP ranks' own under sequence parallelism and shared without it, attention masks always their own.
-    Mutant(residual_masks_of_a_replay_come_from_the_other_stream, MASKS, dict(UNITS, sequence_parallel=False)),
-    Mutant(residual_masks_of_a_replay_come_from_the_other_stream, MASKS, dict(UNITS, sequence_parallel=True)),
-    Mutant(attention_masks_of_a_replay_are_shared_by_ranks, MASKS, dict(CORE, sequence_parallel=False)),
-    Mutant(a_redrawn_mask_comes_from_the_numbers_that_are_next, MASKS, dict(POINTWISE, sequence_parallel=True)),
+    # Residual masks are the TP ranks' own under sequence parallelism and shared without it,
+    # attention masks always their own.
+    Mutant(
+        residual_masks_of_a_replay_come_from_the_other_stream,
+        MASKS,
+        dict(UNITS, sequence_parallel=False),
+    ),
+    Mutant(
+        residual_masks_of_a_replay_come_from_the_other_stream,
+        MASKS,
+        dict(UNITS, sequence_parallel=True),
+    ),
+    Mutant(
+        attention_masks_of_a_replay_are_shared_by_ranks, MASKS, dict(CORE, sequence_parallel=False)
+    ),
+    Mutant(
+        a_redrawn_mask_comes_from_the_numbers_that_are_next,
+        MASKS,
+        dict(POINTWISE, sequence_parallel=True),
+    ),
     # Units.
-    Mutant(every_layer_of_a_unit_gets_the_units_input,
-           test_runner.test_every_layer_of_a_unit_gets_what_the_layer_before_it_returned_in_the_replay_too),
+    Mutant(
+        every_layer_of_a_unit_gets_the_units_input,
+        test_runner.test_in_a_replay_too_every_layer_of_a_unit_gets_what_the_one_before_returned,
+    ),
     Mutant(every_layer_of_a_unit_gets_the_units_input, EQUAL, gpt_with("uniform 2")),
-    Mutant(the_last_shorter_unit_is_left_out, test_schedule.test_the_plan_of_five_layers, dict(
-        flags=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-        segments=[test_schedule.unit(0, 2), test_schedule.unit(2, 2), test_schedule.unit(4)])),
-    Mutant(layers_are_counted_over_all_forwards_of_the_process,
-           test_runner.test_which_layers_run_again_depends_on_their_place_in_the_stage_alone),
-    Mutant(regions_capture_their_arguments, test_runner.test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward,
-           dict(recompute=test_runner.REGIONS)),
+    Mutant(
+        the_last_shorter_unit_is_left_out,
+        test_schedule.test_the_plan_of_five_layers,
+        dict(
+            flags=dict(
+                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+            ),
+            segments=[test_schedule.unit(0, 2), test_schedule.unit(2, 2), test_schedule.unit(4)],
+        ),
+    ),
+    Mutant(
+        layers_are_counted_over_all_forwards_of_the_process,
+        test_runner.test_which_layers_run_again_depends_on_their_place_in_the_stage_alone,
+    ),
+    Mutant(
+        regions_capture_their_arguments,
+        test_runner.test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward,
+        dict(recompute=test_runner.REGIONS),
+    ),
     # Split inputs.
     Mutant(the_callers_tensor_becomes_its_share, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(the_callers_tensor_becomes_its_share, LEFT_ALONE, dict(grad=False)),
@@ -304,23 +415,48 @@ MUTANTS = [
     Mutant(nothing_is_gathered_ahead, SPLIT),
     Mutant(the_share_is_a_view_of_the_whole, SPLIT),
     # In and out of the Function.
-    Mutant(evaluation_goes_through_the_function_too,
-           test_checkpoint.test_where_gradients_are_off_nothing_is_kept_or_split_and_the_result_is_the_functions_own),
+    Mutant(
+        evaluation_goes_through_the_function_too,
+        test_checkpoint.test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct,
+    ),
     Mutant(autocast_is_forgotten, test_checkpoint.test_a_replay_sees_the_autocast_of_its_forward),
-    Mutant(autocast_is_forgotten, test_checkpoint.test_a_replay_is_not_under_the_autocast_of_its_backward),
-    Mutant(there_is_no_anchor, test_checkpoint.test_parameters_inside_get_their_gradients_though_no_input_needs_one,
-           error="does not require grad"),
-    Mutant(there_is_no_anchor, test_runner.test_frozen_weights_get_no_gradient_and_the_others_the_same,
-           dict(frozen="embeddings", recompute=test_runner.UNITS_OF_TWO)),
+    Mutant(
+        autocast_is_forgotten,
+        test_checkpoint.test_a_replay_is_not_under_the_autocast_of_its_backward,
+    ),
+    Mutant(
+        there_is_no_anchor,
+        test_checkpoint.test_parameters_inside_get_their_gradients_though_no_input_needs_one,
+        error="does not require grad",
+    ),
+    Mutant(
+        there_is_no_anchor,
+        test_runner.test_frozen_weights_get_no_gradient_and_the_others_the_same,
+        dict(frozen="embeddings", recompute=test_runner.UNITS_OF_TWO),
+    ),
     Mutant(parameters_are_returned_as_they_are, test_checkpoint.test_a_parameter_may_be_returned),
-    Mutant(gradients_are_read_off_a_leaf, test_checkpoint.test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it),
+    Mutant(
+        gradients_are_read_off_a_leaf,
+        test_checkpoint.test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it,
+    ),
     Mutant(the_phase_is_a_switch, test_checkpoint.test_the_phase_nests_and_belongs_to_its_thread),
-    Mutant(an_exception_leaves_the_phase_on, test_checkpoint.test_a_replay_knows_that_it_is_one_and_ends_by_an_exception_too),
-    Mutant(a_replay_does_not_say_that_it_is_one,
-           test_checkpoint.test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards),
-    Mutant(inputs_are_kept_on_the_context, test_checkpoint.test_what_is_kept_can_be_moved_away_and_brought_back),
-    Mutant(inputs_are_kept_on_the_context, test_runner.test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward,
-           dict(recompute=test_runner.UNITS_OF_TWO)),
+    Mutant(
+        an_exception_leaves_the_phase_on,
+        test_checkpoint.test_a_replay_knows_that_it_is_one_and_ends_by_an_exception_too,
+    ),
+    Mutant(
+        a_replay_does_not_say_that_it_is_one,
+        test_checkpoint.test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards,
+    ),
+    Mutant(
+        inputs_are_kept_on_the_context,
+        test_checkpoint.test_what_is_kept_can_be_moved_away_and_brought_back,
+    ),
+    Mutant(
+        inputs_are_kept_on_the_context,
+        test_runner.test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward,
+        dict(recompute=test_runner.UNITS_OF_TWO),
+    ),
     Mutant(inputs_are_kept_on_the_context, SPLIT),
 ]
 

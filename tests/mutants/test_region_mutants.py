@@ -1,4 +1,5 @@
-"""Mistakes in the regions of a layer, each put back: a named test must fail. Discarding tensors, tail skip, verification."""
+"""Mistakes in the regions of a layer, each put back: a named test must fail. Discarding tensors,
+tail skip, verification."""
 
 from __future__ import annotations
 
@@ -82,14 +83,25 @@ def a_note_holds_the_tensor_that_it_stands_for(patch: Patch) -> None:
 
 def the_norm_reads_its_input_twice(patch: Patch) -> None:
     """Composed of torch's operations."""
-    patch.setattr(norm, "rms_norm", lambda hidden_states, weight, epsilon: weight * (
-        hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + epsilon)))
+    patch.setattr(
+        norm,
+        "rms_norm",
+        lambda hidden_states, weight, epsilon: (
+            weight
+            * (hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + epsilon))
+        ),
+    )
 
 
 def a_skipped_tail_draws_no_mask(patch: Patch) -> None:
     real = layer.add_dropped_out
-    patch.setattr(layer, "add_dropped_out", lambda residual, branch, probability, *others, skip_tail=False: real(
-        residual, branch, 0.0 if skip_tail else probability, *others, skip_tail=skip_tail))
+    patch.setattr(
+        layer,
+        "add_dropped_out",
+        lambda residual, branch, probability, *others, skip_tail=False: real(
+            residual, branch, 0.0 if skip_tail else probability, *others, skip_tail=skip_tail
+        ),
+    )
 
 
 def the_tail_of_every_layer_is_skipped(patch: Patch) -> None:
@@ -108,7 +120,9 @@ def the_tail_of_every_layer_is_skipped(patch: Patch) -> None:
 
 def no_tail_is_skipped(patch: Patch) -> None:
     real = layers.row_parallel_linear
-    patch.setattr(layers, "row_parallel_linear", lambda *args, skip_tail=False, **facts: real(*args, **facts))
+    patch.setattr(
+        layers, "row_parallel_linear", lambda *args, skip_tail=False, **facts: real(*args, **facts)
+    )
 
 
 def only_the_collective_of_a_tail_is_left(patch: Patch) -> None:
@@ -116,7 +130,13 @@ def only_the_collective_of_a_tail_is_left(patch: Patch) -> None:
     real = layers.row_parallel_linear
 
     def linear(*args, skip_tail=False, tp_group, sequence_parallel, **facts):
-        output = real(*args, skip_tail=skip_tail, tp_group=tp_group, sequence_parallel=sequence_parallel, **facts)
+        output = real(
+            *args,
+            skip_tail=skip_tail,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            **facts,
+        )
         if skip_tail and tp_group is not None:
             torch.distributed.all_reduce(output.detach().contiguous(), group=tp_group)
         return output
@@ -144,7 +164,11 @@ def redrawn_masks_are_not_compared(patch: Patch) -> None:
 def _hash_of(patch: Patch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Changes the bytes that are hashed."""
     words = tensor_hash._words
-    patch.setattr(tensor_hash, "_words", lambda tensor: change(words(tensor).view(torch.uint8)).view(torch.int64))
+    patch.setattr(
+        tensor_hash,
+        "_words",
+        lambda tensor: change(words(tensor).view(torch.uint8)).view(torch.int64),
+    )
 
 
 def a_hash_is_of_the_bytes_in_any_order(patch: Patch) -> None:
@@ -161,7 +185,11 @@ def a_hash_is_of_absolute_values(patch: Patch) -> None:
 
 def every_run_is_recorded(patch: Patch) -> None:
     verified = regions.Regions._verified
-    patch.setattr(regions.Regions, "_verified", lambda self, *args: verified(dataclasses.replace(self, verify=True), *args))
+    patch.setattr(
+        regions.Regions,
+        "_verified",
+        lambda self, *args: verified(dataclasses.replace(self, verify=True), *args),
+    )
 
 
 SHARE_ONE = test_discard.test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed
@@ -170,36 +198,87 @@ ONE_RANK = dict(tp_size=1, sequence_parallel=False)
 
 MUTANTS = [
     Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
-    Mutant(nothing_is_discarded, test_discard.test_backward_reads_nothing_that_the_forward_left_behind,
-           error="modified by an inplace operation"),
+    Mutant(
+        nothing_is_discarded,
+        test_discard.test_backward_reads_nothing_that_the_forward_left_behind,
+        error="modified by an inplace operation",
+    ),
     Mutant(every_consumer_rebuilds_for_itself, SHARE_ONE, dict(names=("linear", "square"))),
-    Mutant(a_note_forgets_where_in_the_tensor_its_view_began, SHARE_ONE, dict(names=("square", "transposed_part", "linear"))),
-    Mutant(the_rebuilt_tensor_stays_after_backward, test_discard.test_each_backward_rebuilds_anew, error="a second time"),
-    Mutant(the_rebuilt_tensor_stays_after_backward, test_discard.test_two_backwards_through_lent_regions_equal_those_without,
-           error="a second time"),
-    Mutant(what_is_discarded_stays_until_the_step_ends, test_discard.test_after_the_layer_nothing_is_held_for_discarding),
-    Mutant(a_note_holds_the_tensor_that_it_stands_for, test_discard.test_a_graph_that_is_dropped_frees_what_it_kept_at_once),
-    Mutant(the_hooks_in_force_are_replaced, test_discard.test_the_hooks_that_were_in_force_get_everything_but_the_discarded),
-    Mutant(the_norm_reads_its_input_twice,
-           test_discard.test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order),
-
+    Mutant(
+        a_note_forgets_where_in_the_tensor_its_view_began,
+        SHARE_ONE,
+        dict(names=("square", "transposed_part", "linear")),
+    ),
+    Mutant(
+        the_rebuilt_tensor_stays_after_backward,
+        test_discard.test_each_backward_rebuilds_anew,
+        error="a second time",
+    ),
+    Mutant(
+        the_rebuilt_tensor_stays_after_backward,
+        test_discard.test_two_backwards_through_lent_regions_equal_those_without,
+        error="a second time",
+    ),
+    Mutant(
+        what_is_discarded_stays_until_the_step_ends,
+        test_discard.test_after_the_layer_nothing_is_held_for_discarding,
+    ),
+    Mutant(
+        a_note_holds_the_tensor_that_it_stands_for,
+        test_discard.test_a_graph_that_is_dropped_frees_what_it_kept_at_once,
+    ),
+    Mutant(
+        the_hooks_in_force_are_replaced,
+        test_discard.test_the_hooks_that_were_in_force_get_everything_but_the_discarded,
+    ),
+    Mutant(
+        the_norm_reads_its_input_twice,
+        test_discard.test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order,
+    ),
     Mutant(a_skipped_tail_draws_no_mask, TAIL, ONE_RANK),
     Mutant(the_tail_of_every_layer_is_skipped, TAIL, ONE_RANK),
     Mutant(no_tail_is_skipped, TAIL, ONE_RANK),
-    Mutant(only_the_collective_of_a_tail_is_left, TAIL, dict(tp_size=2, sequence_parallel=False), long=True),
-
+    Mutant(
+        only_the_collective_of_a_tail_is_left,
+        TAIL,
+        dict(tp_size=2, sequence_parallel=False),
+        long=True,
+    ),
     Mutant(a_replay_is_not_compared, test_verify.test_a_function_that_counts_its_runs_is_found),
-    Mutant(a_replay_is_not_compared, test_verify.test_a_wrong_gather_is_found_at_the_units_input_on_every_rank,
-           error="DID NOT RAISE RecomputeMismatch"),
-    Mutant(the_streams_are_not_compared, test_verify.test_a_replay_that_draws_more_is_found_though_it_returns_the_same),
-    Mutant(the_message_names_the_unit_alone, test_verify.test_a_buffer_that_a_region_changes_is_found,
-           dict(flags=test_verify.UNITS_OF_TWO)),
-    Mutant(redrawn_masks_are_not_compared, test_verify.test_a_mask_redrawn_from_other_numbers_is_found),
-    Mutant(a_hash_is_of_the_bytes_in_any_order, test_tensor_hash.test_it_tells_lengths_signs_and_orders_apart),
-    Mutant(a_hash_is_of_the_first_bytes, test_tensor_hash.test_it_depends_on_every_bit, dict(dtype=torch.float32)),
-    Mutant(a_hash_is_of_absolute_values, test_tensor_hash.test_it_tells_lengths_signs_and_orders_apart),
-    Mutant(every_run_is_recorded, test_verify.test_without_the_flag_nothing_is_recorded,
-           dict(flags=test_verify.selective("mlp"))),
+    Mutant(
+        a_replay_is_not_compared,
+        test_verify.test_a_wrong_gather_is_found_at_the_units_input_on_every_rank,
+        error="DID NOT RAISE RecomputeMismatch",
+    ),
+    Mutant(
+        the_streams_are_not_compared,
+        test_verify.test_a_replay_that_draws_more_is_found_though_it_returns_the_same,
+    ),
+    Mutant(
+        the_message_names_the_unit_alone,
+        test_verify.test_a_buffer_that_a_region_changes_is_found,
+        dict(flags=test_verify.UNITS_OF_TWO),
+    ),
+    Mutant(
+        redrawn_masks_are_not_compared, test_verify.test_a_mask_redrawn_from_other_numbers_is_found
+    ),
+    Mutant(
+        a_hash_is_of_the_bytes_in_any_order,
+        test_tensor_hash.test_it_tells_lengths_signs_and_orders_apart,
+    ),
+    Mutant(
+        a_hash_is_of_the_first_bytes,
+        test_tensor_hash.test_it_depends_on_every_bit,
+        dict(dtype=torch.float32),
+    ),
+    Mutant(
+        a_hash_is_of_absolute_values, test_tensor_hash.test_it_tells_lengths_signs_and_orders_apart
+    ),
+    Mutant(
+        every_run_is_recorded,
+        test_verify.test_without_the_flag_nothing_is_recorded,
+        dict(flags=test_verify.selective("mlp")),
+    ),
 ]
 
 

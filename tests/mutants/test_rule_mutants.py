@@ -1,4 +1,5 @@
-"""Settings that are heard by halves, and sizes that do not follow the run, each put back: a named test must fail."""
+"""Settings that are heard by halves, and sizes that do not follow the run, each put back: a named
+test must fail."""
 
 from __future__ import annotations
 
@@ -61,12 +62,18 @@ def every_size_of_a_ramp_counts_wherever_the_run_stands(patch: Patch) -> None:
 
 
 def the_first_rank_is_the_fullest(patch: Patch) -> None:
-    patch.setattr(prices, "fullest_rank", lambda config, device: pipeline.rank_memory(config, device, 0))
+    patch.setattr(
+        prices, "fullest_rank", lambda config, device: pipeline.rank_memory(config, device, 0)
+    )
 
 
 def a_step_always_fills_the_pipeline(patch: Patch) -> None:
     for module in (pipeline, prices, report):
-        patch.setattr(module, "step_microbatches", lambda config: 2 * config.parallel.pipeline_model_parallel_size)
+        patch.setattr(
+            module,
+            "step_microbatches",
+            lambda config: 2 * config.parallel.pipeline_model_parallel_size,
+        )
 
 
 def the_windows_repeat_with_the_schedule(patch: Patch) -> None:
@@ -79,7 +86,11 @@ def every_micro_batch_is_recomputed_in_the_log(patch: Patch) -> None:
 
 def the_limit_of_an_iteration_is_that_of_a_smaller_batch(patch: Patch) -> None:
     at = Pulse.at
-    patch.setattr(Pulse, "at", lambda self, where, *, limited=True, growth=1.0: at(self, where, limited=limited))
+    patch.setattr(
+        Pulse,
+        "at",
+        lambda self, where, *, limited=True, growth=1.0: at(self, where, limited=limited),
+    )
 
 
 def core_attention_is_judged_without_the_device(patch: Patch) -> None:
@@ -89,38 +100,90 @@ def core_attention_is_judged_without_the_device(patch: Patch) -> None:
 REFUSED = test_policy_reach.test_a_rule_that_can_never_apply_is_an_error_at_its_place
 PRICED = test_runs.test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced
 MUTANTS = [
-    Mutant(a_layer_that_does_not_exist_is_passed_over, REFUSED,
-           dict(text="0,9:full", num_layers=[3], character=1, message="layer 9 does not exist")),
-    Mutant(units_are_as_long_as_they_say, REFUSED,
-           dict(text="every-2:full/2", num_layers=[4], character=1, message="a unit cannot have 2")),
-    Mutant(a_rule_may_say_more_than_it_does, test_policy_reach.test_a_rule_that_says_more_than_it_does_is_one_warning,
-           dict(text="0-31:full", num_layers=[24], warnings=["one"])),
-    Mutant(the_run_does_not_ask_what_a_policy_reaches, test_runs.test_what_a_pipeline_cannot_do_is_refused_at_once,
-           dict(words="--recompute-policy stage1/*:full", message="stage 1 does not exist")),
-    Mutant(a_flag_replaces_its_own_value_alone, test_alternatives.test_a_flag_replaces_every_stored_alternative,
-           dict(stored=test_alternatives.BASE + test_alternatives.FULL, flags="--recompute-policy 0:mlp",
-                alone="--recompute-policy 0:mlp")),
-    Mutant(a_value_is_replaced_without_a_word,
-           test_alternatives.test_what_is_replaced_is_said_once_and_only_where_something_is),
-    Mutant(slots_are_made_for_the_first_step,
-           test_rampup.test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_flight, error="slots are in use"),
-    Mutant(every_size_of_a_ramp_counts_wherever_the_run_stands,
-           test_rampup.test_a_ramp_through_a_batch_that_the_interleaved_pipeline_cannot_take_is_refused_unless_it_is_over,
-           error="5 micro-batches per step"),
-    Mutant(the_first_rank_is_the_fullest, test_runs.test_the_report_of_a_pipeline_fits_its_columns_and_has_every_rank,
-           dict(words="--pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method block")),
-    Mutant(a_step_always_fills_the_pipeline, test_runs.test_the_report_follows_the_micro_batches_of_the_run),
+    Mutant(
+        a_layer_that_does_not_exist_is_passed_over,
+        REFUSED,
+        dict(text="0,9:full", num_layers=[3], character=1, message="layer 9 does not exist"),
+    ),
+    Mutant(
+        units_are_as_long_as_they_say,
+        REFUSED,
+        dict(text="every-2:full/2", num_layers=[4], character=1, message="a unit cannot have 2"),
+    ),
+    Mutant(
+        a_rule_may_say_more_than_it_does,
+        test_policy_reach.test_a_rule_that_says_more_than_it_does_is_one_warning,
+        dict(text="0-31:full", num_layers=[24], warnings=["one"]),
+    ),
+    Mutant(
+        the_run_does_not_ask_what_a_policy_reaches,
+        test_runs.test_what_a_pipeline_cannot_do_is_refused_at_once,
+        dict(words="--recompute-policy stage1/*:full", message="stage 1 does not exist"),
+    ),
+    Mutant(
+        a_flag_replaces_its_own_value_alone,
+        test_alternatives.test_a_flag_replaces_every_stored_alternative,
+        dict(
+            stored=test_alternatives.BASE + test_alternatives.FULL,
+            flags="--recompute-policy 0:mlp",
+            alone="--recompute-policy 0:mlp",
+        ),
+    ),
+    Mutant(
+        a_value_is_replaced_without_a_word,
+        test_alternatives.test_what_is_replaced_is_said_once_and_only_where_something_is,
+    ),
+    Mutant(
+        slots_are_made_for_the_first_step,
+        test_rampup.test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_flight,
+        error="slots are in use",
+    ),
+    Mutant(
+        every_size_of_a_ramp_counts_wherever_the_run_stands,
+        test_rampup.test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused,
+        error="5 micro-batches per step",
+    ),
+    Mutant(
+        the_first_rank_is_the_fullest,
+        test_runs.test_the_report_of_a_pipeline_fits_its_columns_and_has_every_rank,
+        dict(
+            words=(
+                "--pipeline-model-parallel-size 4 --recompute-granularity full "
+                "--recompute-method block"
+            )
+        ),
+    ),
+    Mutant(
+        a_step_always_fills_the_pipeline,
+        test_runs.test_the_report_follows_the_micro_batches_of_the_run,
+    ),
     Mutant(the_windows_repeat_with_the_schedule, PRICED, dict(num_kept=8, chunks=3)),
-    Mutant(every_micro_batch_is_recomputed_in_the_log,
-           test_logging.test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp),
-    Mutant(the_limit_of_an_iteration_is_that_of_a_smaller_batch, test_pulse.test_a_larger_batch_may_take_longer_by_its_factor),
-    Mutant(core_attention_is_judged_without_the_device, test_arguments.test_core_attention_is_priced_by_the_device_that_runs_it),
+    Mutant(
+        every_micro_batch_is_recomputed_in_the_log,
+        test_logging.test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp,
+    ),
+    Mutant(
+        the_limit_of_an_iteration_is_that_of_a_smaller_batch,
+        test_pulse.test_a_larger_batch_may_take_longer_by_its_factor,
+    ),
+    Mutant(
+        core_attention_is_judged_without_the_device,
+        test_arguments.test_core_attention_is_priced_by_the_device_that_runs_it,
+    ),
 ]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = {"clock": [100.0]} if mutant.fault is the_limit_of_an_iteration_is_that_of_a_smaller_batch else {}
+def test_the_mistake_is_seen(
+    mutant: Mutant, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (
+        {"clock": [100.0]}
+        if mutant.fault is the_limit_of_an_iteration_is_that_of_a_smaller_batch
+        else {}
+    )
     if more:
-        monkeypatch.setattr("megatron_lite.supervision.pulse.time.monotonic", lambda: more["clock"][0])
+        monkeypatch.setattr(
+            "megatron_lite.supervision.pulse.time.monotonic", lambda: more["clock"][0]
+        )
     assert_seen(mutant, monkeypatch, tmp_path=tmp_path, capsys=capsys, **more)

@@ -1,4 +1,5 @@
-"""Mistakes in the data tools, the index cache and the start, each put back: a named test must fail."""
+"""Mistakes in the data tools, the index cache and the start, each put back: a named test must
+fail."""
 
 from __future__ import annotations
 
@@ -29,14 +30,22 @@ Patch = pytest.MonkeyPatch
 
 def the_old_index_stays_until_the_new_one_is_there(patch: Patch) -> None:
     unlink = os.unlink
-    patch.setattr(os, "unlink", lambda path, *rest: None if str(path).endswith(".idx") else unlink(path, *rest))
+    patch.setattr(
+        os,
+        "unlink",
+        lambda path, *rest: None if str(path).endswith(".idx") else unlink(path, *rest),
+    )
 
 
 def names_are_not_synced(patch: Patch) -> None:
-    patch.setattr(indexed.IndexedDatasetWriter, "_publish", _unsynced(indexed.IndexedDatasetWriter._publish))
+    patch.setattr(
+        indexed.IndexedDatasetWriter, "_publish", _unsynced(indexed.IndexedDatasetWriter._publish)
+    )
 
 
-def _unsynced(publish: Callable[[IndexedDatasetWriter], None]) -> Callable[[IndexedDatasetWriter], None]:
+def _unsynced(
+    publish: Callable[[IndexedDatasetWriter], None],
+) -> Callable[[IndexedDatasetWriter], None]:
     def without(self: IndexedDatasetWriter) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(indexed, "sync_folder", lambda path: None)
@@ -98,30 +107,57 @@ FLIPPED = test_index_cache.test_any_flipped_bit_is_found
 MUTANTS = [
     Mutant(the_old_index_stays_until_the_new_one_is_there, PAIR),
     Mutant(names_are_not_synced, ORDER),
-    Mutant(a_reader_trusts_the_names, test_data_tools.test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs),
+    Mutant(
+        a_reader_trusts_the_names,
+        test_data_tools.test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs,
+    ),
     Mutant(nobody_compares_checksums, FLIPPED),
-    Mutant(numbers_may_point_anywhere,
-           test_index_cache.test_numbers_that_point_nowhere_are_not_used_though_their_checksum_is_right,
-           dict(name="document_order", change=lambda array: array + 1, reason="document_order holds 3 to 9, expected 2 to 8")),
-    Mutant(lines_have_no_limit, test_data_tools.test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read,
-           dict(workers="1")),
+    Mutant(
+        numbers_may_point_anywhere,
+        test_index_cache.test_numbers_that_point_nowhere_are_not_used_despite_their_checksum,
+        dict(
+            name="document_order",
+            change=lambda array: array + 1,
+            reason="document_order holds 3 to 9, expected 2 to 8",
+        ),
+    ),
+    Mutant(
+        lines_have_no_limit,
+        test_data_tools.test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read,
+        dict(workers="1"),
+    ),
     Mutant(the_port_is_not_tried, test_rendezvous.test_nobody_who_listens_is_named_with_the_flag),
-    Mutant(the_name_is_not_resolved, test_rendezvous.test_a_name_that_leads_nowhere_is_named_within_seconds,
-           dict(rank=0, answer=socket.gaierror("unknown"), reason="unknown")),
-    Mutant(a_finished_run_hears_signals,
-           test_signals.test_further_signals_at_the_end_of_a_run_that_has_saved_do_not_change_its_status,
-           dict(rank_0_owns_store=False)),
-    Mutant(numbers_have_no_limit, test_json.test_text_beyond_all_bounds_is_one_short_error,
-           dict(text='{"model": {"num_layers": 9223372036854775808}}', message="is beyond 64 bits")),
-    Mutant(a_later_name_wins, test_json.test_text_beyond_all_bounds_is_one_short_error,
-           dict(text='{"model": {}, "model": {}}', message="'model' is given twice")),
-    Mutant(each_rank_counts_for_itself,
-           test_capacity.test_a_model_beyond_the_memory_of_the_host_is_refused_on_every_rank_with_both_numbers),
+    Mutant(
+        the_name_is_not_resolved,
+        test_rendezvous.test_a_name_that_leads_nowhere_is_named_within_seconds,
+        dict(rank=0, answer=socket.gaierror("unknown"), reason="unknown"),
+    ),
+    Mutant(
+        a_finished_run_hears_signals,
+        test_signals.test_further_signals_at_the_end_of_a_saved_run_do_not_change_its_status,
+        dict(rank_0_owns_store=False),
+    ),
+    Mutant(
+        numbers_have_no_limit,
+        test_json.test_text_beyond_all_bounds_is_one_short_error,
+        dict(text='{"model": {"num_layers": 9223372036854775808}}', message="is beyond 64 bits"),
+    ),
+    Mutant(
+        a_later_name_wins,
+        test_json.test_text_beyond_all_bounds_is_one_short_error,
+        dict(text='{"model": {}, "model": {}}', message="'model' is given twice"),
+    ),
+    Mutant(
+        each_rank_counts_for_itself,
+        test_capacity.test_a_model_beyond_the_hosts_memory_is_refused_on_every_rank_with_numbers,
+    ),
 ]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_is_seen(
+    mutant: Mutant, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fixtures: dict[str, object] = dict(tmp_path=tmp_path, capsys=capsys)
     if mutant.test is FLIPPED:
         fixtures["cache"] = test_index_cache.Cache(tmp_path / "cache")

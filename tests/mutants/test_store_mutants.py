@@ -98,8 +98,13 @@ def every_tensor_is_moved(patch: Patch) -> None:
 
 def a_view_forgets_where_it_began(patch: Patch) -> None:
     of = saved._View.of.__func__
-    patch.setattr(saved._View, "of",
-                  classmethod(lambda cls, tensor, moved: dataclasses.replace(of(cls, tensor, moved), offset=0)))
+    patch.setattr(
+        saved._View,
+        "of",
+        classmethod(
+            lambda cls, tensor, moved: dataclasses.replace(of(cls, tensor, moved), offset=0)
+        ),
+    )
 
 
 def the_hooks_in_force_are_replaced(patch: Patch) -> None:
@@ -111,7 +116,9 @@ def what_stays_is_held_as_it_is(patch: Patch) -> None:
 
 
 def writes_on_the_way_go_unnoticed(patch: Patch) -> None:
-    patch.setattr(_OnHost, "torn", property(lambda self: False, lambda self, torn: None), raising=False)
+    patch.setattr(
+        _OnHost, "torn", property(lambda self: False, lambda self, torn: None), raising=False
+    )
 
 
 def the_pool_gives_new_buffers(patch: Patch) -> None:
@@ -137,7 +144,9 @@ def every_forward_makes_an_arena(patch: Patch) -> None:
 
 
 def an_arena_is_made_without_gradients_too(patch: Patch) -> None:
-    patch.setattr(stores, "torch", SimpleNamespace(**{**vars(torch), "is_grad_enabled": lambda: True}))
+    patch.setattr(
+        stores, "torch", SimpleNamespace(**{**vars(torch), "is_grad_enabled": lambda: True})
+    )
 
 
 def a_slot_is_free_as_soon_as_it_is_taken(patch: Patch) -> None:
@@ -168,11 +177,14 @@ def a_full_arena_grows(patch: Patch) -> None:
 
 
 def the_arena_has_slots_for_one_micro_batch(patch: Patch) -> None:
-    patch.setattr(Stores, "micro_batches", property(lambda self: 1, lambda self, number: None), raising=False)
+    patch.setattr(
+        Stores, "micro_batches", property(lambda self: 1, lambda self, number: None), raising=False
+    )
 
 
 def the_input_is_not_copied_into_its_slot(patch: Patch) -> None:
     """The tensor itself is kept, beside the slot."""
+
     class Both(arena._InSlot):
         def __init__(self, slot: Slot) -> None:
             super().__init__(slot)
@@ -185,7 +197,9 @@ def the_input_is_not_copied_into_its_slot(patch: Patch) -> None:
 
 
 LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient
-FREED = test_offload.test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends
+FREED = (
+    test_offload.test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends
+)
 ORDER = test_offload.test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other
 GROWS = test_pool.test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns
 ARENA = test_arena.test_gradients_are_the_same_bits_in_every_step
@@ -196,39 +210,86 @@ MUTANTS = [
     Mutant(originals_are_freed_before_they_are_copied, LATE, UNITS),
     Mutant(originals_are_held_by_the_hooks, FREED),
     Mutant(a_buffer_is_given_to_two, LATE, UNITS),
-    Mutant(a_buffer_is_given_to_two, test_pool.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
+    Mutant(
+        a_buffer_is_given_to_two,
+        test_pool.test_the_pool_never_holds_more_than_was_in_use_at_one_time,
+    ),
     Mutant(backward_does_not_wait_for_the_copy_back, LATE, UNITS),
     Mutant(backward_does_not_wait_for_the_copy_back, LATE, LAYERS),
     Mutant(a_copy_comes_back_from_the_buffer_of_another, LATE, UNITS),
     Mutant(copies_come_back_when_they_are_read, ORDER),
     Mutant(all_copies_come_back_at_once, ORDER),
-    Mutant(a_segment_holds_its_copies,
-           test_pool.test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once),
-    Mutant(parameters_and_tables_are_moved, test_offload.test_parameters_tables_and_states_of_generators_stay),
-    Mutant(every_tensor_is_moved, test_offload.test_parameters_tables_and_states_of_generators_stay),
+    Mutant(
+        a_segment_holds_its_copies,
+        test_pool.test_a_graph_that_is_dropped_without_a_backward_gives_its_buffers_back_at_once,
+    ),
+    Mutant(
+        parameters_and_tables_are_moved,
+        test_offload.test_parameters_tables_and_states_of_generators_stay,
+    ),
+    Mutant(
+        every_tensor_is_moved, test_offload.test_parameters_tables_and_states_of_generators_stay
+    ),
     Mutant(every_tensor_is_moved, test_saved.test_tensors_of_other_classes_stay),
-    Mutant(every_tensor_is_moved, test_saved.test_conjugated_and_negated_views_are_what_they_were,
-           dict(function=lambda x: (x * 2).conj() * x.exp())),
-    Mutant(a_view_forgets_where_it_began, test_saved.test_a_view_of_what_was_moved_is_what_it_was, dict(name="part")),
-    Mutant(the_hooks_in_force_are_replaced, test_offload.test_hooks_outside_get_what_stays_and_nothing_that_was_moved),
-    Mutant(the_hooks_in_force_are_replaced, test_offload.test_a_lent_tensor_is_neither_moved_nor_kept),
-    Mutant(what_stays_is_held_as_it_is, test_saved.test_an_output_that_stays_is_freed_with_its_graph_at_once),
-    Mutant(writes_on_the_way_go_unnoticed, test_offload.test_a_tensor_that_is_written_to_on_its_way_is_an_error),
+    Mutant(
+        every_tensor_is_moved,
+        test_saved.test_conjugated_and_negated_views_are_what_they_were,
+        dict(function=lambda x: (x * 2).conj() * x.exp()),
+    ),
+    Mutant(
+        a_view_forgets_where_it_began,
+        test_saved.test_a_view_of_what_was_moved_is_what_it_was,
+        dict(name="part"),
+    ),
+    Mutant(
+        the_hooks_in_force_are_replaced,
+        test_offload.test_hooks_outside_get_what_stays_and_nothing_that_was_moved,
+    ),
+    Mutant(
+        the_hooks_in_force_are_replaced, test_offload.test_a_lent_tensor_is_neither_moved_nor_kept
+    ),
+    Mutant(
+        what_stays_is_held_as_it_is,
+        test_saved.test_an_output_that_stays_is_freed_with_its_graph_at_once,
+    ),
+    Mutant(
+        writes_on_the_way_go_unnoticed,
+        test_offload.test_a_tensor_that_is_written_to_on_its_way_is_an_error,
+    ),
     Mutant(the_pool_gives_new_buffers, GROWS, dict(**UNITS, batches=(3,))),
-    Mutant(the_pool_keeps_buffers_that_nobody_asks_for,
-           test_pool.test_the_pool_never_holds_more_than_was_in_use_at_one_time),
-    Mutant(a_buffer_forgets_its_last_use, test_pool.test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it),
-
-    Mutant(every_forward_makes_an_arena,
-           test_arena.test_there_is_one_allocation_for_each_kind_of_memory_of_the_size_that_the_plan_says,
-           dict(policy="*:full", sizes=[5 * test_arena.SLOT], micro_batches=1)),
-    Mutant(an_arena_is_made_without_gradients_too, test_arena.test_without_gradients_there_is_no_arena),
+    Mutant(
+        the_pool_keeps_buffers_that_nobody_asks_for,
+        test_pool.test_the_pool_never_holds_more_than_was_in_use_at_one_time,
+    ),
+    Mutant(
+        a_buffer_forgets_its_last_use,
+        test_pool.test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it,
+    ),
+    Mutant(
+        every_forward_makes_an_arena,
+        test_arena.test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size,
+        dict(policy="*:full", sizes=[5 * test_arena.SLOT], micro_batches=1),
+    ),
+    Mutant(
+        an_arena_is_made_without_gradients_too, test_arena.test_without_gradients_there_is_no_arena
+    ),
     Mutant(a_slot_is_free_as_soon_as_it_is_taken, ARENA, dict(policy="*:full")),
     Mutant(a_slot_is_never_given_back, ARENA, dict(policy="*:full"), error="slots are in use"),
-    Mutant(a_full_arena_grows, test_arena.test_more_forwards_in_flight_than_there_are_slots_is_an_error_that_names_the_flag),
-    Mutant(the_arena_has_slots_for_one_micro_batch, ARENA, dict(policy="*:full"), error="slots are in use"),
-    Mutant(the_input_is_not_copied_into_its_slot, test_arena.test_a_forward_leaves_no_storage_behind_for_a_unit,
-           dict(world_size=1, policy="*:full", size=test_arena.INPUT)),
+    Mutant(
+        a_full_arena_grows,
+        test_arena.test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag,
+    ),
+    Mutant(
+        the_arena_has_slots_for_one_micro_batch,
+        ARENA,
+        dict(policy="*:full"),
+        error="slots are in use",
+    ),
+    Mutant(
+        the_input_is_not_copied_into_its_slot,
+        test_arena.test_a_forward_leaves_no_storage_behind_for_a_unit,
+        dict(world_size=1, policy="*:full", size=test_arena.INPUT),
+    ),
 ]
 
 

@@ -55,7 +55,11 @@ def comparisons_with_nobody_give_no_notice(patch: Patch) -> None:
 
 
 def context_parallel_ranks_are_forgotten(patch: Patch) -> None:
-    patch.setattr(config_notices, "_dp_cp_size", lambda config, world_size: config.parallel.data_parallel_size(world_size))
+    patch.setattr(
+        config_notices,
+        "_dp_cp_size",
+        lambda config, world_size: config.parallel.data_parallel_size(world_size),
+    )
 
 
 def a_rank_that_has_ended_counts_as_silent(patch: Patch) -> None:
@@ -80,10 +84,21 @@ MUTANTS = [
     Mutant(threads_share_a_stopwatch, test_waiting.test_a_thread_counts_its_own_waits_alone),
     Mutant(the_device_and_the_ranks_give_no_notice, ALL),
     Mutant(comparisons_with_nobody_give_no_notice, ALL),
-    Mutant(context_parallel_ranks_are_forgotten, test_notices.test_context_parallel_ranks_share_the_work_too),
-    Mutant(a_rank_that_has_ended_counts_as_silent, test_verdict.test_a_rank_that_had_ended_before_is_not_silent),
-    Mutant(every_signal_is_left_to_the_training_loop, test_verdict.test_ctrl_c_ends_a_run_that_takes_care_of_other_signals),
-    Mutant(all_ranks_are_named, test_startup.test_no_more_stretches_of_ranks_are_named_than_asked_for),
+    Mutant(
+        context_parallel_ranks_are_forgotten,
+        test_notices.test_context_parallel_ranks_share_the_work_too,
+    ),
+    Mutant(
+        a_rank_that_has_ended_counts_as_silent,
+        test_verdict.test_a_rank_that_had_ended_before_is_not_silent,
+    ),
+    Mutant(
+        every_signal_is_left_to_the_training_loop,
+        test_verdict.test_ctrl_c_ends_a_run_that_takes_care_of_other_signals,
+    ),
+    Mutant(
+        all_ranks_are_named, test_startup.test_no_more_stretches_of_ranks_are_named_than_asked_for
+    ),
 ]
 
 

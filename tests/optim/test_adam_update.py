@@ -1,4 +1,5 @@
-"""AdamW by NVIDIA apex's FusedAdam: torch's up to rounding, in every layout, over skipped steps and across checkpoints."""
+"""AdamW by NVIDIA apex's FusedAdam: torch's up to rounding, in every layout, over skipped steps and
+across checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
 KERNEL = "multi_tensor_adam_capturable"
-# Both compute in float32, in another order: a few roundings of the weight, and of an update of the size of the learning rate.
+# Both compute in float32, in another order: a few roundings of the weight, and of an update of the
+# size of the learning rate.
 ROUNDING = dict(rtol=2e-6, atol=1e-7)
 
 
@@ -35,7 +37,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def optimizer_of(model: Plain, parallel: Any, impl: str) -> Optimizer:
-    return Optimizer(model, OptimizerConfig(**CONFIG, clip_grad=0.05, optimizer_impl=impl), parallel)
+    return Optimizer(
+        model, OptimizerConfig(**CONFIG, clip_grad=0.05, optimizer_impl=impl), parallel
+    )
 
 
 def step(model: Plain, optimizer: Optimizer, number: int, rate: float) -> None:
@@ -45,12 +49,21 @@ def step(model: Plain, optimizer: Optimizer, number: int, rate: float) -> None:
 
 
 def tensors(model: Plain, optimizer: Optimizer) -> dict[str, Tensor]:
-    states = {f"{name}/{key}": value for name, state in optimizer.states.items() for key, value in state.items()}
-    return {key: value.detach().clone() for key, value in {**dict(model.named_parameters()), **states}.items()}
+    states = {
+        f"{name}/{key}": value
+        for name, state in optimizer.states.items()
+        for key, value in state.items()
+    }
+    return {
+        key: value.detach().clone()
+        for key, value in {**dict(model.named_parameters()), **states}.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_masters_and_moments_are_torchs_up_to_rounding(calls: Calls, dtype: torch.dtype) -> None:
+def test_weights_masters_and_moments_are_torchs_up_to_rounding(
+    calls: Calls, dtype: torch.dtype
+) -> None:
     results = []
     for impl in ("torch", "apex"):
         with tp_state(1) as parallel:
@@ -63,14 +76,21 @@ def test_weights_masters_and_moments_are_torchs_up_to_rounding(calls: Calls, dty
     for key, value in results[0].items():
         if dtype == torch.float32:
             torch.testing.assert_close(results[1][key], value, **ROUNDING, msg=key)
-        elif "/" in key:  # a 16-bit weight may be rounded the other way, which changes what comes after it
-            torch.testing.assert_close(results[1][key], value, rtol=torch.finfo(dtype).eps, atol=1e-3, msg=key)
+        elif (
+            "/" in key
+        ):  # a 16-bit weight may be rounded the other way, which changes what comes after it
+            torch.testing.assert_close(
+                results[1][key], value, rtol=torch.finfo(dtype).eps, atol=1e-3, msg=key
+            )
 
 
 @pytest.mark.parametrize("fault", [math.inf, math.nan])
 @pytest.mark.parametrize("bad_steps", [(0,), (1,), (1, 2), (0, 1, 3)])
-def test_skipped_steps_change_nothing_and_do_not_count(calls: Calls, fault: float, bad_steps: tuple[int, ...]) -> None:
-    """Bias correction would tell a step that counts: the first update is as large at every learning rate."""
+def test_skipped_steps_change_nothing_and_do_not_count(
+    calls: Calls, fault: float, bad_steps: tuple[int, ...]
+) -> None:
+    """Bias correction would tell a step that counts: the first update is as large at every learning
+    rate."""
     with tp_state(1) as parallel:
         model, undisturbed = Plain(), Plain()
         ours, theirs = (optimizer_of(one, parallel, "apex") for one in (model, undisturbed))
@@ -81,7 +101,9 @@ def test_skipped_steps_change_nothing_and_do_not_count(calls: Calls, fault: floa
                 model.loss(9).backward()
                 ours.buffer.grads["norm_weight"][2] = fault
                 assert ours.step(0.1).skipped.item() == 1.0
-                assert all(torch.equal(value, before[key]) for key, value in tensors(model, ours).items())
+                assert all(
+                    torch.equal(value, before[key]) for key, value in tensors(model, ours).items()
+                )
             else:
                 for one, optimizer in ((model, ours), (undisturbed, theirs)):
                     step(one, optimizer, number, 0.1)
@@ -90,10 +112,15 @@ def test_skipped_steps_change_nothing_and_do_not_count(calls: Calls, fault: floa
     assert all(torch.equal(value, expected[key]) for key, value in tensors(model, ours).items())
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("torch", "apex"), ("apex", "torch"), ("apex", "apex")])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("torch", "apex"), ("apex", "torch"), ("apex", "apex")]
+)
 @pytest.mark.parametrize("last_is_skipped", [False, True])
-def test_states_load_across_implementations(calls: Calls, writer: str, reader: str, last_is_skipped: bool) -> None:
-    """The reader may have made steps of its own before, a skipped one last. Early steps, where bias correction is large."""
+def test_states_load_across_implementations(
+    calls: Calls, writer: str, reader: str, last_is_skipped: bool
+) -> None:
+    """The reader may have made steps of its own before, a skipped one last. Early steps, where bias
+    correction is large."""
     with tp_state(1) as parallel:
         first, second = Plain(), Plain()
         original = optimizer_of(first, parallel, writer)
@@ -117,21 +144,36 @@ def test_states_load_across_implementations(calls: Calls, writer: str, reader: s
 
 
 def test_every_layout_over_data_parallel_ranks_makes_the_same_updates(calls: Calls) -> None:
-    """Sums over two ranks are the same in every order; FSDP2's gradients are those of replicas up to the order of sums."""
+    """Sums over two ranks are the same in every order; FSDP2's gradients are those of replicas up
+    to the order of sums."""
     layouts = ("replicated", "zero1", "zero1, overlap", "fsdp2")
 
     def work(rank: int, world_size: int) -> dict[str, Run]:
         with tp_state(1) as parallel:
-            return {layout: train("gpt2", parallel, LAYOUTS[layout], steps=3, optimizer_impl="apex", dtype=torch.float32)
-                    for layout in layouts} | {"torch": train("gpt2", parallel, LAYOUTS["replicated"], steps=3,
-                                                             dtype=torch.float32)}
+            return {
+                layout: train(
+                    "gpt2",
+                    parallel,
+                    LAYOUTS[layout],
+                    steps=3,
+                    optimizer_impl="apex",
+                    dtype=torch.float32,
+                )
+                for layout in layouts
+            } | {
+                "torch": train(
+                    "gpt2", parallel, LAYOUTS["replicated"], steps=3, dtype=torch.float32
+                )
+            }
 
     for runs in run_ranks(work, 2, detail=False):
         for layout in ("zero1", "zero1, overlap"):
             assert differing(runs["replicated"], runs[layout]) == [], layout
         for layout in ("torch", "fsdp2"):
             assert runs[layout].losses == pytest.approx(runs["replicated"].losses, rel=1e-5), layout
-            assert runs[layout].grad_norms == pytest.approx(runs["replicated"].grad_norms, rel=1e-4), layout
+            assert runs[layout].grad_norms == pytest.approx(
+                runs["replicated"].grad_norms, rel=1e-4
+            ), layout
         assert differing(runs["replicated"], runs["torch"]) != []
 
 
@@ -140,14 +182,27 @@ def with_impl(config: RunConfig, impl: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_goes_on_from_the_checkpoint_of_the_other_implementation(calls: Calls, tmp_path: Path, tp_size: int) -> None:
-    """The losses of 4 iterations by one, and of 2 by each: equal up to rounding, which bfloat16 weights make larger."""
+def test_a_run_goes_on_from_the_checkpoint_of_the_other_implementation(
+    calls: Calls, tmp_path: Path, tp_size: int
+) -> None:
+    """The losses of 4 iterations by one, and of 2 by each: equal up to rounding, which bfloat16
+    weights make larger."""
+
     def run(name: str, impl: str, *, iterations: int, load: bool = False) -> list[float]:
         metrics = tmp_path / f"{name}-{impl}-{iterations}"
-        config = with_impl(tiny_run(training=dict(bf16=True, train_iters=iterations, eval_iters=0), tp_size=tp_size,
-                                    sequence_parallel=tp_size > 1, metrics=metrics), impl)
+        config = with_impl(
+            tiny_run(
+                training=dict(bf16=True, train_iters=iterations, eval_iters=0),
+                tp_size=tp_size,
+                sequence_parallel=tp_size > 1,
+                metrics=metrics,
+            ),
+            impl,
+        )
         folder = str(tmp_path / name)
-        run_to_end(with_checkpoint(config, save=folder, save_interval=2, load=folder if load else None))
+        run_to_end(
+            with_checkpoint(config, save=folder, save_interval=2, load=folder if load else None)
+        )
         return [row["lm_loss"] for row in rows(metrics)]
 
     def work(rank: int, world_size: int) -> int:
@@ -164,5 +219,8 @@ def test_a_run_goes_on_from_the_checkpoint_of_the_other_implementation(calls: Ca
 
 
 def test_without_apex_it_is_an_error() -> None:
-    with tp_state(1) as parallel, pytest.raises(InputError, match="--optimizer-impl apex cannot be used: NVIDIA apex has"):
+    with (
+        tp_state(1) as parallel,
+        pytest.raises(InputError, match="--optimizer-impl apex cannot be used: NVIDIA apex has"),
+    ):
         optimizer_of(Plain(), parallel, "apex")

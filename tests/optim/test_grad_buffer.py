@@ -26,14 +26,25 @@ OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
 
 
 class Chain(nn.Module):
-    """Four vectors of 40 weights, used one after the other; `twice` is used by each, outside of their order."""
+    """Four vectors of 40 weights, used one after the other; `twice` is used by each, outside of
+    their order."""
 
-    def __init__(self, *, dtype: torch.dtype = torch.float32, partial: tuple[str, ...] = (), tied: str = "",
-                 is_copy: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype = torch.float32,
+        partial: tuple[str, ...] = (),
+        tied: str = "",
+        is_copy: bool = False,
+    ) -> None:
         super().__init__()
         for number, name in enumerate(NAMES):
-            spec = ParameterSpec(global_shape=(40,), sum_grad_over_tp=name in partial, tied=name == tied,
-                                 is_copy=is_copy and name == tied)
+            spec = ParameterSpec(
+                global_shape=(40,),
+                sum_grad_over_tp=name in partial,
+                tied=name == tied,
+                is_copy=is_copy and name == tied,
+            )
             weight = torch.linspace(0.5, 1.5, 40, dtype=dtype) + number
             self.register_parameter(name, mark(nn.Parameter(weight), spec))
 
@@ -51,15 +62,19 @@ def inputs(rank: int, number: int = 0) -> Tensor:
     return torch.linspace(-1.0, 1.0, 40) * (rank + 1 + 10 * number)
 
 
-@pytest.mark.parametrize(("size", "expected"), [
-    (1, [["fourth"], ["third"], ["second"], ["first"]]),
-    (40, [["fourth"], ["third"], ["second"], ["first"]]),
-    (41, [["fourth", "third"], ["second", "first"]]),
-    (81, [["fourth", "third", "second"], ["first"]]),
-    (None, [["fourth", "third", "second", "first"]]),
-])
-def test_buckets_are_filled_in_the_reverse_order_of_use_until_they_have_their_size(size: int | None,
-                                                                                   expected: list[list[str]]) -> None:
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (1, [["fourth"], ["third"], ["second"], ["first"]]),
+        (40, [["fourth"], ["third"], ["second"], ["first"]]),
+        (41, [["fourth", "third"], ["second", "first"]]),
+        (81, [["fourth", "third", "second"], ["first"]]),
+        (None, [["fourth", "third", "second", "first"]]),
+    ],
+)
+def test_buckets_are_filled_in_the_reverse_order_of_use_until_they_have_their_size(
+    size: int | None, expected: list[list[str]]
+) -> None:
     def work(rank: int, world_size: int) -> list[list[str]]:
         with tp_state(1) as parallel:
             config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=size)
@@ -78,15 +93,25 @@ def test_gradients_that_tp_ranks_add_come_first_and_shares_are_equal_and_aligned
     def work(rank: int, world_size: int) -> Any:
         with tp_state(1) as parallel:
             config = DataParallelConfig(use_distributed_optimizer=True)
-            bucket, = buffer_of(Chain(partial=("third",)), parallel, config).buckets
-            return list(bucket.places), bucket.num_partial, bucket.flat.numel(), (bucket.own.start, bucket.own.stop)
+            (bucket,) = buffer_of(Chain(partial=("third",)), parallel, config).buckets
+            return (
+                list(bucket.places),
+                bucket.num_partial,
+                bucket.flat.numel(),
+                (bucket.own.start, bucket.own.stop),
+            )
 
     places = ["third", "first", "second", "fourth"]
-    assert run_ranks(work, 3) == [(places, 64, 288, (96 * rank, 96 * (rank + 1))) for rank in range(3)]
+    assert run_ranks(work, 3) == [
+        (places, 64, 288, (96 * rank, 96 * (rank + 1))) for rank in range(3)
+    ]
 
 
-def sent_during_two_micro_batches(config: DataParallelConfig, *, announced: bool = True) -> list[list[Sent]]:
+def sent_during_two_micro_batches(
+    config: DataParallelConfig, *, announced: bool = True
+) -> list[list[Sent]]:
     """By rank 0 of 2: in the first backward, in the last one, and in reduce_()."""
+
     def work(rank: int, world_size: int) -> list[list[Sent]]:
         with tp_state(1) as parallel:
             model = Chain()
@@ -112,18 +137,28 @@ def test_with_overlap_every_bucket_is_sent_during_the_last_backward() -> None:
 
 
 def test_without_overlap_all_is_sent_at_once_afterwards() -> None:
-    assert sent_during_two_micro_batches(DataParallelConfig()) == [[], [], [Sent("allreduce_", (256,))]]
+    assert sent_during_two_micro_batches(DataParallelConfig()) == [
+        [],
+        [],
+        [Sent("allreduce_", (256,))],
+    ]
 
 
 def test_a_distributed_optimizer_sends_half_of_an_all_reduce() -> None:
-    config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70, use_distributed_optimizer=True)
+    config = DataParallelConfig(
+        overlap_grad_reduce=True, ddp_bucket_size=70, use_distributed_optimizer=True
+    )
     half = Sent("_reduce_scatter_base_", (128,))
     assert sent_during_two_micro_batches(config) == [[], [half, half], []]
 
 
 @pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
-def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used: tuple[str, ...]) -> None:
-    """Gradients are those of the replicas without overlap. Ranks that skip other weights would wait for each other in vain."""
+def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(
+    used: tuple[str, ...],
+) -> None:
+    """Gradients are those of the replicas without overlap. Ranks that skip other weights would wait
+    for each other in vain."""
+
     def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
         found = []
         with tp_state(1) as parallel:
@@ -134,17 +169,24 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(used
                     buffer.forget()
                     model(inputs(rank, step)).backward()
                     buffer.sync_next_backward()
-                    (model(inputs(rank, 5 + step), used) if used else torch.zeros((), requires_grad=True)).backward()
+                    (
+                        model(inputs(rank, 5 + step), used)
+                        if used
+                        else torch.zeros((), requires_grad=True)
+                    ).backward()
                     buffer.reduce_()
                 found.append({name: grad.clone() for name, grad in buffer.grads.items()})
         return found
 
     for plain, overlapped in run_ranks(work, 2):
-        assert all(grad.any() and torch.equal(grad, overlapped[name]) for name, grad in plain.items())
+        assert all(
+            grad.any() and torch.equal(grad, overlapped[name]) for name, grad in plain.items()
+        )
 
 
 def test_a_part_of_the_parameters_may_have_its_last_backward_earlier() -> None:
     """As the later stage of a rank in a pipeline."""
+
     def work(rank: int, world_size: int) -> Any:
         with tp_state(1) as parallel:
             model = Chain()
@@ -175,11 +217,15 @@ def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error() -> None:
                 return str(error)
         return ""
 
-    assert all("another gradient of fourth came after its bucket was sent" in message for message in run_ranks(work, 2))
+    assert all(
+        "another gradient of fourth came after its bucket was sent" in message
+        for message in run_ranks(work, 2)
+    )
 
 
 def reduced(world_size: int, config: DataParallelConfig, parts: list[list[float]]) -> list[float]:
     """What ranks with these micro-batch gradients get for their sum, with bf16 weights."""
+
     def work(rank: int, world_size: int) -> list[float]:
         with tp_state(1) as parallel:
             model = Chain(dtype=torch.bfloat16)
@@ -196,11 +242,16 @@ def reduced(world_size: int, config: DataParallelConfig, parts: list[list[float]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(sharded: bool) -> None:
-    """256 + 1 + 1 + 1 is 259, which bf16 does not have: it makes 256 or 260 of it, as the order has it."""
+def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(
+    sharded: bool,
+) -> None:
+    """256 + 1 + 1 + 1 is 259, which bf16 does not have: it makes 256 or 260 of it, as the order has
+    it."""
     parts = [[256.0], [1.0], [1.0], [1.0]]
     assert reduced(4, DataParallelConfig(use_distributed_optimizer=sharded), parts) == [259.0]
-    in_bf16 = reduced(4, DataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_bf16=True), parts)
+    in_bf16 = reduced(
+        4, DataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_bf16=True), parts
+    )
     assert set(in_bf16) <= {256.0, 260.0}
 
 
@@ -214,8 +265,13 @@ def test_what_is_sent_is_bf16_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> 
     def work(rank: int, world_size: int) -> Any:
         with tp_state(1) as parallel:
             dtypes = []
-            monkeypatch.setattr(grad_buffer, "start_all_reduce_", lambda tensor, group: (
-                dtypes.append(tensor.dtype) or start_all_reduce_(tensor, group)))
+            monkeypatch.setattr(
+                grad_buffer,
+                "start_all_reduce_",
+                lambda tensor, group: (
+                    dtypes.append(tensor.dtype) or start_all_reduce_(tensor, group)
+                ),
+            )
             for config in (DataParallelConfig(grad_reduce_in_bf16=True), DataParallelConfig()):
                 buffer_of(Chain(dtype=torch.bfloat16), parallel, config).reduce_()
             return dtypes
@@ -223,11 +279,22 @@ def test_what_is_sent_is_bf16_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert run_ranks(work, 2)[0] == [torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("layout", [DataParallelConfig(), OVERLAP, DataParallelConfig(use_distributed_optimizer=True),
-                                    DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)],
-                         ids=["replicated", "overlap", "zero1", "zero1-overlap"])
-def test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once(layout: DataParallelConfig) -> None:
-    """Two stages, two data-parallel ranks each. Of different other parameters, so that a common bucket would be cut elsewhere."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        DataParallelConfig(),
+        OVERLAP,
+        DataParallelConfig(use_distributed_optimizer=True),
+        DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True),
+    ],
+    ids=["replicated", "overlap", "zero1", "zero1-overlap"],
+)
+def test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once(
+    layout: DataParallelConfig,
+) -> None:
+    """Two stages, two data-parallel ranks each. Of different other parameters, so that a common
+    bucket would be cut elsewhere."""
+
     def work(rank: int, world_size: int) -> Any:
         config = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
         with parallel_state(config, seed=1) as parallel:
@@ -245,14 +312,23 @@ def test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_on
     def expected(rank: int) -> dict[str, Tensor]:
         model = Chain()
         model(inputs(rank), ("third", "fourth") if rank >= 2 else NAMES).backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        return {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
 
     grads = [expected(rank) for rank in range(4)]
-    parts = [sum(grad["third"] for grad in grads), *(grads[0][name] + grads[1][name] for name in ("first", "second", "fourth")),
-             grads[2]["fourth"] + grads[3]["fourth"]]
+    parts = [
+        sum(grad["third"] for grad in grads),
+        *(grads[0][name] + grads[1][name] for name in ("first", "second", "fourth")),
+        grads[2]["fourth"] + grads[3]["fourth"],
+    ]
     results = run_ranks(work, 4, detail=True)  # ranks that reduce other buckets are an error
     start = Chain()
-    weights = torch.cat([start.first, start.second, start.third, start.fourth, start.fourth]).detach()
+    weights = torch.cat(
+        [start.first, start.second, start.third, start.fourth, start.fourth]
+    ).detach()
     for norm, params_norm, third in results:
         assert norm == pytest.approx(torch.cat(parts).norm().item(), rel=1e-5)
         assert abs(params_norm / weights.norm().item() - 1.0) < 0.05  # one step later

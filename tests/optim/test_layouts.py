@@ -1,5 +1,5 @@
-"""However data-parallel ranks share out a model, they train it as one process does; and where sums run in the same order, bit for
-bit as replicas do."""
+"""However data-parallel ranks share out a model, they train it as one process does; and where sums
+run in the same order, bit for bit as replicas do."""
 
 from __future__ import annotations
 
@@ -22,62 +22,145 @@ STEPS = 10 if FULL_GRIDS else 4
 # world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
 MESHES = {
     "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),
-    "dp3": (3, 1, False, "llama", 4, ("overlap", "zero1, overlap", "fsdp2, memory-efficient"), dict(loss_chunk_size=7)),
-    "dp2-tp2": (4, 2, False, "nemotron", 3, ("zero1, overlap", "fsdp2, memory-efficient"), dict(loss_chunk_size=7)),
-    "dp2-tp2-sequence-parallel": (4, 2, True, "gpt2", STEPS, ("overlap", "zero1, overlap", "fsdp2"), {}),
+    "dp3": (
+        3,
+        1,
+        False,
+        "llama",
+        4,
+        ("overlap", "zero1, overlap", "fsdp2, memory-efficient"),
+        dict(loss_chunk_size=7),
+    ),
+    "dp2-tp2": (
+        4,
+        2,
+        False,
+        "nemotron",
+        3,
+        ("zero1, overlap", "fsdp2, memory-efficient"),
+        dict(loss_chunk_size=7),
+    ),
+    "dp2-tp2-sequence-parallel": (
+        4,
+        2,
+        True,
+        "gpt2",
+        STEPS,
+        ("overlap", "zero1, overlap", "fsdp2"),
+        {},
+    ),
 }
 
 
-def _train_everywhere(rank: int, world_size: int, tp_size: int, name: str, options: dict[str, Any], steps: int,
-                      layouts: tuple[str, ...]) -> dict[str, Run]:
+def _train_everywhere(
+    rank: int,
+    world_size: int,
+    tp_size: int,
+    name: str,
+    options: dict[str, Any],
+    steps: int,
+    layouts: tuple[str, ...],
+) -> dict[str, Run]:
     with tp_state(tp_size) as parallel:
-        return {layout: train(name, parallel, LAYOUTS[layout], steps=steps, **options) for layout in layouts}
+        return {
+            layout: train(name, parallel, LAYOUTS[layout], steps=steps, **options)
+            for layout in layouts
+        }
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), [
-    *((mesh, torch.float64) for mesh in MESHES), pytest.param("dp2", torch.float32, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        *((mesh, torch.float64) for mesh in MESHES),
+        pytest.param("dp2", torch.float32, marks=pytest.mark.long),
+    ],
+)
 def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) -> None:
-    """Clipped steps over the same 12 sequences each. Weights are compared in float64 alone: AdamW turns the rounding noise of a
-    gradient that is zero in exact arithmetic (a key's bias) into steps of full size."""
+    """Clipped steps over the same 12 sequences each. Weights are compared in float64 alone: AdamW
+    turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into
+    steps of full size."""
     world_size, tp_size, sequence_parallel, name, steps, layouts, options = MESHES[mesh]
     options = {**options, "clip_grad": 0.5, "dtype": dtype}
     with tp_state(1) as parallel:
         expected = train(name, parallel, LAYOUTS["replicated"], steps=steps, **options)
     assert min(expected.grad_norms) > 0.5  # every step clips
-    runs = run_ranks(_train_everywhere, world_size, tp_size, name, dict(options, sequence_parallel=sequence_parallel), steps,
-                     layouts, detail=False)
+    runs = run_ranks(
+        _train_everywhere,
+        world_size,
+        tp_size,
+        name,
+        dict(options, sequence_parallel=sequence_parallel),
+        steps,
+        layouts,
+        detail=False,
+    )
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     for of_rank in runs:
         for layout, run in of_rank.items():
             assert run.losses == pytest.approx(expected.losses, rel=tolerance), layout
             assert run.grad_norms == pytest.approx(expected.grad_norms, rel=10 * tolerance), layout
-            assert run.params_norm == pytest.approx(expected.params_norm, rel=10 * tolerance), layout
+            assert run.params_norm == pytest.approx(expected.params_norm, rel=10 * tolerance), (
+                layout
+            )
             for kind in ("grads", "weights") if dtype == torch.float64 else ():
-                errors = {key: difference(value, getattr(run, kind)[key]) for key, value in getattr(expected, kind).items()}
-                assert {key: error for key, error in errors.items() if not error < 1e-6} == {}, (layout, kind)
+                errors = {
+                    key: difference(value, getattr(run, kind)[key])
+                    for key, value in getattr(expected, kind).items()
+                }
+                assert {key: error for key, error in errors.items() if not error < 1e-6} == {}, (
+                    layout,
+                    kind,
+                )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("world_size", "tp_size", "layouts"), [
-    (2, 1, ("overlap", "zero1", "zero1, overlap")), (3, 1, ("zero1",)),
-    pytest.param(4, 2, ("zero1",), marks=pytest.mark.long)])
-def test_zero1_and_overlap_change_no_bit(world_size: int, tp_size: int, layouts: tuple[str, ...], dtype: torch.dtype) -> None:
-    """Sums over two ranks are the same in every order. Over three they run in the same order where the buckets are as long. The
-    norm is the root of a sum over other parts; without clipping it changes nothing."""
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "layouts"),
+    [
+        (2, 1, ("overlap", "zero1", "zero1, overlap")),
+        (3, 1, ("zero1",)),
+        pytest.param(4, 2, ("zero1",), marks=pytest.mark.long),
+    ],
+)
+def test_zero1_and_overlap_change_no_bit(
+    world_size: int, tp_size: int, layouts: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    """Sums over two ranks are the same in every order. Over three they run in the same order where
+    the buckets are as long. The norm is the root of a sum over other parts; without clipping it
+    changes nothing."""
     options = dict(dtype=dtype, sequence_parallel=tp_size > 1)
-    for of_rank in run_ranks(_train_everywhere, world_size, tp_size, "gpt2", options, 3, ("replicated", *layouts), detail=False):
+    for of_rank in run_ranks(
+        _train_everywhere,
+        world_size,
+        tp_size,
+        "gpt2",
+        options,
+        3,
+        ("replicated", *layouts),
+        detail=False,
+    ):
         replicated = of_rank["replicated"]
         for layout in layouts:
             run = of_rank[layout]
             assert differing(replicated, run) == [], layout
             assert (run.losses, run.zeros) == (replicated.losses, replicated.zeros), layout
             assert run.grad_norms == pytest.approx(replicated.grad_norms, rel=1e-6)
-            assert (len(run.states["decoder.final_layernorm.bias"]) == 3) == (dtype == torch.bfloat16)
+            assert (len(run.states["decoder.final_layernorm.bias"]) == 3) == (
+                dtype == torch.bfloat16
+            )
 
 
 def test_each_rank_of_a_distributed_optimizer_works_on_its_share() -> None:
-    runs = run_ranks(_train_everywhere, 3, 1, "llama", dict(dtype=torch.float32), 1, ("replicated", "zero1", "fsdp2"),
-                     detail=False)
+    runs = run_ranks(
+        _train_everywhere,
+        3,
+        1,
+        "llama",
+        dict(dtype=torch.float32),
+        1,
+        ("replicated", "zero1", "fsdp2"),
+        detail=False,
+    )
     total = runs[0]["replicated"].piece_elements
     for layout in ("zero1", "fsdp2"):
         shares = [of_rank[layout].piece_elements for of_rank in runs]
@@ -86,24 +169,40 @@ def test_each_rank_of_a_distributed_optimizer_works_on_its_share() -> None:
 
 @pytest.mark.parametrize("layout", ["overlap", "zero1, overlap", "fsdp2, memory-efficient"])
 def test_an_overflow_on_one_rank_of_a_float16_run_skips_the_step_on_all(layout: str) -> None:
-    """Weights, moments and the number of updates stay, and the next step is as if nothing had happened: with the scale at its
-    least, since half of it would round other gradients to zero."""
+    """Weights, moments and the number of updates stay, and the next step is as if nothing had
+    happened: with the scale at its least, since half of it would round other gradients to zero."""
+
     def work(rank: int, world_size: int) -> Any:
         with tp_state(1) as parallel:
-            (updates, expected), (same, actual) = (trained(rank, parallel, overflows) for overflows in (False, True))
-            return updates, same, [key for key, value in expected.items() if not torch.equal(value, actual[key])]
+            (updates, expected), (same, actual) = (
+                trained(rank, parallel, overflows) for overflows in (False, True)
+            )
+            return (
+                updates,
+                same,
+                [key for key, value in expected.items() if not torch.equal(value, actual[key])],
+            )
 
     def trained(rank: int, parallel: ParallelState, overflows: bool) -> Any:
-        loss_scale = LossScale(LossScaleConfig(initial_loss_scale=256.0, min_loss_scale=256.0), parallel.device)
-        model, optimizer = build("gpt2", parallel, LAYOUTS[layout], dtype=torch.float16, loss_scale=loss_scale)
+        loss_scale = LossScale(
+            LossScaleConfig(initial_loss_scale=256.0, min_loss_scale=256.0), parallel.device
+        )
+        model, optimizer = build(
+            "gpt2", parallel, LAYOUTS[layout], dtype=torch.float16, loss_scale=loss_scale
+        )
         for step in (0, 1, 2) if overflows else (0, 2):
             optimizer.zero_grad()
             optimizer.sync_next_backward()
             loss = model.loss(*sample_tokens(10 * step + rank)).mean() / parallel.dp_cp_size
             (loss * (math.inf if (step, rank) == (1, 1) else loss_scale.scale)).backward()
             assert optimizer.step(0.01).skipped.item() == (step == 1)
-        tensors = {key: optimizer.weight(key).detach().clone() for key, _ in model.named_parameters()}
+        tensors = {
+            key: optimizer.weight(key).detach().clone() for key, _ in model.named_parameters()
+        }
         return optimizer.num_updates, tensors | {
-            f"{key}/{kind}": value.clone() for key in list(tensors) for kind, value in optimizer.whole_states(key).items()}
+            f"{key}/{kind}": value.clone()
+            for key in list(tensors)
+            for kind, value in optimizer.whole_states(key).items()
+        }
 
     assert run_ranks(work, 2, detail=False) == [(2, 2, [])] * 2

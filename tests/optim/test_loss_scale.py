@@ -20,9 +20,18 @@ from tests.optim.test_optimizer import RATES, Plain
 from tests.support.models import tp_state
 
 CPU = torch.device("cpu")
-configs = st.builds(lambda initial, low, window, hysteresis: LossScaleConfig(
-    initial_loss_scale=2.0**initial, min_loss_scale=min(low, 2.0**initial), loss_scale_window=float(window),
-    hysteresis=hysteresis), st.integers(-2, 34), st.sampled_from([1.0, 3.0, 0.3, 64.0]), st.integers(1, 5), st.integers(1, 4))
+configs = st.builds(
+    lambda initial, low, window, hysteresis: LossScaleConfig(
+        initial_loss_scale=2.0**initial,
+        min_loss_scale=min(low, 2.0**initial),
+        loss_scale_window=float(window),
+        hysteresis=hysteresis,
+    ),
+    st.integers(-2, 34),
+    st.sampled_from([1.0, 3.0, 0.3, 64.0]),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
 
 
 def scales(loss_scale: LossScale, overflows: list[bool]) -> list[float]:
@@ -43,7 +52,9 @@ def by_hand(config: LossScaleConfig, overflows: list[bool]) -> list[float]:
         since_growth.append(overflowed)
         if overflowed and sum(since_growth) >= config.hysteresis:
             scale = max(scale / 2, torch.tensor(config.min_loss_scale).item())
-        if since_growth[-int(config.loss_scale_window):] == [False] * int(config.loss_scale_window):
+        if since_growth[-int(config.loss_scale_window) :] == [False] * int(
+            config.loss_scale_window
+        ):
             scale, since_growth = scale * 2, []
     return used
 
@@ -57,24 +68,45 @@ def test_the_scale_follows_the_rule(config: LossScaleConfig, overflows: list[boo
 def test_the_scale_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose tensors are put on the CPU."""
     grad_scaler = pytest.importorskip("megatron.core.optimizer.grad_scaler")
-    monkeypatch.setattr(grad_scaler, "torch", SimpleNamespace(
-        float=torch.float32, max=torch.max, tensor=lambda values, dtype, device: torch.tensor(values, dtype=dtype)))
+    monkeypatch.setattr(
+        grad_scaler,
+        "torch",
+        SimpleNamespace(
+            float=torch.float32,
+            max=torch.max,
+            tensor=lambda values, dtype, device: torch.tensor(values, dtype=dtype),
+        ),
+    )
     draw = random.Random(3)
     for _ in range(60):
-        config = LossScaleConfig(initial_loss_scale=2.0 ** draw.randint(0, 34), min_loss_scale=draw.choice((1.0, 0.3)),
-                                 loss_scale_window=draw.randint(1, 9), hysteresis=draw.randint(1, 4))
-        oracle = grad_scaler.DynamicGradScaler(config.initial_loss_scale, config.min_loss_scale, 2.0, 0.5,
-                                               config.loss_scale_window, config.hysteresis)
+        config = LossScaleConfig(
+            initial_loss_scale=2.0 ** draw.randint(0, 34),
+            min_loss_scale=draw.choice((1.0, 0.3)),
+            loss_scale_window=draw.randint(1, 9),
+            hysteresis=draw.randint(1, 4),
+        )
+        oracle = grad_scaler.DynamicGradScaler(
+            config.initial_loss_scale,
+            config.min_loss_scale,
+            2.0,
+            0.5,
+            config.loss_scale_window,
+            config.hysteresis,
+        )
         ours, share = LossScale(config, CPU), draw.random()
         for _ in range(150):
-            assert ours.scale.item() == oracle.scale.item() and ours.inverse().item() == oracle.inv_scale.item()
+            assert (
+                ours.scale.item() == oracle.scale.item()
+                and ours.inverse().item() == oracle.inv_scale.item()
+            )
             overflowed = draw.random() < share
             ours.update(torch.tensor(float(overflowed)))
             oracle.update(overflowed)
 
 
 def test_by_hand_what_the_defaults_do() -> None:
-    """The second overflow is the first to count, and from then on each does, until a thousand good steps have passed."""
+    """The second overflow is the first to count, and from then on each does, until a thousand good
+    steps have passed."""
     overflows = [True, True, False, True] + [False] * 1000 + [True, True]
     used = scales(LossScale(LossScaleConfig(), CPU), [*overflows, False])
     assert used[:5] == [2.0**32, 2.0**32, 2.0**31, 2.0**31, 2.0**30]
@@ -89,7 +121,9 @@ def test_a_constant_scale_stays_and_has_no_state() -> None:
 
 
 @given(configs, st.lists(st.booleans(), max_size=30), st.lists(st.booleans(), max_size=30))
-def test_a_restored_scale_goes_on_as_the_saved_one(config: LossScaleConfig, before: list[bool], after: list[bool]) -> None:
+def test_a_restored_scale_goes_on_as_the_saved_one(
+    config: LossScaleConfig, before: list[bool], after: list[bool]
+) -> None:
     original, restored = LossScale(config, CPU), LossScale(config, CPU)
     scales(original, before)
     state = original.state()
@@ -98,7 +132,10 @@ def test_a_restored_scale_goes_on_as_the_saved_one(config: LossScaleConfig, befo
     assert scales(restored, after) == scales(original, after)
 
 
-@pytest.mark.parametrize("fault", [dict(scale=0.0), dict(scale=float("nan")), dict(scale=float("inf")), dict(good_steps=-1)])
+@pytest.mark.parametrize(
+    "fault",
+    [dict(scale=0.0), dict(scale=float("nan")), dict(scale=float("inf")), dict(good_steps=-1)],
+)
 def test_a_state_that_no_run_has_is_refused(fault: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="no state of a loss scale"):
         LossScaleState.from_plain({"scale": 8.0, "good_steps": 0, "patience": 1, **fault})
@@ -114,7 +151,8 @@ def test_the_scale_of_a_step_is_not_written_into() -> None:
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])
 def test_an_update_from_scaled_gradients_is_that_from_plain_ones(clip_grad: float) -> None:
-    """To the bit: a power of two changes only exponents. The norm, clipping included, is that of the true gradients."""
+    """To the bit: a power of two changes only exponents. The norm, clipping included, is that of
+    the true gradients."""
     plain, scaled = Plain(), Plain()
     with tp_state(1) as parallel:
         config = OptimizerConfig(clip_grad=clip_grad)
@@ -127,5 +165,7 @@ def test_an_update_from_scaled_gradients_is_that_from_plain_ones(clip_grad: floa
             plain.loss(number).backward()
             (scaled.loss(number) * loss_scale.scale).backward()
             assert torch.equal(optimizer.step(rate).grad_norm, reference.step(rate).grad_norm)
-    assert all(torch.equal(value, scaled.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(value, scaled.state_dict()[name]) for name, value in plain.state_dict().items()
+    )
     assert optimizer.num_updates == len(RATES)

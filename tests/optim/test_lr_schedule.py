@@ -1,4 +1,5 @@
-"""Learning-rate schedules: values computed by hand, a plain transcription of Megatron's formulas, and Megatron itself."""
+"""Learning-rate schedules: values computed by hand, a plain transcription of Megatron's formulas,
+and Megatron itself."""
 
 from __future__ import annotations
 
@@ -15,34 +16,71 @@ from megatron_lite.optim.lr_schedule import LrSchedule
 
 
 def schedule(num_iterations=10, batch_size=4, **config):
-    return LrSchedule.build(LrScheduleConfig(**{"lr": 1.0, **config}),
-                            train_samples=num_iterations * batch_size, batches=BatchSchedule.constant(batch_size))
+    return LrSchedule.build(
+        LrScheduleConfig(**{"lr": 1.0, **config}),
+        train_samples=num_iterations * batch_size,
+        batches=BatchSchedule.constant(batch_size),
+    )
 
 
-@pytest.mark.parametrize("config, expected", [  # consumed samples: learning rate; 40 samples in all
-    (dict(lr_decay_style="constant"), {0: 1.0, 39: 1.0, 400: 1.0}),
-    (dict(lr_decay_style="constant", lr_warmup_iters=2), {0: 0.0, 2: 0.25, 8: 1.0, 9: 1.0, 400: 1.0}),
-    (dict(lr_decay_style="linear"), {0: 1.0, 10: 0.75, 40: 0.0, 41: 0.0}),
-    (dict(lr_decay_style="linear", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 100: 0.2}),
-    (dict(lr_decay_style="linear", lr_warmup_iters=2), {4: 0.5, 8: 1.0, 24: 0.5, 40: 0.0}),
-    (dict(lr_decay_style="linear", lr_warmup_iters=2, lr_warmup_init=0.5), {0: 0.5, 4: 0.75, 8: 1.0}),
-    (dict(lr_decay_style="linear", lr_warmup_fraction=0.25), {5: 0.5, 10: 1.0, 25: 0.5}),
-    (dict(lr_decay_style="linear", lr_decay_iters=5), {10: 0.5, 20: 0.0, 30: 0.0}),
-    (dict(lr_decay_style="linear", lr_decay_iters=5, lr_warmup_fraction=0.5), {5: 0.5, 10: 1.0, 15: 0.5}),
-    (dict(lr_decay_style="cosine", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 41: 0.2}),
-    (dict(lr_decay_style="cosine"), {10: 0.5 + math.sqrt(2) / 4, 30: 0.5 - math.sqrt(2) / 4}),
-    (dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1), {2: 0.5, 4: 1.0, 16: 0.5, 36: 1 / 3, 41: 0.0}),
-    (dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1, min_lr=0.4), {16: 0.5, 36: 0.4}),
-    (dict(lr_decay_style="inverse-square-root"), {0: 1.0, 1: 1.0, 4: 0.5}),
-    (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="linear"), {0: 1.0, 20: 1.0, 30: 0.5, 40: 0.0}),
-    (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5), {20: 1.0, 30: 2 * 2**-0.5 - 1, 40: 0.0}),
-    (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="cosine", min_lr=0.2), {20: 1.0, 30: 0.6, 40: 0.2}),
-    (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="minus_sqrt"), {25: 0.5, 40: 0.0}),
-    (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_warmup_iters=2), {4: 0.5, 8: 1.0, 20: 1.0}),
-])
+@pytest.mark.parametrize(
+    "config, expected",
+    [  # consumed samples: learning rate; 40 samples in all
+        (dict(lr_decay_style="constant"), {0: 1.0, 39: 1.0, 400: 1.0}),
+        (
+            dict(lr_decay_style="constant", lr_warmup_iters=2),
+            {0: 0.0, 2: 0.25, 8: 1.0, 9: 1.0, 400: 1.0},
+        ),
+        (dict(lr_decay_style="linear"), {0: 1.0, 10: 0.75, 40: 0.0, 41: 0.0}),
+        (dict(lr_decay_style="linear", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 100: 0.2}),
+        (dict(lr_decay_style="linear", lr_warmup_iters=2), {4: 0.5, 8: 1.0, 24: 0.5, 40: 0.0}),
+        (
+            dict(lr_decay_style="linear", lr_warmup_iters=2, lr_warmup_init=0.5),
+            {0: 0.5, 4: 0.75, 8: 1.0},
+        ),
+        (dict(lr_decay_style="linear", lr_warmup_fraction=0.25), {5: 0.5, 10: 1.0, 25: 0.5}),
+        (dict(lr_decay_style="linear", lr_decay_iters=5), {10: 0.5, 20: 0.0, 30: 0.0}),
+        (
+            dict(lr_decay_style="linear", lr_decay_iters=5, lr_warmup_fraction=0.5),
+            {5: 0.5, 10: 1.0, 15: 0.5},
+        ),
+        (dict(lr_decay_style="cosine", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 41: 0.2}),
+        (dict(lr_decay_style="cosine"), {10: 0.5 + math.sqrt(2) / 4, 30: 0.5 - math.sqrt(2) / 4}),
+        (
+            dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1),
+            {2: 0.5, 4: 1.0, 16: 0.5, 36: 1 / 3, 41: 0.0},
+        ),
+        (
+            dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1, min_lr=0.4),
+            {16: 0.5, 36: 0.4},
+        ),
+        (dict(lr_decay_style="inverse-square-root"), {0: 1.0, 1: 1.0, 4: 0.5}),
+        (
+            dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="linear"),
+            {0: 1.0, 20: 1.0, 30: 0.5, 40: 0.0},
+        ),
+        (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5), {20: 1.0, 30: 2 * 2**-0.5 - 1, 40: 0.0}),
+        (
+            dict(
+                lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="cosine", min_lr=0.2
+            ),
+            {20: 1.0, 30: 0.6, 40: 0.2},
+        ),
+        (
+            dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="minus_sqrt"),
+            {25: 0.5, 40: 0.0},
+        ),
+        (
+            dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_warmup_iters=2),
+            {4: 0.5, 8: 1.0, 20: 1.0},
+        ),
+    ],
+)
 def test_values_computed_by_hand(config, expected):
     lr = schedule(**config)
-    assert {consumed: lr.at(consumed) for consumed in expected} == pytest.approx(expected, abs=1e-15)
+    assert {consumed: lr.at(consumed) for consumed in expected} == pytest.approx(
+        expected, abs=1e-15
+    )
 
 
 def megatrons_formula(config, consumed, *, decay, warmup, wsd):
@@ -56,48 +94,87 @@ def megatrons_formula(config, consumed, *, decay, warmup, wsd):
         return low
     if config.lr_decay_style == "inverse-square-root":
         return max(low, high * max(warmup, 1) ** 0.5 / max(consumed, 1) ** 0.5)
-    share = {"linear": lambda r: 1 - r, "cosine": lambda r: 0.5 * (1 + math.cos(math.pi * r)),
-             "exponential": lambda r: 2 * 0.5**r - 1, "minus_sqrt": lambda r: 1 - r**0.5}
+    share = {
+        "linear": lambda r: 1 - r,
+        "cosine": lambda r: 0.5 * (1 + math.cos(math.pi * r)),
+        "exponential": lambda r: 2 * 0.5**r - 1,
+        "minus_sqrt": lambda r: 1 - r**0.5,
+    }
     if config.lr_decay_style == "WSD":
         started = consumed - (decay - wsd)
-        return low + (high - low) * (share[config.lr_wsd_decay_style](started / wsd) if started > 0 else 1.0)
+        return low + (high - low) * (
+            share[config.lr_wsd_decay_style](started / wsd) if started > 0 else 1.0
+        )
     return low + (high - low) * share[config.lr_decay_style]((consumed - warmup) / (decay - warmup))
 
 
-STYLES = pytest.mark.parametrize("style, wsd_style", [(style, wsd_style) for style in LR_DECAY_STYLES for wsd_style in
-                                                      (WSD_DECAY_STYLES if style == "WSD" else WSD_DECAY_STYLES[:1])])
+STYLES = pytest.mark.parametrize(
+    "style, wsd_style",
+    [
+        (style, wsd_style)
+        for style in LR_DECAY_STYLES
+        for wsd_style in (WSD_DECAY_STYLES if style == "WSD" else WSD_DECAY_STYLES[:1])
+    ],
+)
 
 
 def configs(style, wsd_style):
-    """With and without warm-up, a floor, and a decay shorter or longer than a run of 20 iterations."""
+    """With and without warm-up, a floor, and a decay shorter or longer than a run of 20
+    iterations."""
     for warmup, min_lr, decay_iters in itertools.product((0, 3), (0.0, 1e-5), (None, 11, 31)):
-        yield LrScheduleConfig(lr=3e-4, min_lr=min_lr, lr_decay_style=style, lr_decay_iters=decay_iters, lr_warmup_iters=warmup,
-                               lr_warmup_init=1e-6 if warmup else 0.0, lr_wsd_decay_style=wsd_style,
-                               lr_wsd_decay_iters=4 if style == "WSD" else None)
+        yield LrScheduleConfig(
+            lr=3e-4,
+            min_lr=min_lr,
+            lr_decay_style=style,
+            lr_decay_iters=decay_iters,
+            lr_warmup_iters=warmup,
+            lr_warmup_init=1e-6 if warmup else 0.0,
+            lr_wsd_decay_style=wsd_style,
+            lr_wsd_decay_iters=4 if style == "WSD" else None,
+        )
 
 
 @STYLES
 def test_every_style_follows_the_formulas_at_every_iteration(style, wsd_style):
     for config in configs(style, wsd_style):
         lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
-        lengths = dict(decay=(config.lr_decay_iters or 20) * 6, warmup=config.lr_warmup_iters * 6, wsd=24)
+        lengths = dict(
+            decay=(config.lr_decay_iters or 20) * 6, warmup=config.lr_warmup_iters * 6, wsd=24
+        )
         for consumed in range(0, 41 * 6, 6):
-            assert lr.at(consumed) == pytest.approx(megatrons_formula(config, consumed, **lengths), rel=1e-12, abs=1e-20)
+            assert lr.at(consumed) == pytest.approx(
+                megatrons_formula(config, consumed, **lengths), rel=1e-12, abs=1e-20
+            )
 
 
 @STYLES
 @pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
 def test_every_style_equals_megatron_core(style, wsd_style):
-    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    scheduler = pytest.importorskip(
+        "megatron.core.optimizer_param_scheduler"
+    ).OptimizerParamScheduler
     for config in configs(style, wsd_style):
         optimizer = SimpleNamespace(param_groups=[{}])
-        oracle = scheduler(optimizer, init_lr=config.lr_warmup_init, max_lr=config.lr, min_lr=config.min_lr,
-                           lr_warmup_steps=config.lr_warmup_iters * 6, lr_decay_steps=(config.lr_decay_iters or 20) * 6,
-                           lr_decay_style=config.lr_decay_style, start_wd=0.0, end_wd=0.0, wd_incr_steps=120,
-                           wd_incr_style="constant", wsd_decay_steps=24, lr_wsd_decay_style=config.lr_wsd_decay_style)
+        oracle = scheduler(
+            optimizer,
+            init_lr=config.lr_warmup_init,
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_steps=config.lr_warmup_iters * 6,
+            lr_decay_steps=(config.lr_decay_iters or 20) * 6,
+            lr_decay_style=config.lr_decay_style,
+            start_wd=0.0,
+            end_wd=0.0,
+            wd_incr_steps=120,
+            wd_incr_style="constant",
+            wsd_decay_steps=24,
+            lr_wsd_decay_style=config.lr_wsd_decay_style,
+        )
         lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
         for consumed in range(0, 41 * 6, 6):
-            assert lr.at(consumed) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-20)
+            assert lr.at(consumed) == pytest.approx(
+                optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-20
+            )
             oracle.step(6)
 
 
@@ -122,16 +199,30 @@ def test_lengths_given_in_samples_are_taken_as_they_are():
 def test_the_rate_depends_on_consumed_samples_only():
     """Twice the batch in half the iterations: the same rates at the same samples."""
     config = LrScheduleConfig(lr=1.0, lr_decay_style="cosine", lr_warmup_fraction=0.1)
-    small, large = (LrSchedule.build(config, train_samples=40, batches=BatchSchedule.constant(batch)) for batch in (2, 4))
-    assert [small.at(consumed) for consumed in range(50)] == [large.at(consumed) for consumed in range(50)]
+    small, large = (
+        LrSchedule.build(config, train_samples=40, batches=BatchSchedule.constant(batch))
+        for batch in (2, 4)
+    )
+    assert [small.at(consumed) for consumed in range(50)] == [
+        large.at(consumed) for consumed in range(50)
+    ]
 
 
-@pytest.mark.parametrize("config, message", [
-    (dict(lr=None), "--lr is not set"),
-    (dict(lr_warmup_iters=10), r"warm-up \(40 samples\) must be shorter than the decay \(40 samples\)"),
-    (dict(lr_warmup_iters=5, lr_decay_iters=5), "raise --lr-decay-iters"),
-    (dict(lr_decay_style="WSD", lr_wsd_decay_iters=9, lr_warmup_iters=2), r"--lr-wsd-decay-iters \(36 samples\).*32 samples"),
-])
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (dict(lr=None), "--lr is not set"),
+        (
+            dict(lr_warmup_iters=10),
+            r"warm-up \(40 samples\) must be shorter than the decay \(40 samples\)",
+        ),
+        (dict(lr_warmup_iters=5, lr_decay_iters=5), "raise --lr-decay-iters"),
+        (
+            dict(lr_decay_style="WSD", lr_wsd_decay_iters=9, lr_warmup_iters=2),
+            r"--lr-wsd-decay-iters \(36 samples\).*32 samples",
+        ),
+    ],
+)
 def test_lengths_that_do_not_fit_are_errors(config, message):
     with pytest.raises(ValueError, match=message):
         schedule(**config)

@@ -23,8 +23,12 @@ from tests.support.models import build_tiny_model, sample_tokens, tp_state
 
 RATES = [0.02, 0.01, 0.0, 0.03, 0.02]
 SHAPES = {"square": (8, 8), "tall": (32, 8), "wide": (6, 10)}
-MATRICES = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "mlp.linear_fc1.weight",
-            "mlp.linear_fc2.weight")
+MATRICES = (
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+)
 HIGH = dict(optimizer="muon", muon_fp32_matmul_prec="high")
 
 
@@ -41,8 +45,12 @@ class Prescribed(nn.Module):
 
     def loss(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 + number)
-        return sum((parameter * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)).sum()
-                   for parameter in self.parameters())  # type: ignore[return-value]
+        return sum(
+            (
+                parameter * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            ).sum()
+            for parameter in self.parameters()
+        )  # type: ignore[return-value]
 
 
 def step(model: Any, optimizer: Optimizer, number: int, rate: float) -> None:
@@ -52,26 +60,57 @@ def step(model: Any, optimizer: Optimizer, number: int, rate: float) -> None:
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    states = {f"{name}/{key}": value for name, state in optimizer.states.items() for key, value in state.items()}
-    return {key: value.detach().clone() for key, value in {**dict(model.named_parameters()), **states}.items()}
+    states = {
+        f"{name}/{key}": value
+        for name, state in optimizer.states.items()
+        for key, value in state.items()
+    }
+    return {
+        key: value.detach().clone()
+        for key, value in {**dict(model.named_parameters()), **states}.items()
+    }
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("weight_decay", "momentum", "num_steps"), [(0.1, 0.95, 5), (0.0, 0.8, 3)])
-@pytest.mark.parametrize(("mode", "extra", "adjustment"), [("shape_scaling", 1.0, "original"),
-                                                           ("spectral", 0.2, "match_rms_adamw")])
-def test_matrices_follow_torchs_muon(nesterov: bool, weight_decay: float, momentum: float, num_steps: int, mode: str,
-                                     extra: float, adjustment: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "extra", "adjustment"),
+    [("shape_scaling", 1.0, "original"), ("spectral", 0.2, "match_rms_adamw")],
+)
+def test_matrices_follow_torchs_muon(
+    nesterov: bool,
+    weight_decay: float,
+    momentum: float,
+    num_steps: int,
+    mode: str,
+    extra: float,
+    adjustment: str,
+) -> None:
     """Momentum to the bit. Weights too where the scale is a power of two; else the product of
     update and scale is rounded before the learning rate multiplies it and not after: two
     roundings of an update of at most 0.03 x 0.2 x sqrt(32)."""
     ours = Prescribed()
     theirs = copy.deepcopy(ours)
-    reference = torch.optim.Muon([theirs.get_parameter(name) for name in SHAPES], lr=0.0, weight_decay=weight_decay,
-                                 momentum=momentum, nesterov=nesterov, ns_steps=num_steps, adjust_lr_fn=adjustment)
-    config = OptimizerConfig(optimizer="muon", clip_grad=0.0, weight_decay=weight_decay, muon_momentum=momentum,
-                             muon_nesterov=nesterov, muon_num_ns_steps=num_steps, muon_coefficient_type="simple",
-                             muon_scale_mode=mode, muon_extra_scale_factor=extra)
+    reference = torch.optim.Muon(
+        [theirs.get_parameter(name) for name in SHAPES],
+        lr=0.0,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=num_steps,
+        adjust_lr_fn=adjustment,
+    )
+    config = OptimizerConfig(
+        optimizer="muon",
+        clip_grad=0.0,
+        weight_decay=weight_decay,
+        muon_momentum=momentum,
+        muon_nesterov=nesterov,
+        muon_num_ns_steps=num_steps,
+        muon_coefficient_type="simple",
+        muon_scale_mode=mode,
+        muon_extra_scale_factor=extra,
+    )
     with tp_state(1) as parallel:
         optimizer = Optimizer(ours, config, parallel)
         for number, rate in enumerate(RATES):
@@ -83,7 +122,9 @@ def test_matrices_follow_torchs_muon(nesterov: bool, weight_decay: float, moment
     for name in SHAPES:
         mine, other = ours.get_parameter(name), theirs.get_parameter(name)
         assert optimizer.states[name].keys() == {"momentum_buffer"}
-        assert torch.equal(optimizer.states[name]["momentum_buffer"], reference.state[other]["momentum_buffer"]), name
+        assert torch.equal(
+            optimizer.states[name]["momentum_buffer"], reference.state[other]["momentum_buffer"]
+        ), name
         if mode == "shape_scaling":
             assert torch.equal(mine, other), name
         torch.testing.assert_close(mine, other, rtol=2e-7, atol=1e-8, msg=name)
@@ -97,13 +138,27 @@ def test_high_precision_is_the_formula_in_the_masters_dtype(mode: str, kind: str
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     means = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     with tp_state(1) as parallel:
-        optimizer = Optimizer(model, OptimizerConfig(**HIGH, clip_grad=0.0, weight_decay=0.3, muon_scale_mode=mode,  # type: ignore[arg-type]
-                                                     muon_coefficient_type=kind, muon_extra_scale_factor=0.7), parallel)
+        optimizer = Optimizer(
+            model,
+            OptimizerConfig(
+                **HIGH,
+                clip_grad=0.0,
+                weight_decay=0.3,
+                muon_scale_mode=mode,  # type: ignore[arg-type]
+                muon_coefficient_type=kind,
+                muon_extra_scale_factor=0.7,
+            ),
+            parallel,
+        )
         for number, rate in enumerate(RATES):
             step(model, optimizer, number, rate)
             for name, (m, n) in SHAPES.items():
                 means[name] = 0.9 * means[name] + 0.1 * optimizer.buffer.grads[name]
-                scale = {"spectral": max(m, n), "unit_rms_norm": m / n, "shape_scaling": max(1.0, m / n)}[mode] ** 0.5
+                scale = {
+                    "spectral": max(m, n),
+                    "unit_rms_norm": m / n,
+                    "shape_scaling": max(1.0, m / n),
+                }[mode] ** 0.5
                 update = orthogonalize(means[name], STEPS[kind](5)) * scale * 0.7
                 expected[name] = expected[name] - rate * 0.3 * expected[name] - rate * update
     for name in SHAPES:
@@ -123,7 +178,9 @@ def test_the_matrices_of_layers_are_muons_and_all_else_is_adamws_to_the_bit(name
             optimizer.step(0.01)
             results[rule] = state_of(model, optimizer)
     names = [f"decoder.layers.{layer}.{matrix}" for layer in range(2) for matrix in MATRICES]
-    assert {key for key in results["muon"] if key.endswith("momentum_buffer")} == {f"{name}/momentum_buffer" for name in names}
+    assert {key for key in results["muon"] if key.endswith("momentum_buffer")} == {
+        f"{name}/momentum_buffer" for name in names
+    }
     for key, value in results["adam"].items():
         if key.partition("/")[0] not in names:
             assert torch.equal(value, results["muon"][key]), key
@@ -138,8 +195,11 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("llama"), parallel)
         before = {key: value.detach().clone() for key, value in model.named_parameters()}
-        optimizer = Optimizer(model, OptimizerConfig(**HIGH, weight_decay=0.0, clip_grad=0.0, muon_split_qkv=split),  # type: ignore[arg-type]
-                              parallel)
+        optimizer = Optimizer(
+            model,
+            OptimizerConfig(**HIGH, weight_decay=0.0, clip_grad=0.0, muon_split_qkv=split),  # type: ignore[arg-type]
+            parallel,
+        )
         model.loss(*sample_tokens()).mean().backward()
         optimizer.step(0.01)
     qkv, fc1 = (f"decoder.layers.1.{MATRICES[index]}" for index in (0, 2))
@@ -150,18 +210,30 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
     for name, pieces in parts.items():
         mean = 0.1 * optimizer.buffer.grads[name]
         for rows_of in pieces:
-            update = orthogonalize(mean[rows_of], STEPS["quintic"](5)) * math.sqrt(max(len(rows_of), 32))
-            assert difference(before[name][rows_of] - 0.01 * update, model.get_parameter(name).detach()[rows_of]) < 1e-12, name
+            update = orthogonalize(mean[rows_of], STEPS["quintic"](5)) * math.sqrt(
+                max(len(rows_of), 32)
+            )
+            assert (
+                difference(
+                    before[name][rows_of] - 0.01 * update,
+                    model.get_parameter(name).detach()[rows_of],
+                )
+                < 1e-12
+            ), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fault", [math.inf, math.nan])
 @pytest.mark.parametrize("where", ["tall", "norm"])
-def test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on(where: str, fault: float,
-                                                                             dtype: torch.dtype) -> None:
+def test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on(
+    where: str, fault: float, dtype: torch.dtype
+) -> None:
     model, undisturbed = Prescribed(dtype), Prescribed(dtype)
     with tp_state(1) as parallel:
-        ours, theirs = (Optimizer(one, OptimizerConfig(optimizer="muon"), parallel) for one in (model, undisturbed))
+        ours, theirs = (
+            Optimizer(one, OptimizerConfig(optimizer="muon"), parallel)
+            for one in (model, undisturbed)
+        )
         for number in range(4):
             if number in (0, 2):
                 before = state_of(model, ours)
@@ -169,7 +241,9 @@ def test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on(whe
                 model.loss(9).backward()
                 ours.buffer.grads[where].view(-1)[2] = fault
                 assert ours.step(0.1).skipped.item() == 1.0
-                assert all(torch.equal(value, before[key]) for key, value in state_of(model, ours).items())
+                assert all(
+                    torch.equal(value, before[key]) for key, value in state_of(model, ours).items()
+                )
             for one, optimizer in ((model, ours), (undisturbed, theirs)):
                 step(one, optimizer, number, 0.1)
         assert ours.num_updates == theirs.num_updates == 4
@@ -181,11 +255,13 @@ class _Reads(TorchDispatchMode):
     """Fails where the host reads a tensor's value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device"
+        assert func is not torch.ops.aten._local_scalar_dense.default, (
+            "the host waits for the device"
+        )
         return func(*args, **(kwargs or {}))
 
 
-def test_a_skipped_step_with_finite_gradients_changes_nothing_and_nothing_waits_for_the_device() -> None:
+def test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device() -> None:
     """As after a spike of the loss."""
     model = Prescribed()
     with tp_state(1) as parallel:
@@ -196,10 +272,14 @@ def test_a_skipped_step_with_finite_gradients_changes_nothing_and_nothing_waits_
         model.loss(1).backward()
         with _Reads():
             optimizer._rule.step(0.1, torch.ones(()))
-        assert all(torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items())
+        assert all(
+            torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
+        )
         with _Reads():
             optimizer._rule.step(0.1, torch.zeros(()))
-        assert not any(torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items())
+        assert not any(
+            torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
+        )
 
 
 def test_a_scaled_loss_changes_no_bit() -> None:
@@ -208,7 +288,9 @@ def test_a_scaled_loss_changes_no_bit() -> None:
     with tp_state(1) as parallel:
         for scale in (None, LossScale(LossScaleConfig(loss_scale=1024.0), parallel.device)):
             model = Prescribed(torch.bfloat16)
-            optimizer = Optimizer(model, OptimizerConfig(optimizer="muon"), parallel, loss_scale=scale)
+            optimizer = Optimizer(
+                model, OptimizerConfig(optimizer="muon"), parallel, loss_scale=scale
+            )
             for number in range(3):
                 optimizer.zero_grad()
                 (model.loss(number) * (1.0 if scale is None else 1024.0)).backward()
@@ -223,7 +305,9 @@ def test_adamw_of_the_rest_may_be_apexs(monkeypatch: pytest.MonkeyPatch) -> None
     with tp_state(1) as parallel:
         for impl in ("torch", "apex"):
             model = Prescribed()
-            optimizer = Optimizer(model, OptimizerConfig(optimizer="muon", optimizer_impl=impl), parallel)
+            optimizer = Optimizer(
+                model, OptimizerConfig(optimizer="muon", optimizer_impl=impl), parallel
+            )
             for number in range(2):
                 step(model, optimizer, number, 0.1)
             results.append(state_of(model, optimizer))
@@ -233,7 +317,10 @@ def test_adamw_of_the_rest_may_be_apexs(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_new_scale_or_coefficient_needs_an_entry() -> None:
     with tp_state(1) as parallel:
-        for field, flag in (("muon_scale_mode", "--muon-scale-mode"), ("muon_coefficient_type", "--muon-coefficient-type")):
+        for field, flag in (
+            ("muon_scale_mode", "--muon-scale-mode"),
+            ("muon_coefficient_type", "--muon-coefficient-type"),
+        ):
             config = OptimizerConfig(optimizer="muon")
             object.__setattr__(config, field, "Newest")
             with pytest.raises(ValueError, match=f"^{flag} Newest is not implemented here, only"):
@@ -244,8 +331,15 @@ def test_every_matrix_of_a_layer_is_marked_and_nothing_else() -> None:
     with tp_state(1) as parallel:
         for name in ("gpt2", "llama", "nemotron"):
             model = build_tiny_model(variant_config(name), parallel)
-            marked = {key: spec_of(value).matrices for key, value in model.named_parameters() if spec_of(value).matrices}
+            marked = {
+                key: spec_of(value).matrices
+                for key, value in model.named_parameters()
+                if spec_of(value).matrices
+            }
             queries = 2 * 6 if name in ("llama", "nemotron") else 6
-            expected = {f"decoder.layers.{layer}.{matrix}": (queries, 6, 6) if "qkv" in matrix else (1,)
-                        for layer in range(2) for matrix in MATRICES}
+            expected = {
+                f"decoder.layers.{layer}.{matrix}": (queries, 6, 6) if "qkv" in matrix else (1,)
+                for layer in range(2)
+                for matrix in MATRICES
+            }
             assert marked == expected

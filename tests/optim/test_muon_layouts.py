@@ -31,27 +31,48 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
 
 
-def _train_everywhere(rank: int, world_size: int, tp_size: int, name: str, options: dict[str, Any],
-                      layouts: tuple[str, ...]) -> dict[str, Run]:
+def _train_everywhere(
+    rank: int,
+    world_size: int,
+    tp_size: int,
+    name: str,
+    options: dict[str, Any],
+    layouts: tuple[str, ...],
+) -> dict[str, Run]:
     with tp_state(tp_size) as parallel:
-        return {layout: train(name, parallel, LAYOUTS[layout], steps=3, **options) for layout in layouts}
+        return {
+            layout: train(name, parallel, LAYOUTS[layout], steps=3, **options) for layout in layouts
+        }
 
 
-@pytest.mark.parametrize(("world_size", "tp_size", "sequence_parallel", "name", "layouts"), [
-    (2, 1, False, "llama", ("replicated", "zero1, overlap", "fsdp2")),
-    (3, 1, False, "gpt2", ("zero1", "fsdp2")),
-    (2, 2, False, "llama", ("replicated",)),
-    (4, 2, True, "gpt2", ("zero1", "fsdp2, memory-efficient")),
-])
-def test_every_layout_trains_as_a_single_process(world_size: int, tp_size: int, sequence_parallel: bool, name: str,
-                                                 layouts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "sequence_parallel", "name", "layouts"),
+    [
+        (2, 1, False, "llama", ("replicated", "zero1, overlap", "fsdp2")),
+        (3, 1, False, "gpt2", ("zero1", "fsdp2")),
+        (2, 2, False, "llama", ("replicated",)),
+        (4, 2, True, "gpt2", ("zero1", "fsdp2, memory-efficient")),
+    ],
+)
+def test_every_layout_trains_as_a_single_process(
+    world_size: int, tp_size: int, sequence_parallel: bool, name: str, layouts: tuple[str, ...]
+) -> None:
     """Float64. Newton-Schulz multiplies a rounding error by less than 1000."""
-    options = dict(dtype=torch.float64, settings=OptimizerConfig(**HIGH, muon_nesterov=True, clip_grad=0.5))  # type: ignore[arg-type]
+    options = dict(
+        dtype=torch.float64, settings=OptimizerConfig(**HIGH, muon_nesterov=True, clip_grad=0.5)
+    )  # type: ignore[arg-type]
     with tp_state(1) as parallel:
         expected = train(name, parallel, LAYOUTS["replicated"], steps=3, **options)
     assert min(expected.grad_norms) > 0.5
-    for of_rank in run_ranks(_train_everywhere, world_size, tp_size, name, dict(options, sequence_parallel=sequence_parallel),
-                             layouts, detail=False):
+    for of_rank in run_ranks(
+        _train_everywhere,
+        world_size,
+        tp_size,
+        name,
+        dict(options, sequence_parallel=sequence_parallel),
+        layouts,
+        detail=False,
+    ):
         for layout, run in of_rank.items():
             assert run.losses == pytest.approx(expected.losses, rel=1e-10), layout
             assert run.weights.keys() == expected.weights.keys()
@@ -59,10 +80,19 @@ def test_every_layout_trains_as_a_single_process(world_size: int, tp_size: int, 
                 is_matrix = key.endswith(MATRICES)
                 # AdamW turns the noise of a gradient that is 0 in exact arithmetic into more than
                 # its share.
-                assert difference(value, run.weights[key]) < (1e-10 if is_matrix else 1e-6), (layout, key)
+                assert difference(value, run.weights[key]) < (1e-10 if is_matrix else 1e-6), (
+                    layout,
+                    key,
+                )
                 if is_matrix:
                     assert run.states[key].keys() == {"momentum_buffer"}
-                    assert difference(expected.states[key]["momentum_buffer"], run.states[key]["momentum_buffer"]) < 1e-9
+                    assert (
+                        difference(
+                            expected.states[key]["momentum_buffer"],
+                            run.states[key]["momentum_buffer"],
+                        )
+                        < 1e-9
+                    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,8 +113,14 @@ class Split(nn.Module):
     def __init__(self, parallel: ParallelState) -> None:
         super().__init__()
         for dim, name in enumerate(("by_rows", "by_columns")):
-            whole = torch.randn(8, 12, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
-            shard = whole if parallel.tp_group is None else whole.chunk(2, dim)[parallel.tp_rank].contiguous()
+            whole = torch.randn(
+                8, 12, generator=torch.Generator().manual_seed(dim), dtype=torch.float64
+            )
+            shard = (
+                whole
+                if parallel.tp_group is None
+                else whole.chunk(2, dim)[parallel.tp_rank].contiguous()
+            )
             spec = ParameterSpec(global_shape=(8, 12), tp_dim=dim, matrices=(1,))
             self.register_parameter(name, mark(nn.Parameter(shard), spec))
 
@@ -95,8 +131,11 @@ def _update_split(rank: int, world_size: int, mode: str) -> dict[str, Tensor]:
     with tp_state(world_size) as parallel:
         model = Split(parallel)
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        optimizer = Optimizer(model, OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0),  # type: ignore[arg-type]
-                              parallel)
+        optimizer = Optimizer(
+            model,
+            OptimizerConfig(**HIGH, muon_tp_mode=mode, weight_decay=0.0, clip_grad=0.0),  # type: ignore[arg-type]
+            parallel,
+        )
         optimizer.zero_grad()
         sum(value.square().sum() / 2 for value in model.parameters()).backward()  # type: ignore[union-attr]
         optimizer.step(1.0)
@@ -108,10 +147,20 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode: st
     """Blocks are matrices of their own, with scales of their own, as in Megatron."""
     updates = run_ranks(_update_split, 2, mode, detail=False)
     for dim, name in enumerate(("by_rows", "by_columns")):
-        whole = torch.randn(8, 12, generator=torch.Generator().manual_seed(dim), dtype=torch.float64)
+        whole = torch.randn(
+            8, 12, generator=torch.Generator().manual_seed(dim), dtype=torch.float64
+        )
         blocks = [whole] if mode == "duplicated" else whole.chunk(2, dim)
-        expected = torch.cat([orthogonalize(block, STEPS["quintic"](5)) * math.sqrt(max(block.shape)) for block in blocks], dim)
-        assert difference(expected, torch.cat([update[name] for update in updates], dim)) < 1e-12, name
+        expected = torch.cat(
+            [
+                orthogonalize(block, STEPS["quintic"](5)) * math.sqrt(max(block.shape))
+                for block in blocks
+            ],
+            dim,
+        )
+        assert difference(expected, torch.cat([update[name] for update in updates], dim)) < 1e-12, (
+            name
+        )
 
 
 def muon_run(config: RunConfig, **settings: Any) -> RunConfig:
@@ -119,30 +168,58 @@ def muon_run(config: RunConfig, **settings: Any) -> RunConfig:
 
 
 REPLICATED = DataParallelConfig()
-ZERO1, FSDP2 = DataParallelConfig(use_distributed_optimizer=True), DataParallelConfig(use_torch_fsdp2=True)
+ZERO1, FSDP2 = (
+    DataParallelConfig(use_distributed_optimizer=True),
+    DataParallelConfig(use_torch_fsdp2=True),
+)
 
 
 def _run(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "data_parallel", "training"), [
-    (1, {}, REPLICATED, dict(fp16=True)),
-    (4, dict(tensor_model_parallel_size=2, sequence_parallel=True), ZERO1, dict(bf16=True)),
-    (2, {}, FSDP2, {}),
-    (2, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), REPLICATED, dict(bf16=True)),
-], ids=["fp16", "TP 2, ZeRO-1, bf16", "FSDP2", "PP 2, interleaved, bf16"])
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: int, sizes: dict[str, Any], data_parallel: DataParallelConfig,
-                                           training: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "data_parallel", "training"),
+    [
+        (1, {}, REPLICATED, dict(fp16=True)),
+        (4, dict(tensor_model_parallel_size=2, sequence_parallel=True), ZERO1, dict(bf16=True)),
+        (2, {}, FSDP2, {}),
+        (
+            2,
+            dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+            REPLICATED,
+            dict(bf16=True),
+        ),
+    ],
+    ids=["fp16", "TP 2, ZeRO-1, bf16", "FSDP2", "PP 2, interleaved, bf16"],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    ranks: int,
+    sizes: dict[str, Any],
+    data_parallel: DataParallelConfig,
+    training: dict[str, Any],
+    tmp_path: Path,
+) -> None:
     """Six iterations, with dropout, in one start and in two: metrics and files."""
-    scaling = LossScaleConfig(initial_loss_scale=1024.0) if "fp16" in training else LossScaleConfig()
+    scaling = (
+        LossScaleConfig(initial_loss_scale=1024.0) if "fp16" in training else LossScaleConfig()
+    )
 
     def run(name: str, iterations: int, *, load: bool = False) -> None:
-        config = tiny_run(model=dict(num_layers=4), training=dict(train_iters=iterations, eval_iters=0, **training),
-                          data_parallel=data_parallel, metrics=tmp_path / f"{name}.jsonl")
-        config = muon_run(replace(config, parallel=replace(config.parallel, **sizes), loss_scaling=scaling), muon_nesterov=True)
+        config = tiny_run(
+            model=dict(num_layers=4),
+            training=dict(train_iters=iterations, eval_iters=0, **training),
+            data_parallel=data_parallel,
+            metrics=tmp_path / f"{name}.jsonl",
+        )
+        config = muon_run(
+            replace(config, parallel=replace(config.parallel, **sizes), loss_scaling=scaling),
+            muon_nesterov=True,
+        )
         folder = str(tmp_path / name)
-        config = with_checkpoint(config, save=folder, save_interval=3, load=folder if load else None)
+        config = with_checkpoint(
+            config, save=folder, save_interval=3, load=folder if load else None
+        )
         if ranks == 1:
             run_to_end(config)
         else:
@@ -156,33 +233,58 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks: int, sizes: dict[str, Any], da
     assert step_bytes(tmp_path / "twice", 6) == step_bytes(tmp_path / "once", 6) != {}
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP 4, 256 rows", "PP 2, interleaved, TP 2", "DP 2, FSDP2"])
+@pytest.mark.parametrize(
+    "layout", ["one rank", "TP 4, 256 rows", "PP 2, interleaved, TP 2", "DP 2, FSDP2"]
+)
 def test_a_checkpoint_goes_through_any_layout_in_every_bit(layout: str, tmp_path: Path) -> None:
     """From TP 2 x DP 2 with ZeRO-1, where every matrix is in pieces, there and back without
     training."""
+
     def config_of(name: str, **checkpoint: str) -> RunConfig:
         return muon_run(test_round_trip.config_of(name, **checkpoint))
 
     first, second = test_round_trip.HERE, layout
     folders = [str(tmp_path / name) for name in ("here", "there", "back")]
-    run_ranks(_run, test_round_trip.LAYOUTS[first][0], config_of(first, save=folders[0]), detail=False)
-    run_ranks(_run, test_round_trip.LAYOUTS[second][0], config_of(second, load=folders[0], save=folders[1]), detail=False)
-    run_ranks(_run, test_round_trip.LAYOUTS[first][0], config_of(first, load=folders[1], save=folders[2]), detail=False)
+    run_ranks(
+        _run, test_round_trip.LAYOUTS[first][0], config_of(first, save=folders[0]), detail=False
+    )
+    run_ranks(
+        _run,
+        test_round_trip.LAYOUTS[second][0],
+        config_of(second, load=folders[0], save=folders[1]),
+        detail=False,
+    )
+    run_ranks(
+        _run,
+        test_round_trip.LAYOUTS[first][0],
+        config_of(first, load=folders[1], save=folders[2]),
+        detail=False,
+    )
     found = [step_bytes(tmp_path / name, test_round_trip.ITERATIONS) for name in ("here", "back")]
     assert {name: data for name, data in found[0].items() if "rng" not in name} == {
-        name: data for name, data in found[1].items() if "rng" not in name}
-    assert b"mlp.linear_fc1.weight/momentum_buffer" in found[0]["optimizer_pp00_tp00of02.safetensors"]
+        name: data for name, data in found[1].items() if "rng" not in name
+    }
+    assert (
+        b"mlp.linear_fc1.weight/momentum_buffer" in found[0]["optimizer_pp00_tp00of02.safetensors"]
+    )
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
-def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved: str, loaded: str, tmp_path: Path) -> None:
+def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
+    saved: str, loaded: str, tmp_path: Path
+) -> None:
     def config_of(rule: str, **checkpoint: Any) -> RunConfig:
-        return replace(tiny_run(training=dict(train_iters=2, eval_iters=0), checkpoint=checkpoint),
-                       optimizer=OptimizerConfig(optimizer=rule))
+        return replace(
+            tiny_run(training=dict(train_iters=2, eval_iters=0), checkpoint=checkpoint),
+            optimizer=OptimizerConfig(optimizer=rule),
+        )
 
     run_to_end(config_of(saved, save=str(tmp_path)))
-    with pytest.raises(InputError, match=f"iter_0000002 holds the optimizer states of --optimizer {saved}, from which "
-                                         f"--optimizer {loaded} cannot go on: give --optimizer {saved}, or --no-load-optim"):
+    with pytest.raises(
+        InputError,
+        match=f"iter_0000002 holds the optimizer states of --optimizer {saved}, from which "
+        f"--optimizer {loaded} cannot go on: give --optimizer {saved}, or --no-load-optim",
+    ):
         run_to_end(config_of(loaded, load=str(tmp_path)))
     for options in (dict(no_load_optim=True), dict(finetune=True)):
         trainer = run_to_end(config_of(loaded, load=str(tmp_path), **options))
@@ -192,23 +294,42 @@ def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(saved: str,
 def test_pipelines_and_context_parallel_ranks_log_the_losses_of_one_process(tmp_path: Path) -> None:
     """Float32, where sums run in another order."""
     layouts: dict[str, tuple[int, dict[str, Any]]] = {
-        "alone": (1, {}), "interleaved": (2, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)),
-        "TP x CP": (4, dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2))}
+        "alone": (1, {}),
+        "interleaved": (
+            2,
+            dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+        ),
+        "TP x CP": (
+            4,
+            dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2),
+        ),
+    }
     for name, (ranks, sizes) in layouts.items():
-        config = tiny_run(model=dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0), metrics=tmp_path / name,
-                          training=dict(train_iters=6, eval_iters=0))
-        config = muon_run(replace(config, parallel=replace(config.parallel, **sizes)), muon_fp32_matmul_prec="high")
+        config = tiny_run(
+            model=dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0),
+            metrics=tmp_path / name,
+            training=dict(train_iters=6, eval_iters=0),
+        )
+        config = muon_run(
+            replace(config, parallel=replace(config.parallel, **sizes)),
+            muon_fp32_matmul_prec="high",
+        )
         run_ranks(_run, ranks, config, detail=False)
     expected = [row["lm_loss"] for row in rows(tmp_path / "alone")]
     for name in ("interleaved", "TP x CP"):
-        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(expected, rel=1e-5), name
+        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(
+            expected, rel=1e-5
+        ), name
 
 
 def test_recompute_policies_change_no_bit(tmp_path: Path) -> None:
     def logged(policy: str) -> list[float]:
         metrics = tmp_path / policy.replace("*", "all").replace(":", "-")
-        config = tiny_run(model=dict(num_layers=2, **LLAMA, group_query_attention=True, num_query_groups=2),
-                          training=dict(train_iters=4, bf16=True, eval_iters=0), metrics=metrics)
+        config = tiny_run(
+            model=dict(num_layers=2, **LLAMA, group_query_attention=True, num_query_groups=2),
+            training=dict(train_iters=4, bf16=True, eval_iters=0),
+            metrics=metrics,
+        )
         run_to_end(muon_run(replace(config, recompute=RecomputeConfig(recompute_policy=policy))))
         return [row["lm_loss"] for row in rows(metrics)]
 

@@ -1,4 +1,5 @@
-"""The optimizer against torch.optim.AdamW and clip_grad_norm_ on the unsharded model, in float32 and for bf16 weights."""
+"""The optimizer against torch.optim.AdamW and clip_grad_norm_ on the unsharded model, in float32
+and for bf16 weights."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from megatron_lite.optim import grad_buffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
 from tests.support.equality import GQA, difference, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state, whole_tensor
+from tests.support.models import (
+    build_tiny_model,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+    whole_tensor,
+)
 from tests.support.ranks import run_ranks
 
 CONFIG = dict(adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, weight_decay=0.1)
@@ -27,22 +34,41 @@ class Plain(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        shapes = {"embedding_weight": (7, 5), "linear_weight": (3, 5), "norm_weight": (5,), "linear_bias": (3,)}
+        shapes = {
+            "embedding_weight": (7, 5),
+            "linear_weight": (3, 5),
+            "norm_weight": (5,),
+            "linear_bias": (3,),
+        }
         for name, shape in shapes.items():
             values = torch.randn(shape, generator=generator).to(dtype)
-            self.register_parameter(name, mark(nn.Parameter(values), ParameterSpec(global_shape=shape)))
+            self.register_parameter(
+                name, mark(nn.Parameter(values), ParameterSpec(global_shape=shape))
+            )
 
     def loss(self, number):
-        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(number)).to(self.norm_weight.dtype)
+        x = torch.randn(4, 7, generator=torch.Generator().manual_seed(number)).to(
+            self.norm_weight.dtype
+        )
         hidden = (x @ self.embedding_weight).tanh() * self.norm_weight
         return (hidden @ self.linear_weight.t() + self.linear_bias).square().mean()
 
 
 def torchs_adamw(model, config=CONFIG):
     """torch.optim.AdamW with Megatron's groups: vectors (norms, biases) do not decay."""
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config["weight_decay"]},
-              {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(config["adam_beta1"], config["adam_beta2"]), eps=config["adam_eps"], foreach=False)
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.dim() > 1],
+            "weight_decay": config["weight_decay"],
+        },
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        betas=(config["adam_beta1"], config["adam_beta2"]),
+        eps=config["adam_eps"],
+        foreach=False,
+    )
 
 
 def step_torch(model, optimizer, rate, clip_grad, numbers):
@@ -50,7 +76,9 @@ def step_torch(model, optimizer, rate, clip_grad, numbers):
     optimizer.zero_grad()
     for number in numbers:
         model.loss(number).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad if clip_grad > 0.0 else float("inf"))
+    norm = nn.utils.clip_grad_norm_(
+        model.parameters(), clip_grad if clip_grad > 0.0 else float("inf")
+    )
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
@@ -71,9 +99,14 @@ def test_float32_weights_follow_torchs_adamw_and_clip(clip_grad):
                 ours.loss(micro_batch).backward()
             update = optimizer.step(rate)
             norm = step_torch(theirs, reference, rate, clip_grad, (2 * number, 2 * number + 1))
-            assert update.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and update.skipped.item() == 0.0
+            assert (
+                update.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+                and update.skipped.item() == 0.0
+            )
             assert norm > 0.05  # so that the middle case really clips
-            for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            for (name, mine), other in zip(
+                ours.named_parameters(), theirs.parameters(), strict=True
+            ):
                 torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=name)
     assert optimizer.num_updates == len(RATES)
 
@@ -99,13 +132,17 @@ def float32_sum_of_gradients(model, micro_batches):
     """By name, through autograd.grad: no gradient buffer, no accumulation by autograd."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     per_batch = [torch.autograd.grad(model.loss(number), parameters) for number in micro_batches]
-    return {name: sum(grad.float() for grad in grads) for name, *grads in zip(names, *per_batch, strict=True)}
+    return {
+        name: sum(grad.float() for grad in grads)
+        for name, *grads in zip(names, *per_batch, strict=True)
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_weights_follow_float32_masters(dtype):
-    """The oracle: the 16-bit model's gradients, summed in float32, on float32 weights; the model gets those rounded. A step of
-    1e-4 is less than half of a bf16 or fp16 step for weights of order 1, so that without masters most would never move."""
+    """The oracle: the 16-bit model's gradients, summed in float32, on float32 weights; the model
+    gets those rounded. A step of 1e-4 is less than half of a bf16 or fp16 step for weights of order
+    1, so that without masters most would never move."""
     model, masters = Plain(dtype), Plain(dtype).float()
     start = copy.deepcopy(model.state_dict())
     reference = torchs_adamw(masters)
@@ -124,8 +161,12 @@ def test_16_bit_weights_follow_float32_masters(dtype):
             reference.step()
             optimizer.step(1e-4)
             for name, parameter in masters.named_parameters():
-                torch.testing.assert_close(optimizer.states[name]["master"], parameter.detach(), rtol=1e-5, atol=1e-6)
-                assert torch.equal(model.get_parameter(name), optimizer.states[name]["master"].to(dtype))
+                torch.testing.assert_close(
+                    optimizer.states[name]["master"], parameter.detach(), rtol=1e-5, atol=1e-6
+                )
+                assert torch.equal(
+                    model.get_parameter(name), optimizer.states[name]["master"].to(dtype)
+                )
     moved = sum((model.get_parameter(name) != value).sum().item() for name, value in start.items())
     assert moved > 0.9 * sum(value.numel() for value in start.values())
 
@@ -134,7 +175,9 @@ def test_16_bit_weights_follow_float32_masters(dtype):
 @pytest.mark.parametrize(("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
 def test_16_bit_gradients_accumulate_in_float32(dtype, large, torch_knows_grad_dtype, monkeypatch):
     """256 + 1 + 1 + 1 is 259 in float32 and 256 in bf16; 2048 + 1 is 2048 in fp16."""
-    monkeypatch.setattr(grad_buffer, "hasattr", lambda owner, name: torch_knows_grad_dtype, raising=False)
+    monkeypatch.setattr(
+        grad_buffer, "hasattr", lambda owner, name: torch_knows_grad_dtype, raising=False
+    )
     model = Plain(dtype)
     with tp_state(1) as parallel:
         optimizer = Optimizer(model, OptimizerConfig(), parallel)
@@ -163,8 +206,11 @@ def test_gradients_are_views_of_one_aligned_buffer():
         grads = Optimizer(model, OptimizerConfig(), parallel).buffer.grads
     assert len({grad.untyped_storage().data_ptr() for grad in grads.values()}) == 1
     assert all((grad.storage_offset() * 4) % 128 == 0 for grad in grads.values())
-    assert all(model.get_parameter(name).grad is not None and model.get_parameter(name).grad.data_ptr() == grad.data_ptr()
-               for name, grad in grads.items())
+    assert all(
+        model.get_parameter(name).grad is not None
+        and model.get_parameter(name).grad.data_ptr() == grad.data_ptr()
+        for name, grad in grads.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -184,16 +230,24 @@ def test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on(fau
                 assert optimizers[0].num_updates == 1
                 after = model.state_dict(), optimizers[0].states
                 assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
-                assert all(torch.equal(value, after[1][name][key])
-                           for name, state in before[1].items() for key, value in state.items())
+                assert all(
+                    torch.equal(value, after[1][name][key])
+                    for name, state in before[1].items()
+                    for key, value in state.items()
+                )
             for one, optimizer in zip((model, undisturbed), optimizers, strict=True):
                 optimizer.zero_grad()
                 one.loss(number).backward()
                 optimizer.step(0.1)
-    assert all(torch.equal(value, undisturbed.state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, undisturbed.state_dict()[name])
+        for name, value in model.state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("where", ["sharded weight of tp rank 1", "replicated weight", "one data-parallel rank"])
+@pytest.mark.parametrize(
+    "where", ["sharded weight of tp rank 1", "replicated weight", "one data-parallel rank"]
+)
 def test_every_rank_skips_where_one_rank_has_a_bad_gradient(where):
     """Else the ranks' weights part for ever."""
 
@@ -211,7 +265,9 @@ def test_every_rank_skips_where_one_rank_has_a_bad_gradient(where):
                 optimizer.buffer.grads[layer + "input_layernorm.weight"][0] = float("-inf")
             before = [parameter.clone() for parameter in model.parameters()]
             skipped = optimizer.step(0.1).skipped.item()
-            same = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+            same = all(
+                torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)
+            )
             return skipped, same
 
     assert run_ranks(work, 4) == [(1.0, True)] * 4
@@ -219,7 +275,9 @@ def test_every_rank_skips_where_one_rank_has_a_bad_gradient(where):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("clip_grad", [0.3, 1000.0])
-def test_clipping_of_a_sharded_model_is_that_of_clip_grad_norm_on_the_unsharded_one(clip_grad, sequence_parallel):
+def test_clipping_of_a_sharded_model_is_that_of_clip_grad_norm_on_the_unsharded_one(
+    clip_grad, sequence_parallel
+):
     """The global norm is a float32 number: 1e-6."""
     config = variant_config("qwen")
 
@@ -229,18 +287,25 @@ def test_clipping_of_a_sharded_model_is_that_of_clip_grad_norm_on_the_unsharded_
             optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
             model.loss(*sample_tokens()).mean().backward()
             norm = optimizer.step(0.0).grad_norm.item()
-            return norm, {name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
-                          for name, parameter in model.named_parameters()}
+            return norm, {
+                name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
+                for name, parameter in model.named_parameters()
+            }
 
     with tp_state(1) as parallel:
         model = build_tiny_model(config, parallel)
         model.loss(*sample_tokens()).mean().backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad).item()
         assert norm > 0.6
-        expected = {name: whole_tensor(parameter.grad, parameter, parallel) for name, parameter in model.named_parameters()}
+        expected = {
+            name: whole_tensor(parameter.grad, parameter, parallel)
+            for name, parameter in model.named_parameters()
+        }
     for clipped_norm, grads in run_ranks(work, 2):
         assert clipped_norm == pytest.approx(norm, rel=1e-6)
-        assert {name for name, grad in expected.items() if difference(grad, grads[name]) > 1e-6} == set()
+        assert {
+            name for name, grad in expected.items() if difference(grad, grads[name]) > 1e-6
+        } == set()
 
 
 def test_biases_and_vectors_do_not_decay_and_matrices_and_embeddings_do():
@@ -256,8 +321,14 @@ def test_biases_and_vectors_do_not_decay_and_matrices_and_embeddings_do():
             continue
         torch.testing.assert_close(parameter.detach(), before[name] * 0.95)
         decayed.add(name.removeprefix("decoder.layers.0."))
-    assert decayed == {"embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "mlp.linear_fc1.weight",
-                       "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"}
+    assert decayed == {
+        "embedding.word_embeddings.weight",
+        "embedding.position_embeddings.weight",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc2.weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+    }
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -269,8 +340,14 @@ def test_params_norm_is_that_of_the_unsharded_model(tp_size):
 
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("gpt2"), parallel)
-        expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).norm().item()
-    assert (run_ranks(work, 2) if tp_size == 2 else [work(0, 1)]) == [pytest.approx(expected, rel=1e-6)] * tp_size
+        expected = (
+            torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+            .norm()
+            .item()
+        )
+    assert (run_ranks(work, 2) if tp_size == 2 else [work(0, 1)]) == [
+        pytest.approx(expected, rel=1e-6)
+    ] * tp_size
 
 
 def test_params_norm_of_a_bf16_model_is_that_of_its_masters():
@@ -284,7 +361,8 @@ def test_params_norm_of_a_bf16_model_is_that_of_its_masters():
 
 
 def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
-    """Every element of a fresh buffer is zero: as many as there are parameters, padding rows of the vocabulary included."""
+    """Every element of a fresh buffer is zero: as many as there are parameters, padding rows of the
+    vocabulary included."""
     config = variant_config("gpt2")
 
     def work(rank, world_size):
@@ -295,12 +373,17 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
             for grad in optimizer.buffer.grads.values():
                 grad.fill_(1.0)
             none = int(optimizer.num_zeros_in_grad())
-            optimizer.buffer.grads["decoder.final_layernorm.bias"][:3] = 0.0  # on every rank the same three
-            optimizer.buffer.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0  # two on each rank, others
+            # on every rank the same three
+            optimizer.buffer.grads["decoder.final_layernorm.bias"][:3] = 0.0
+            # two on each rank, others
+            optimizer.buffer.grads["decoder.layers.0.mlp.linear_fc1.bias"][:2] = 0.0
             return fresh, none, int(optimizer.num_zeros_in_grad())
 
     with tp_state(1) as parallel:
-        whole = [spec_of(parameter).global_shape for parameter in build_tiny_model(config, parallel).parameters()]
+        whole = [
+            spec_of(parameter).global_shape
+            for parameter in build_tiny_model(config, parallel).parameters()
+        ]
     parameters = sum(math.prod(shape) for shape in whole)  # without the padding of the vocabulary
     assert run_ranks(work, 2) == [(parameters, 0, 3 + 2 * 2)] * 2
 
@@ -324,7 +407,10 @@ def test_an_optimizer_that_loads_anothers_states_goes_on_as_the_other(dtype):
             optimizer.step(0.01)
     for name, value in first.state_dict().items():
         assert torch.equal(value, second.state_dict()[name])
-        assert all(torch.equal(state, loaded.states[name][key]) for key, state in original.states[name].items())
+        assert all(
+            torch.equal(state, loaded.states[name][key])
+            for key, state in original.states[name].items()
+        )
 
 
 def test_a_master_is_set_without_rounding():

@@ -32,11 +32,20 @@ class HeavyBall:
     """velocity <- 0.9 velocity + gradient; weight <- weight - rate velocity. Vectors have no
     velocity."""
 
-    def __init__(self, layout: Layout, specs: Mapping[str, ParameterSpec], config: OptimizerConfig,
-                 parallel: ParallelState) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        specs: Mapping[str, ParameterSpec],
+        config: OptimizerConfig,
+        parallel: ParallelState,
+    ) -> None:
         self._pieces, self._specs = list(layout.pieces), specs
-        self.states = {piece.name: {key: torch.zeros_like(piece.master) for key in self.state_names(piece.name)}
-                       for piece in self._pieces}
+        self.states = {
+            piece.name: {
+                key: torch.zeros_like(piece.master) for key in self.state_names(piece.name)
+            }
+            for piece in self._pieces
+        }
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         return ("velocity",) if len(self._specs[parameter].global_shape) > 1 else ()
@@ -82,14 +91,24 @@ def _run(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_third_rules_states_are_saved_under_their_names_and_resumed_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+def test_a_third_rules_states_are_saved_under_their_names_and_resumed_bit_for_bit(
+    ranks: int, tmp_path: Path
+) -> None:
     """Over two ranks with ZeRO-1, which gathers states that it has never heard of."""
+
     def run(name: str, iterations: int, *, load: bool = False) -> None:
-        config = tiny_run(training=dict(train_iters=iterations, eval_iters=0, bf16=True), metrics=tmp_path / f"{name}.jsonl",
-                          data_parallel=DataParallelConfig(use_distributed_optimizer=ranks > 1))
+        config = tiny_run(
+            training=dict(train_iters=iterations, eval_iters=0, bf16=True),
+            metrics=tmp_path / f"{name}.jsonl",
+            data_parallel=DataParallelConfig(use_distributed_optimizer=ranks > 1),
+        )
         folder = str(tmp_path / name)
-        config = with_checkpoint(replace(config, optimizer=OptimizerConfig(optimizer=NAME)), save=folder, save_interval=2,
-                                 load=folder if load else None)
+        config = with_checkpoint(
+            replace(config, optimizer=OptimizerConfig(optimizer=NAME)),
+            save=folder,
+            save_interval=2,
+            load=folder if load else None,
+        )
         if ranks == 1:
             run_to_end(config)
         else:

@@ -1,4 +1,5 @@
-"""The distributed optimizer: whose weights are gathered, when they are waited for, and what each rank keeps."""
+"""The distributed optimizer: whose weights are gathered, when they are waited for, and what each
+rank keeps."""
 
 from __future__ import annotations
 
@@ -16,12 +17,17 @@ from tests.support.layouts import LAYOUTS, backward, build, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
-BUCKETS = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
-                             ddp_bucket_size=1)
+BUCKETS = DataParallelConfig(
+    use_distributed_optimizer=True,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    ddp_bucket_size=1,
+)
 
 
 class LateGather(NamedTuple):
-    """A gather that moves nothing until somebody waits for it: whoever does not, reads old weights."""
+    """A gather that moves nothing until somebody waits for it: whoever does not, reads old
+    weights."""
 
     tensor: Tensor
     group: Any
@@ -34,9 +40,14 @@ def gather_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero1, "start_all_gather_parts_", LateGather)
 
 
-@pytest.mark.parametrize(("name", "chunk_size"), [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)])
-def test_every_weight_is_waited_for_before_it_is_used(name: str, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "chunk_size"), [("gpt2", None), ("gpt2", 7), ("llama", None), ("llama", 7)]
+)
+def test_every_weight_is_waited_for_before_it_is_used(
+    name: str, chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also an output weight, tied or not, that is read without a call of its module."""
+
     def work(rank: int, world_size: int) -> list[str]:
         options = dict(steps=2, rate=0.1, dtype=torch.float32, loss_chunk_size=chunk_size)
         with tp_state(1) as parallel:
@@ -47,7 +58,9 @@ def test_every_weight_is_waited_for_before_it_is_used(name: str, chunk_size: int
     assert run_ranks(work, 2, detail=False) == [[], []]
 
 
-def test_weights_of_later_layers_are_not_waited_for_in_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_later_layers_are_not_waited_for_in_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def work(rank: int, world_size: int) -> list[int]:
         gather_late(monkeypatch)
         with tp_state(1) as parallel:
@@ -56,8 +69,14 @@ def test_weights_of_later_layers_are_not_waited_for_in_earlier_ones(monkeypatch:
             optimizer.step(0.1)
             pending = []
             for layer in model.decoder.layers:
-                layer.register_forward_pre_hook(lambda *_: pending.append(
-                    sum(weights.gather is not None for weights in optimizer.layout._weights.values())))
+                layer.register_forward_pre_hook(
+                    lambda *_: pending.append(
+                        sum(
+                            weights.gather is not None
+                            for weights in optimizer.layout._weights.values()
+                        )
+                    )
+                )
             backward(model, optimizer, parallel, 1, micro_batches=1)
             return pending
 
@@ -72,8 +91,10 @@ def test_gathers_are_sent_in_the_order_of_use_after_the_step() -> None:
             backward(model, optimizer, parallel, 0)
             with recorded_collectives() as sent:
                 optimizer.step(0.1)
-            expected = [Sent("_allgather_base_", tuple(optimizer.buffer.bucket_of[key].flat.shape))
-                        for key, _ in model.named_parameters()]
+            expected = [
+                Sent("_allgather_base_", tuple(optimizer.buffer.bucket_of[key].flat.shape))
+                for key, _ in model.named_parameters()
+            ]
             return [one for one in sent if one.name == "_allgather_base_"] == expected
 
     assert run_ranks(work, 2) == [True, True]
@@ -91,15 +112,24 @@ def test_a_weight_is_set_whole_and_its_master_without_rounding(dtype: torch.dtyp
             backward(model, optimizer, parallel, 0)
             optimizer.step(0.0)
             states = optimizer.whole_states(key)
-            return torch.equal(optimizer.weight(key), values.to(dtype)), torch.equal(states.get("master", values), values)
+            return torch.equal(optimizer.weight(key), values.to(dtype)), torch.equal(
+                states.get("master", values), values
+            )
 
     assert run_ranks(work, 2) == [(True, True)] * 2
 
 
-def test_parameters_are_views_of_their_bucket_and_masters_of_float32_weights_take_no_memory() -> None:
+def test_parameters_are_views_of_their_bucket_and_masters_of_float32_weights_take_no_memory() -> (
+    None
+):
     def work(rank: int, world_size: int) -> Any:
         with tp_state(1) as parallel:
-            model, optimizer = build("llama", parallel, DataParallelConfig(use_distributed_optimizer=True), dtype=torch.float32)
+            model, optimizer = build(
+                "llama",
+                parallel,
+                DataParallelConfig(use_distributed_optimizer=True),
+                dtype=torch.float32,
+            )
             storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
             masters = {piece.master.untyped_storage()._cdata for piece in optimizer.layout.pieces}
             return len(storages), masters == storages

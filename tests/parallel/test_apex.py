@@ -1,4 +1,5 @@
-"""Which apex is installed, what of it can be used, and the reason where it cannot: nothing here may crash or be silent."""
+"""Which apex is installed, what of it can be used, and the reason where it cannot: nothing here may
+crash or be silent."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ EXTENSION = "fused_weight_gradient_mlp_cuda"
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
-    """Writes modules (by their dotted names) that can be imported, each folder a package. A run on this CPU may use what they
-    hold, as it would on a GPU."""
+    """Writes modules (by their dotted names) that can be imported, each folder a package. A run on
+    this CPU may use what they hold, as it would on a GPU."""
     monkeypatch.setattr(apex, "DEVICE_TYPE", "cpu")
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
@@ -54,7 +55,11 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
 
     yield write
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "apex" or name in (EXTENSION, "amp_C", "fused_layer_norm_cuda"):
+        if name.partition(".")[0] == "apex" or name in (
+            EXTENSION,
+            "amp_C",
+            "fused_layer_norm_cuda",
+        ):
             del sys.modules[name]
 
 
@@ -74,7 +79,10 @@ def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) ->
     stand_in.install(monkeypatch)
     monkeypatch.setattr(apex, "DEVICE_TYPE", "cuda")
     for kernel in KERNELS:
-        assert kernel("cpu") == Kernel(reason="NVIDIA apex has kernels for cuda and this run is on cpu", remedy="run it on a GPU")
+        assert kernel("cpu") == Kernel(
+            reason="NVIDIA apex has kernels for cuda and this run is on cpu",
+            remedy="run it on a GPU",
+        )
         assert kernel("cuda").value is not None
 
 
@@ -83,9 +91,19 @@ def test_without_any_apex_the_reason_is_that() -> None:
     assert installed_package().kind == "absent" and notice() is None
 
 
-@pytest.mark.parametrize("init", ["from pyramid_mailer.interfaces import IMailer", "raise SystemExit(3)", "raise KeyError('x')",
-                                  "import apex.lib.libapex", "x = 1"])
-def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages: Packages, init: str) -> None:
+@pytest.mark.parametrize(
+    "init",
+    [
+        "from pyramid_mailer.interfaces import IMailer",
+        "raise SystemExit(3)",
+        "raise KeyError('x')",
+        "import apex.lib.libapex",
+        "x = 1",
+    ],
+)
+def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(
+    packages: Packages, init: str
+) -> None:
     packages({"apex.lib.libapex": "groupfinder = 1", "apex.views": "", "apex.__init__": init})
     assert installed_package().kind == "other"
     for kernel in KERNELS:
@@ -97,59 +115,116 @@ def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(packages: 
 
 
 def test_an_extension_is_used_beside_another_package_called_apex(packages: Packages) -> None:
-    """NVIDIA's extension modules are installed by themselves; what needs its Python modules is not there."""
-    packages({"apex.lib": "", EXTENSION: "def wgrad_gemm_accum_fp32(*operands): pass",
-              "amp_C": "multi_tensor_adam = multi_tensor_adam_capturable = 1"})
+    """NVIDIA's extension modules are installed by themselves; what needs its Python modules is not
+    there."""
+    packages(
+        {
+            "apex.lib": "",
+            EXTENSION: "def wgrad_gemm_accum_fp32(*operands): pass",
+            "amp_C": "multi_tensor_adam = multi_tensor_adam_capturable = 1",
+        }
+    )
     assert weight_gradient_kernel("cpu").value is not None
     assert fused_adam("cpu").reason.endswith("apex is not NVIDIA's, only its extension amp_C")
 
 
-def test_a_clone_of_the_repository_beside_the_program_is_no_package(packages: Packages, tmp_path: Path) -> None:
+def test_a_clone_of_the_repository_beside_the_program_is_no_package(
+    packages: Packages, tmp_path: Path
+) -> None:
     (tmp_path / "apex" / "csrc").mkdir(parents=True)
     assert installed_package().kind == "absent" and notice() is None
 
 
 def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None:
-    packages({"apex.optimizers.fused_adam": "class FusedAdam: pass", "apex.normalization.fused_layer_norm": ""})
-    for kernel, module in zip(KERNELS, (EXTENSION, "fused_layer_norm_cuda", "fused_layer_norm_cuda", "amp_C"), strict=True):
-        assert kernel("cpu").reason == f"apex is installed without {module}, as it is without its CUDA extensions"
+    packages(
+        {
+            "apex.optimizers.fused_adam": "class FusedAdam: pass",
+            "apex.normalization.fused_layer_norm": "",
+        }
+    )
+    for kernel, module in zip(
+        KERNELS, (EXTENSION, "fused_layer_norm_cuda", "fused_layer_norm_cuda", "amp_C"), strict=True
+    ):
+        assert (
+            kernel("cpu").reason
+            == f"apex is installed without {module}, as it is without its CUDA extensions"
+        )
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("raise ImportError('libcudart.so.12: cannot open shared object file')", "fails (ImportError: libcudart.so.12: cannot open"),
-    ("raise OSError('undefined symbol:\\n _ZN2at')", "fails (OSError: undefined symbol: _ZN2at)"),
-    ("raise SystemExit", "fails (SystemExit: no message)"),
-    ("import a_module_that_nobody_has", "fails (ModuleNotFoundError: No module named 'a_module_that_nobody_has')"),
-    ("wgrad_gemm_accum_fp16 = print", "has no wgrad_gemm_accum_fp32: it is of another release of apex"),
-    ("wgrad_gemm_accum_fp32 = None", "has no wgrad_gemm_accum_fp32: it is of another release of apex")])
-def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(packages: Packages, text: str,
-                                                                              reason: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "raise ImportError('libcudart.so.12: cannot open shared object file')",
+            "fails (ImportError: libcudart.so.12: cannot open",
+        ),
+        (
+            "raise OSError('undefined symbol:\\n _ZN2at')",
+            "fails (OSError: undefined symbol: _ZN2at)",
+        ),
+        ("raise SystemExit", "fails (SystemExit: no message)"),
+        (
+            "import a_module_that_nobody_has",
+            "fails (ModuleNotFoundError: No module named 'a_module_that_nobody_has')",
+        ),
+        (
+            "wgrad_gemm_accum_fp16 = print",
+            "has no wgrad_gemm_accum_fp32: it is of another release of apex",
+        ),
+        (
+            "wgrad_gemm_accum_fp32 = None",
+            "has no wgrad_gemm_accum_fp32: it is of another release of apex",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
+    packages: Packages, text: str, reason: str
+) -> None:
     packages({EXTENSION: text})
     assert reason in weight_gradient_kernel("cpu").reason
-    line, = (line for line in log_of_a_run() if line.startswith("weight gradients"))
+    (line,) = (line for line in log_of_a_run() if line.startswith("weight gradients"))
     assert ": 9 weights: autograd (grad_dtype), because" in line and reason in line
 
 
 def test_an_import_of_apex_that_raises_is_a_reason(packages: Packages) -> None:
-    packages({"apex.optimizers.fused_adam": "", "amp_C": "multi_tensor_adam = multi_tensor_adam_capturable = print",
-              "apex.__init__": "raise AttributeError('torch has no attribute')"})
+    packages(
+        {
+            "apex.optimizers.fused_adam": "",
+            "amp_C": "multi_tensor_adam = multi_tensor_adam_capturable = print",
+            "apex.__init__": "raise AttributeError('torch has no attribute')",
+        }
+    )
     assert installed_package().kind == "nvidia"
-    assert fused_adam("cpu").reason == "importing apex.optimizers fails (AttributeError: torch has no attribute)"
+    assert (
+        fused_adam("cpu").reason
+        == "importing apex.optimizers fails (AttributeError: torch has no attribute)"
+    )
 
 
 def test_extensions_inside_the_package_are_found(packages: Packages) -> None:
-    packages({"apex.optimizers.fused_adam": "", f"apex._extensions.{EXTENSION}": "def wgrad_gemm_accum_fp32(*operands): 7"})
+    packages(
+        {
+            "apex.optimizers.fused_adam": "",
+            f"apex._extensions.{EXTENSION}": "def wgrad_gemm_accum_fp32(*operands): 7",
+        }
+    )
     assert weight_gradient_kernel("cpu").value.__module__ == f"apex._extensions.{EXTENSION}"
 
 
-def test_a_fused_adam_that_cannot_skip_on_the_device_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_adam_that_cannot_skip_on_the_device_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stand_in.install(monkeypatch)
 
     class FusedAdam:
         def __init__(self, params: object, lr: float = 1e-3) -> None:
             pass
 
-    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FusedAdam, __name__="apex.optimizers"))
+    monkeypatch.setitem(
+        sys.modules,
+        "apex.optimizers",
+        SimpleNamespace(FusedAdam=FusedAdam, __name__="apex.optimizers"),
+    )
     assert "FusedAdam has no capturable mode" in fused_adam("cpu").reason
 
 
@@ -157,8 +232,10 @@ def test_the_error_has_the_flag_the_reason_and_how_to_install(packages: Packages
     with pytest.raises(InputError) as caught:
         require(layer_norm("cpu"), "--norm-impl")
     assert str(caught.value).startswith(
-        "--norm-impl apex cannot be used: NVIDIA apex is not installed. Give --norm-impl torch, or install NVIDIA's apex (in a "
-        "clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 ")
+        "--norm-impl apex cannot be used: NVIDIA apex is not installed. Give --norm-impl "
+        "torch, or install NVIDIA's apex (in a "
+        "clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
+    )
     assert "the apex on PyPI is another package" in str(caught.value)
 
 
@@ -167,22 +244,38 @@ COMMAND = [*SMALL_RUN, *MOCK]
 
 @pytest.mark.parametrize("flag", ["--norm-impl", "--optimizer-impl"])
 def test_asking_for_apex_where_it_is_missing_ends_the_program_before_the_ranks_meet(
-        packages: Packages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str) -> None:
-    monkeypatch.setattr("megatron_lite.parallel.state.parallel_state", lambda *_, **__: pytest.fail("the ranks have met"))
+    packages: Packages,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+) -> None:
+    monkeypatch.setattr(
+        "megatron_lite.parallel.state.parallel_state",
+        lambda *_, **__: pytest.fail("the ranks have met"),
+    )
     assert main([*COMMAND, flag, "apex"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith(f"pretrain_gpt.py: error: {flag} apex cannot be used: NVIDIA apex is not installed. Give {flag} torch")
+    assert err.startswith(
+        f"pretrain_gpt.py: error: {flag} apex cannot be used: NVIDIA apex is not installed. "
+        f"Give {flag} torch"
+    )
 
 
 @pytest.mark.parametrize("printed", ["--dump-config", "--explain-recompute"])
-def test_a_run_with_apex_can_be_planned_where_there_is_none(capsys: pytest.CaptureFixture[str], printed: str) -> None:
+def test_a_run_with_apex_can_be_planned_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], printed: str
+) -> None:
     assert main([*COMMAND, "--norm-impl", "apex", "--optimizer-impl", "apex", printed]) == 0
     assert capsys.readouterr().err == ""
 
 
-def test_the_log_says_what_apex_could_do_and_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_says_what_apex_could_do_and_was_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stand_in.install(monkeypatch)
     assert [line for line in log_of_a_run() if line.startswith("NVIDIA apex is installed")] == [
-        "NVIDIA apex is installed: --norm-impl apex and --optimizer-impl apex would use its kernels, which round differently "
-        "(docs/apex.md)"]
+        "NVIDIA apex is installed: --norm-impl apex and --optimizer-impl apex would use its "
+        "kernels, which round differently "
+        "(docs/apex.md)"
+    ]

@@ -1,4 +1,5 @@
-"""The chunks of a sequence: each token on one rank, in order within a chunk, with the same causal work on every rank."""
+"""The chunks of a sequence: each token on one rank, in order within a chunk, with the same causal
+work on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ SIZES = (1, 2, 3, 4, 8)
 
 
 def positions(size: int, rank: int, length: int) -> list[int]:
-    return [place for span in spans_of(length, rank=rank, size=size) for place in range(span.start, span.stop)]
+    return [
+        place
+        for span in spans_of(length, rank=rank, size=size)
+        for place in range(span.start, span.stop)
+    ]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -34,7 +39,9 @@ def test_rank_i_holds_chunks_i_and_2c_minus_1_minus_i() -> None:
     assert [positions(3, rank, 6) for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
 
 
-@pytest.mark.parametrize(("size", "shards"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("size", "shards"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 3)]
+)
 def test_parts_of_a_ranks_tokens_are_stretches_of_its_positions(size: int, shards: int) -> None:
     """As sequence parallelism cuts them; with 3 shards one lies across both chunks."""
     own = 48 // size

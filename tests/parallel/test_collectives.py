@@ -1,4 +1,5 @@
-"""The collectives' wrappers: values, layouts, who may be overwritten, and that a group of one sends nothing."""
+"""The collectives' wrappers: values, layouts, who may be overwritten, and that a group of one sends
+nothing."""
 
 from __future__ import annotations
 
@@ -58,11 +59,14 @@ def test_all_gather_joins_the_first_dim_in_rank_order():
 
 def test_reduce_scatter_gives_each_rank_its_rows_of_the_sum():
     total = sum(values(rank) for rank in range(T))
-    for rank, result in enumerate(on_ranks(lambda rank, group: reduce_scatter_first_dim(values(rank), group))):
+    for rank, result in enumerate(
+        on_ranks(lambda rank, group: reduce_scatter_first_dim(values(rank), group))
+    ):
         assert torch.equal(result, total[2 * rank : 2 * rank + 2])
 
 
-@pytest.mark.parametrize("staging_bytes", [2**22, 4 * T * 3, 1])  # as they are; stretches of 3, the last of 1; of 1
+# as they are; stretches of 3, the last of 1; of 1
+@pytest.mark.parametrize("staging_bytes", [2**22, 4 * T * 3, 1])
 def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes, monkeypatch):
     monkeypatch.setattr(collectives, "STAGING_BYTES", staging_bytes)
 
@@ -72,7 +76,8 @@ def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes,
         reduce_scatter_into_(own, whole, group)
         assert torch.equal(whole, before)
         gathered = torch.full((7 * T,), -1.0)
-        part = gathered[7 * rank : 7 * rank + 7].copy_(own)  # FSDP2 hands over a part of the buffer itself
+        # FSDP2 hands over a part of the buffer itself
+        part = gathered[7 * rank : 7 * rank + 7].copy_(own)
         all_gather_into_(gathered, part, group)
         return own, gathered
 
@@ -86,7 +91,9 @@ def test_a_bf16_sum_in_stretches_is_rounded_once(monkeypatch):
 
     def work(rank, group):
         own = torch.empty(1, dtype=torch.bfloat16)
-        reduce_scatter_into_(own, torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank].repeat(T), group)
+        reduce_scatter_into_(
+            own, torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank].repeat(T), group
+        )
         return own.item()
 
     assert on_ranks(work) == [258.0] * T
@@ -94,7 +101,9 @@ def test_a_bf16_sum_in_stretches_is_rounded_once(monkeypatch):
 
 def test_reduce_scatter_of_rows_that_do_not_split_is_an_error():
     def work(rank, group):
-        with pytest.raises(ValueError, match=r"\(7, 2\): dim 0 is not divisible by the group size 3"):
+        with pytest.raises(
+            ValueError, match=r"\(7, 2\): dim 0 is not divisible by the group size 3"
+        ):
             reduce_scatter_first_dim(values(rank, rows=7), group)
 
     on_ranks(work)
@@ -123,15 +132,21 @@ def test_broadcast_counts_its_source_within_the_group():
 
 def test_bf16_and_integers_pass_through():
     def work(rank, group):
-        return (all_reduce(torch.tensor([rank], dtype=torch.bfloat16), group), all_reduce(torch.tensor([2**40 + rank]), group),
-                all_gather_first_dim(torch.tensor([rank], dtype=torch.bfloat16), group))
+        return (
+            all_reduce(torch.tensor([rank], dtype=torch.bfloat16), group),
+            all_reduce(torch.tensor([2**40 + rank]), group),
+            all_gather_first_dim(torch.tensor([rank], dtype=torch.bfloat16), group),
+        )
 
     for bf16, integer, gathered in on_ranks(work):
         assert bf16.dtype == torch.bfloat16 and bf16.item() == 3
         assert integer.item() == 3 * 2**40 + 3 and gathered.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("collective", [all_reduce, all_reduce_, all_gather_first_dim, reduce_scatter_first_dim, broadcast_])
+@pytest.mark.parametrize(
+    "collective",
+    [all_reduce, all_reduce_, all_gather_first_dim, reduce_scatter_first_dim, broadcast_],
+)
 def test_a_group_of_one_hands_the_very_tensor_back(collective):
     tensor = values(1)
     assert collective(tensor, None) is tensor

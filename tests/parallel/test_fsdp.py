@@ -1,4 +1,5 @@
-"""FSDP2's units: what is gathered and reduced and when, of our model and of others; and what torch's own norm makes of it."""
+"""FSDP2's units: what is gathered and reduced and when, of our model and of others; and what
+torch's own norm makes of it."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ HF_WRAPPINGS = {
 
 
 def exchanged(name: str, layout: str, **model: Any) -> list[str]:
-    """What one micro-batch sends between two ranks: "gather" or "reduce", and of which unit, told by its size."""
+    """What one micro-batch sends between two ranks: "gather" or "reduce", and of which unit, told
+    by its size."""
+
     def work(rank: int, world_size: int) -> list[str]:
         with tp_state(1) as parallel:
             built, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.float32, **model)
@@ -48,40 +51,97 @@ def exchanged(name: str, layout: str, **model: Any) -> list[str]:
             optimizer.step(0.0)
             with recorded_collectives() as sent:
                 backward(built, optimizer, parallel, 0, micro_batches=1)
-            return [f"{NAMES[one.name]} {units.get(one.shape[0], 'rest')}" for one in sent if one.name in NAMES]
+            return [
+                f"{NAMES[one.name]} {units.get(one.shape[0], 'rest')}"
+                for one in sent
+                if one.name in NAMES
+            ]
 
     first, second = run_ranks(work, 2)
     assert first == second
     return first
 
 
-@pytest.mark.parametrize("policy", [None, *(
-    pytest.param(policy, marks=pytest.mark.long) for policy in ("*:full", "*:full/2")), "*:core_attn+layernorm+mlp"])
-def test_a_layer_is_gathered_for_its_forward_and_for_its_backward_and_not_again_for_its_recomputation(policy: str | None) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        *(pytest.param(policy, marks=pytest.mark.long) for policy in ("*:full", "*:full/2")),
+        "*:core_attn+layernorm+mlp",
+    ],
+)
+def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_replay(
+    policy: str | None,
+) -> None:
     plan = None if policy is None else plan_stage(RecomputeConfig(recompute_policy=policy), 2)
-    forward, middle = ["gather rest", "gather layer", "gather layer"], ["gather layer", "gather layer"]
-    assert exchanged("gpt2", "fsdp2", plan=plan) == [*forward, *middle, "reduce layer", "reduce layer", "reduce rest"]
-    assert exchanged("gpt2", "fsdp2, no reshard", plan=plan) == [*forward, "reduce layer", "reduce layer", "reduce rest"]
+    forward, middle = (
+        ["gather rest", "gather layer", "gather layer"],
+        ["gather layer", "gather layer"],
+    )
+    assert exchanged("gpt2", "fsdp2", plan=plan) == [
+        *forward,
+        *middle,
+        "reduce layer",
+        "reduce layer",
+        "reduce rest",
+    ]
+    assert exchanged("gpt2", "fsdp2, no reshard", plan=plan) == [
+        *forward,
+        "reduce layer",
+        "reduce layer",
+        "reduce rest",
+    ]
 
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_embedding_and_output_are_gathered_when_they_are_used(chunk_size: int | None) -> None:
-    """The output's gradient is reduced before the layers' backward. A tied weight's is complete only after it."""
-    forward = ["gather rest", "gather vocabulary", "gather layer", "gather layer", "gather vocabulary"]
+    """The output's gradient is reduced before the layers' backward. A tied weight's is complete
+    only after it."""
+    forward = [
+        "gather rest",
+        "gather vocabulary",
+        "gather layer",
+        "gather layer",
+        "gather vocabulary",
+    ]
     untied = exchanged("llama", "fsdp2, memory-efficient", loss_chunk_size=chunk_size)
-    assert untied[:5] == forward and untied.index("reduce vocabulary") < untied.index("reduce layer")
-    assert sorted(untied[5:]) == sorted(["gather layer", "gather layer", "reduce vocabulary", "reduce layer", "reduce layer",
-                                         "reduce rest", "reduce vocabulary"])
+    assert untied[:5] == forward and untied.index("reduce vocabulary") < untied.index(
+        "reduce layer"
+    )
+    assert sorted(untied[5:]) == sorted(
+        [
+            "gather layer",
+            "gather layer",
+            "reduce vocabulary",
+            "reduce layer",
+            "reduce layer",
+            "reduce rest",
+            "reduce vocabulary",
+        ]
+    )
     tied = exchanged("gpt2", "fsdp2, memory-efficient", loss_chunk_size=chunk_size)
-    assert tied == [*forward, "gather layer", "gather layer", "reduce layer", "reduce layer", "reduce rest", "reduce vocabulary"]
+    assert tied == [
+        *forward,
+        "gather layer",
+        "gather layer",
+        "reduce layer",
+        "reduce layer",
+        "reduce rest",
+        "reduce vocabulary",
+    ]
 
 
 def peak_bytes(name: str, layout: str) -> int:
-    """Of one step of a model that is mostly vocabulary, sharded over two ranks, without what was there before."""
+    """Of one step of a model that is mostly vocabulary, sharded over two ranks, without what was
+    there before."""
+
     def work(rank: int, world_size: int) -> int:
         with tp_state(1) as parallel:
-            model, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.float32, vocab_size=4000)
-            with LiveStorages() as live:  # the gathered weights, too, come to life inside, in the first of the two
+            model, optimizer = build(
+                name, parallel, LAYOUTS[layout], dtype=torch.float32, vocab_size=4000
+            )
+            # the gathered weights, too, come to life inside, in the first of the two
+            with LiveStorages() as live:
                 for _ in range(2):
                     backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
             return live.peak_bytes
@@ -91,15 +151,19 @@ def peak_bytes(name: str, layout: str) -> int:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary(name: str) -> None:
-    """The weights are gone when the embedding's gradient comes; untied, of the output's gradient all but the rows."""
+    """The weights are gone when the embedding's gradient comes; untied, of the output's gradient
+    all but the rows."""
     assert peak_bytes(name, "fsdp2") - peak_bytes(name, "fsdp2, memory-efficient") >= 4 * 4000 * 32
 
 
 def allocated_peak(name: str, layout: str) -> int:
     """Of the second step in bf16, as torch's allocator counts: with gloo's copies."""
+
     def work(rank: int, world_size: int) -> int:
         with tp_state(1) as parallel:
-            model, optimizer = build(name, parallel, LAYOUTS[layout], dtype=torch.bfloat16, vocab_size=VOCABULARY)
+            model, optimizer = build(
+                name, parallel, LAYOUTS[layout], dtype=torch.bfloat16, vocab_size=VOCABULARY
+            )
             backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
             optimizer.step(0.001)
             with allocations() as found:
@@ -114,10 +178,14 @@ WORDS = VOCABULARY * 32 * 2  # bytes of the vocabulary in bf16
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2, memory-efficient"])
-def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16: the gathered weight, its two gradients and their sum; or the float32 buffer, the gradient and torch's `cat` of it.
+def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16: the gathered weight, its two gradients and their sum; or the float32 buffer, the
+    gradient and torch's `cat` of it.
 
-    Units of their own used to take more than the root, since torch holds on to the last gradient of a unit while it reduces it.
+    Units of their own used to take more than the root, since torch holds on to the last gradient of
+    a unit while it reduces it.
     """
     monkeypatch.setattr(collectives, "STAGING_BYTES", 2**16)
     assert allocated_peak("gpt2", layout) <= 4.5 * WORDS
@@ -129,7 +197,9 @@ def test_the_gradients_of_a_step_are_gone_when_the_next_one_begins() -> None:
             model, optimizer = build("gpt2", parallel, LAYOUTS["fsdp2"], dtype=torch.bfloat16)
             backward(model, optimizer, parallel, 0)
             optimizer.step(0.001)
-            gradients = [weakref.ref(piece.grad.untyped_storage()) for piece in optimizer.layout.pieces]
+            gradients = [
+                weakref.ref(piece.grad.untyped_storage()) for piece in optimizer.layout.pieces
+            ]
             optimizer.zero_grad()
             return all(gradient() is None for gradient in gradients)
 
@@ -137,7 +207,12 @@ def test_the_gradients_of_a_step_are_gone_when_the_next_one_begins() -> None:
 
 
 def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
-    for hold in (lambda grad: grad, lambda grad: grad.detach(), lambda grad: grad.view(-1), lambda grad: grad[:1]):
+    for hold in (
+        lambda grad: grad,
+        lambda grad: grad.detach(),
+        lambda grad: grad.view(-1),
+        lambda grad: grad[:1],
+    ):
         parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
         for _ in range(2):
             gradients.watch([parameter])
@@ -146,12 +221,13 @@ def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
         held = hold(torchs)
         expected = held.clone()
         gradients.free_()
-        freed = held.untyped_storage().nbytes() == 0  # a name of its own: pytest would read the freed memory to print it
+        # a name of its own: pytest would read the freed memory to print it
+        freed = held.untyped_storage().nbytes() == 0
         assert not freed
         assert torch.equal(held, expected)
 
 
-def test_a_gradient_that_only_torchs_loop_still_names_is_freed_once_it_has_been_copied() -> None:
+def test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied() -> None:
     parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
     gradients.watch([parameter])
     (parameter * 2.0).sum().backward()
@@ -160,8 +236,10 @@ def test_a_gradient_that_only_torchs_loop_still_names_is_freed_once_it_has_been_
     assert torchs.untyped_storage().nbytes() == 0
 
 
-def test_torchs_norm_of_sharded_tensor_parallel_gradients_is_that_of_a_part_and_ours_is_the_whole() -> None:
-    """Plain shards say nothing of the TP ranks, so torch sums over the data-parallel ranks alone."""
+def test_torchs_norm_of_sharded_gradients_is_that_of_a_part_and_ours_is_the_whole() -> None:
+    """Plain shards say nothing of the TP ranks, so torch sums over the data-parallel ranks
+    alone."""
+
     def work(rank: int, world_size: int) -> tuple[float, float]:
         with tp_state(2 if world_size == 4 else 1) as parallel:
             layout = LAYOUTS["fsdp2" if world_size == 4 else "replicated"]
@@ -178,12 +256,16 @@ def test_torchs_norm_of_sharded_tensor_parallel_gradients_is_that_of_a_part_and_
 
 
 def test_gathered_weights_are_known_to_whoever_counts_what_is_kept() -> None:
-    """Else the weights, which the graph saves, would count as activations. Their storages are the same in every step."""
+    """Else the weights, which the graph saves, would count as activations. Their storages are the
+    same in every step."""
+
     def work(rank: int, world_size: int) -> Any:
         with tp_state(1) as parallel:
             kept = []
             for layout in ("replicated", "fsdp2, memory-efficient", "fsdp2, no reshard"):
-                model, _ = build("llama", parallel, LAYOUTS[layout], dtype=torch.bfloat16, loss_chunk_size=7)
+                model, _ = build(
+                    "llama", parallel, LAYOUTS[layout], dtype=torch.bfloat16, loss_chunk_size=7
+                )
                 for _ in range(2):
                     with kept_for_backward(exclude=weights_in_use(model)) as meter:
                         loss = model.loss(*sample_tokens()).mean()
@@ -200,17 +282,25 @@ def hf_loss(model: nn.Module, rank: int, seq_length: int = 16) -> Tensor:
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-@pytest.mark.parametrize(("name", "memory_efficient", "policy"), pairs(HF_WRAPPINGS, [False, True], [None, "*:full"]))
-def test_a_model_of_transformers_keeps_its_losses_and_gradients(name: str, memory_efficient: bool, policy: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "memory_efficient", "policy"), pairs(HF_WRAPPINGS, [False, True], [None, "*:full"])
+)
+def test_a_model_of_transformers_keeps_its_losses_and_gradients(
+    name: str, memory_efficient: bool, policy: str | None
+) -> None:
     """Two steps of plain SGD, so that gathered weights must be the new ones."""
-    wrapping = HF_WRAPPINGS[name] if memory_efficient else Wrapping(layers=HF_WRAPPINGS[name].layers)
+    wrapping = (
+        HF_WRAPPINGS[name] if memory_efficient else Wrapping(layers=HF_WRAPPINGS[name].layers)
+    )
     start = PEERS[name].build().double()
 
     def work(rank: int, world_size: int) -> Any:
         model = copy.deepcopy(start)
         if policy is not None:
             apply_policy_(model, layers_fqn=wrapping.layers, policy=policy)
-        fully_shard_(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), wrapping)
+        fully_shard_(
+            model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), wrapping
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         losses = []
         for step in range(2):
@@ -221,7 +311,9 @@ def test_a_model_of_transformers_keeps_its_losses_and_gradients(name: str, memor
             optimizer.step()
         with torch.no_grad():
             losses.append(hf_loss(model, rank).item())
-        return losses, {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
+        return losses, {
+            key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()
+        }
 
     results = run_ranks(work, 2)
     optimizer = torch.optim.SGD(start.parameters(), lr=0.01)
@@ -237,7 +329,13 @@ def test_a_model_of_transformers_keeps_its_losses_and_gradients(name: str, memor
         assert of_rank[:2] == pytest.approx(losses[rank], rel=1e-12)
         assert of_rank[2] == pytest.approx(hf_loss(start, rank).item(), rel=1e-12)
         assert grads.keys() == dict(start.named_parameters()).keys()
-        assert max(difference(parameter.grad, grads[key]) for key, parameter in start.named_parameters()) < 1e-10
+        assert (
+            max(
+                difference(parameter.grad, grads[key])
+                for key, parameter in start.named_parameters()
+            )
+            < 1e-10
+        )
 
 
 @pytest.mark.parametrize("name", HF_WRAPPINGS)
@@ -249,10 +347,13 @@ def test_units_of_a_model_of_transformers_spare_a_whole_copy_of_its_vocabulary(n
         for wrapping in (Wrapping(layers=HF_WRAPPINGS[name].layers), HF_WRAPPINGS[name]):
             model = PEERS[name].build()
             model.resize_token_embeddings(4000)
-            fully_shard_(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), wrapping)
+            fully_shard_(
+                model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), wrapping
+            )
             with LiveStorages() as live:
                 for _ in range(2):
-                    hf_loss(model, rank, seq_length=2).backward()  # the logits must not hide the weights
+                    # the logits must not hide the weights
+                    hf_loss(model, rank, seq_length=2).backward()
             peaks.append(live.peak_bytes)
         return peaks
 
@@ -260,13 +361,24 @@ def test_units_of_a_model_of_transformers_spare_a_whole_copy_of_its_vocabulary(n
         assert default - efficient >= 4 * 4000 * 32
 
 
-@pytest.mark.parametrize(("wrapping", "message"), [
-    (Wrapping(layers="decoder.blocks"), "'decoder.blocks' is no list of modules in the model; its lists are decoder.layers"),
-    (Wrapping(layers="decoder"), "'decoder' is no list of modules"),
-    (Wrapping(layers="decoder.layers", embedding="wte"), "the model has no module 'wte'; those with parameters of their own are "
-                                                         "embedding.word_embeddings, "),
-])
-def test_a_name_that_the_model_does_not_have_is_an_error_that_lists_those_it_has(wrapping: Wrapping, message: str) -> None:
+@pytest.mark.parametrize(
+    ("wrapping", "message"),
+    [
+        (
+            Wrapping(layers="decoder.blocks"),
+            "'decoder.blocks' is no list of modules in the model; its lists are decoder.layers",
+        ),
+        (Wrapping(layers="decoder"), "'decoder' is no list of modules"),
+        (
+            Wrapping(layers="decoder.layers", embedding="wte"),
+            "the model has no module 'wte'; those with parameters of their own are "
+            "embedding.word_embeddings, ",
+        ),
+    ],
+)
+def test_a_name_that_the_model_does_not_have_is_an_error_that_lists_those_it_has(
+    wrapping: Wrapping, message: str
+) -> None:
     with tp_state(1) as parallel:
         model, _ = build("gpt2", parallel, LAYOUTS["replicated"])
         with pytest.raises(ValueError, match="^" + message):

@@ -9,39 +9,105 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import Launch, first_host, read_launch
 
-TORCHRUN = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="host0", MASTER_PORT="29501",
-                TORCHELASTIC_RESTART_COUNT="1", TORCHELASTIC_USE_AGENT_STORE="True")
+TORCHRUN = dict(
+    RANK="3",
+    WORLD_SIZE="4",
+    LOCAL_RANK="1",
+    LOCAL_WORLD_SIZE="2",
+    MASTER_ADDR="host0",
+    MASTER_PORT="29501",
+    TORCHELASTIC_RESTART_COUNT="1",
+    TORCHELASTIC_USE_AGENT_STORE="True",
+)
 
-# A job of 2 nodes x 2 tasks, seen from its batch script and from the last task of `srun --ntasks=3` in it.
-SLURM_BATCH = dict(SLURM_JOB_ID="1", SLURM_JOB_NODELIST="node[1-2]", SLURM_LOCALID="0", SLURM_NODELIST="node[1-2]",
-                   SLURM_NPROCS="4", SLURM_NTASKS="4", SLURM_NTASKS_PER_NODE="2", SLURM_PROCID="0",
-                   SLURM_TASKS_PER_NODE="2(x2)")
-SRUN = {**SLURM_BATCH, **dict(SLURM_NPROCS="3", SLURM_NTASKS="3", SLURM_PROCID="2", SLURM_NODEID="1", SLURM_STEPID="0",
-                              SLURM_STEP_ID="0", SLURM_STEP_NODELIST="node[1-2]", SLURM_STEP_NUM_NODES="2",
-                              SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1", SLURM_TASKS_PER_NODE="2,1")}
-SALLOC_SHELL = {**SLURM_BATCH, **dict(SLURM_NTASKS="1", SLURM_STEP_ID="4294967290", SLURM_STEPID="4294967290",
-                                      SLURM_STEP_NODELIST="node1", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_TASKS_PER_NODE="1")}
+# A job of 2 nodes x 2 tasks, seen from its batch script and from the last task of `srun --ntasks=3`
+# in it.
+SLURM_BATCH = dict(
+    SLURM_JOB_ID="1",
+    SLURM_JOB_NODELIST="node[1-2]",
+    SLURM_LOCALID="0",
+    SLURM_NODELIST="node[1-2]",
+    SLURM_NPROCS="4",
+    SLURM_NTASKS="4",
+    SLURM_NTASKS_PER_NODE="2",
+    SLURM_PROCID="0",
+    SLURM_TASKS_PER_NODE="2(x2)",
+)
+SRUN = {
+    **SLURM_BATCH,
+    **dict(
+        SLURM_NPROCS="3",
+        SLURM_NTASKS="3",
+        SLURM_PROCID="2",
+        SLURM_NODEID="1",
+        SLURM_STEPID="0",
+        SLURM_STEP_ID="0",
+        SLURM_STEP_NODELIST="node[1-2]",
+        SLURM_STEP_NUM_NODES="2",
+        SLURM_STEP_NUM_TASKS="3",
+        SLURM_STEP_TASKS_PER_NODE="2,1",
+        SLURM_TASKS_PER_NODE="2,1",
+    ),
+}
+SALLOC_SHELL = {
+    **SLURM_BATCH,
+    **dict(
+        SLURM_NTASKS="1",
+        SLURM_STEP_ID="4294967290",
+        SLURM_STEPID="4294967290",
+        SLURM_STEP_NODELIST="node1",
+        SLURM_STEP_NUM_TASKS="1",
+        SLURM_STEP_TASKS_PER_NODE="1",
+    ),
+}
 
 
 def test_torchruns_variables():
-    assert read_launch(TORCHRUN) == Launch(launcher="torchrun", rank=3, world_size=4, local_rank=1,
-                                           master_addr="host0", master_port=29501, restart_count=1, agent_owns_store=True)
+    assert read_launch(TORCHRUN) == Launch(
+        launcher="torchrun",
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        master_addr="host0",
+        master_port=29501,
+        restart_count=1,
+        agent_owns_store=True,
+    )
 
 
 def test_the_bare_four_variables_of_torch_distributed_are_enough():
-    launch = read_launch({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")})
-    assert (launch.rank, launch.world_size, launch.local_rank, launch.agent_owns_store) == (3, 4, 3, False)
+    launch = read_launch(
+        {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    )
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.agent_owns_store) == (
+        3,
+        4,
+        3,
+        False,
+    )
 
 
 def test_a_task_of_srun():
     launch = read_launch(SRUN)
-    assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == ("slurm", 2, 3, 0)
+    assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == (
+        "slurm",
+        2,
+        3,
+        0,
+    )
     assert (launch.master_addr, launch.restart_count) == ("node1", 0)
     assert not launch.agent_owns_store
 
 
 def test_the_steps_own_size_and_nodes_win_over_the_jobs():
-    launch = read_launch({**SRUN, "SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "node[5,7]", "SLURM_JOB_NODELIST": "node[1-9]"})
+    launch = read_launch(
+        {
+            **SRUN,
+            "SLURM_NTASKS": "8",
+            "SLURM_STEP_NODELIST": "node[5,7]",
+            "SLURM_JOB_NODELIST": "node[1-9]",
+        }
+    )
     assert (launch.world_size, launch.master_addr) == (3, "node5")
 
 
@@ -51,7 +117,17 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
         return launch.master_addr, launch.master_port
 
     assert place(SLURM_PROCID="0") == place(SLURM_PROCID="1", SLURM_LOCALID="1")
-    assert len({place(), place(SLURM_STEP_ID="1"), place(SLURM_JOB_ID="2"), place(SLURM_JOB_ID="2", SLURM_STEP_ID="1")}) == 4
+    assert (
+        len(
+            {
+                place(),
+                place(SLURM_STEP_ID="1"),
+                place(SLURM_JOB_ID="2"),
+                place(SLURM_JOB_ID="2", SLURM_STEP_ID="1"),
+            }
+        )
+        == 4
+    )
     assert all(20000 <= place(SLURM_JOB_ID=str(job))[1] < 32000 for job in (0, 1, 999, 67_000_000))
 
 
@@ -68,50 +144,62 @@ def test_torchrun_inside_srun_is_torchrun():
     assert read_launch({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
-@pytest.mark.parametrize("environ", [{}, {"HOME": "/root", "MASTER_PORT": "1"}, SLURM_BATCH, SALLOC_SHELL],
-                         ids=["nothing", "unrelated", "batch script", "shell of salloc"])
+@pytest.mark.parametrize(
+    "environ",
+    [{}, {"HOME": "/root", "MASTER_PORT": "1"}, SLURM_BATCH, SALLOC_SHELL],
+    ids=["nothing", "unrelated", "batch script", "shell of salloc"],
+)
 def test_no_launcher_is_a_single_process(environ):
     assert read_launch(environ) == Launch(launcher="single")
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(MASTER_PORT="65536"), r"MASTER_PORT must be in \[0, 65536\) \(got 65536\)"),
-    (dict(RANK="4"), r"rank 4 is not in \[0, 4\)"),
-    (dict(RANK="-1"), r"rank -1 is not in"),
-    (dict(RANK="two"), "RANK must be an integer.*'two'"),
-    (dict(WORLD_SIZE=""), "WORLD_SIZE is not set"),
-    (dict(MASTER_ADDR=""), "MASTER_ADDR is not set.*torchrun or srun"),
-    (dict(MASTER_PORT="29501x"), "MASTER_PORT must be an integer"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(MASTER_PORT="65536"), r"MASTER_PORT must be in \[0, 65536\) \(got 65536\)"),
+        (dict(RANK="4"), r"rank 4 is not in \[0, 4\)"),
+        (dict(RANK="-1"), r"rank -1 is not in"),
+        (dict(RANK="two"), "RANK must be an integer.*'two'"),
+        (dict(WORLD_SIZE=""), "WORLD_SIZE is not set"),
+        (dict(MASTER_ADDR=""), "MASTER_ADDR is not set.*torchrun or srun"),
+        (dict(MASTER_PORT="29501x"), "MASTER_PORT must be an integer"),
+    ],
+)
 def test_broken_torchrun_variables_are_named(changes, message):
     with pytest.raises(InputError, match=message):
         read_launch({**TORCHRUN, **changes})
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(SLURM_PROCID="3"), r"rank 3 is not in \[0, 3\), the world size that slurm gives"),
-    (dict(SLURM_STEP_NUM_TASKS="many"), "SLURM_STEP_NUM_TASKS must be an integer"),
-    (dict(SLURM_STEP_NODELIST="[", SLURM_JOB_NODELIST="["), r"node list '\['.*set MASTER_ADDR"),
-    (dict(SLURM_STEP_NODELIST="", SLURM_JOB_NODELIST=""), "SLURM_JOB_NODELIST is not set"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(SLURM_PROCID="3"), r"rank 3 is not in \[0, 3\), the world size that slurm gives"),
+        (dict(SLURM_STEP_NUM_TASKS="many"), "SLURM_STEP_NUM_TASKS must be an integer"),
+        (dict(SLURM_STEP_NODELIST="[", SLURM_JOB_NODELIST="["), r"node list '\['.*set MASTER_ADDR"),
+        (dict(SLURM_STEP_NODELIST="", SLURM_JOB_NODELIST=""), "SLURM_JOB_NODELIST is not set"),
+    ],
+)
 def test_broken_slurm_variables_are_named(changes, message):
     with pytest.raises(InputError, match=message):
         read_launch({**SRUN, **changes})
 
 
-@pytest.mark.parametrize("nodelist, host", [  # as `scontrol show hostnames` expands them
-    ("node7", "node7"),
-    ("n1,n2", "n1"),
-    ("node[1-2]", "node1"),
-    ("gpu[03-07,9],login", "gpu03"),
-    ("gpu[003,007]", "gpu003"),
-    ("rack1-node[08,11]", "rack1-node08"),
-    ("login,gpu[1-2]", "login"),
-    ("a[1-2]b[3-4]", "a1b3"),
-    ("node[2-3]-ib", "node2-ib"),
-    ("ip-10-0-0-[12-13].ec2.internal", "ip-10-0-0-12.ec2.internal"),
-    (" node[1-2]\n", "node1"),
-])
+@pytest.mark.parametrize(
+    "nodelist, host",
+    [  # as `scontrol show hostnames` expands them
+        ("node7", "node7"),
+        ("n1,n2", "n1"),
+        ("node[1-2]", "node1"),
+        ("gpu[03-07,9],login", "gpu03"),
+        ("gpu[003,007]", "gpu003"),
+        ("rack1-node[08,11]", "rack1-node08"),
+        ("login,gpu[1-2]", "login"),
+        ("a[1-2]b[3-4]", "a1b3"),
+        ("node[2-3]-ib", "node2-ib"),
+        ("ip-10-0-0-[12-13].ec2.internal", "ip-10-0-0-12.ec2.internal"),
+        (" node[1-2]\n", "node1"),
+    ],
+)
 def test_the_first_host_of_a_node_list(nodelist, host):
     assert first_host(nodelist) == host
 
@@ -136,20 +224,43 @@ def without(name):
     return {key: value for key, value in TORCHRUN.items() if key != name}
 
 
-@pytest.mark.parametrize("environ, local_rank", [
-    (TORCHRUN, 1), (without("LOCAL_RANK"), 2), ({**TORCHRUN, "LOCAL_RANK": ""}, 0), (SRUN, 0), ({}, 3), ({"LOCAL_RANK": "3"}, 3),
-    (SLURM_BATCH, 5), ({**SRUN, **TORCHRUN}, 1)])
-def test_a_local_rank_of_the_command_line_agrees_with_the_environment_or_stands_in_for_it(environ, local_rank):
-    assert read_launch(environ, local_rank=local_rank) == replace(read_launch(environ), local_rank=local_rank)
+@pytest.mark.parametrize(
+    "environ, local_rank",
+    [
+        (TORCHRUN, 1),
+        (without("LOCAL_RANK"), 2),
+        ({**TORCHRUN, "LOCAL_RANK": ""}, 0),
+        (SRUN, 0),
+        ({}, 3),
+        ({"LOCAL_RANK": "3"}, 3),
+        (SLURM_BATCH, 5),
+        ({**SRUN, **TORCHRUN}, 1),
+    ],
+)
+def test_a_local_rank_of_the_command_line_agrees_with_the_environment_or_stands_in_for_it(
+    environ, local_rank
+):
+    assert read_launch(environ, local_rank=local_rank) == replace(
+        read_launch(environ), local_rank=local_rank
+    )
 
 
-@pytest.mark.parametrize("environ, local_rank, message", [
-    (TORCHRUN, 0, "--local-rank 0 contradicts LOCAL_RANK 1 of the environment: leave the flag out"),
-    (SRUN, 1, "--local-rank 1 contradicts SLURM_LOCALID 0"),
-    ({**SRUN, **TORCHRUN}, 0, "--local-rank 0 contradicts LOCAL_RANK 1"),
-    ({"LOCAL_RANK": "3"}, 0, "--local-rank 0 contradicts LOCAL_RANK 3"),
-    ({"LOCAL_RANK": "x"}, 0, "LOCAL_RANK must be an integer"),
-    (TORCHRUN, -1, r"--local-rank must be at least 0 \(got -1\)"), ({"RANK": "1"}, 0, "of RANK and WORLD_SIZE only one is set")])
+@pytest.mark.parametrize(
+    "environ, local_rank, message",
+    [
+        (
+            TORCHRUN,
+            0,
+            "--local-rank 0 contradicts LOCAL_RANK 1 of the environment: leave the flag out",
+        ),
+        (SRUN, 1, "--local-rank 1 contradicts SLURM_LOCALID 0"),
+        ({**SRUN, **TORCHRUN}, 0, "--local-rank 0 contradicts LOCAL_RANK 1"),
+        ({"LOCAL_RANK": "3"}, 0, "--local-rank 0 contradicts LOCAL_RANK 3"),
+        ({"LOCAL_RANK": "x"}, 0, "LOCAL_RANK must be an integer"),
+        (TORCHRUN, -1, r"--local-rank must be at least 0 \(got -1\)"),
+        ({"RANK": "1"}, 0, "of RANK and WORLD_SIZE only one is set"),
+    ],
+)
 def test_a_local_rank_that_contradicts_the_environment_is_an_error(environ, local_rank, message):
     with pytest.raises(InputError, match=message):
         read_launch(environ, local_rank=local_rank)

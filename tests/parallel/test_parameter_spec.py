@@ -1,4 +1,5 @@
-"""Spans against a brute force: split an array of row numbers with numpy and read off where each row went."""
+"""Spans against a brute force: split an array of row numbers with numpy and read off where each row
+went."""
 
 from __future__ import annotations
 
@@ -12,21 +13,35 @@ from torch import nn
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
 
 PADDING = -1
-CASES = [(length, blocks, extra, tp_size) for length, blocks, extra, tp_size
-         in itertools.product((1, 5, 8, 12, 24, 30), (1, 2, 3), (0, 1, 3, 7, 40), (1, 2, 3, 4, 6))
-         if length % blocks == 0 and (length + extra) % (blocks * tp_size) == 0 and (blocks == 1 or extra == 0)]
+CASES = [
+    (length, blocks, extra, tp_size)
+    for length, blocks, extra, tp_size in itertools.product(
+        (1, 5, 8, 12, 24, 30), (1, 2, 3), (0, 1, 3, 7, 40), (1, 2, 3, 4, 6)
+    )
+    if length % blocks == 0
+    and (length + extra) % (blocks * tp_size) == 0
+    and (blocks == 1 or extra == 0)
+]
 
 
 def brute_force_shards(length, blocks, extra, tp_size):
     """Each rank's row numbers, padding as -1."""
     rows = np.concatenate([np.arange(length), np.full(extra, PADDING)])
-    return [np.concatenate([part[rank] for part in (np.split(block, tp_size) for block in np.split(rows, blocks))])
-            for rank in range(tp_size)]
+    return [
+        np.concatenate(
+            [part[rank] for part in (np.split(block, tp_size) for block in np.split(rows, blocks))]
+        )
+        for rank in range(tp_size)
+    ]
 
 
 def spec_for(length, blocks, extra):
-    return ParameterSpec(global_shape=(3, length, 2), tp_dim=1, tp_blocks=blocks,
-                         padded_length=length + extra if extra else None)
+    return ParameterSpec(
+        global_shape=(3, length, 2),
+        tp_dim=1,
+        tp_blocks=blocks,
+        padded_length=length + extra if extra else None,
+    )
 
 
 def test_the_brute_force_covers_every_kind_of_case():
@@ -44,7 +59,8 @@ def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
         for span in spec.spans(rank, tp_size):
             assert span.length > 0
             rows[span.local_start : span.local_start + span.length] = np.arange(
-                span.global_start, span.global_start + span.length)
+                span.global_start, span.global_start + span.length
+            )
         assert rows.tolist() == expected.tolist()
 
 
@@ -52,12 +68,19 @@ def test_a_replicated_parameter_is_whole_at_every_size():
     assert ParameterSpec(global_shape=(7, 5)).local_shape(4) == (7, 5)
 
 
-@pytest.mark.parametrize("spec, tp_size, message", [
-    (ParameterSpec(global_shape=(7, 5), tp_dim=0), 2, "a dim of 7 in 1 blocks is not divisible by tensor-parallel size 2"),
-    (ParameterSpec(global_shape=(8, 5), tp_dim=1), 4, "a dim of 5"),
-    (ParameterSpec(global_shape=(12, 5), tp_dim=0, tp_blocks=2), 4, "a dim of 12 in 2 blocks"),
-    (ParameterSpec(global_shape=(7, 5), tp_dim=0, padded_length=9), 2, "a dim of 9"),
-])
+@pytest.mark.parametrize(
+    "spec, tp_size, message",
+    [
+        (
+            ParameterSpec(global_shape=(7, 5), tp_dim=0),
+            2,
+            "a dim of 7 in 1 blocks is not divisible by tensor-parallel size 2",
+        ),
+        (ParameterSpec(global_shape=(8, 5), tp_dim=1), 4, "a dim of 5"),
+        (ParameterSpec(global_shape=(12, 5), tp_dim=0, tp_blocks=2), 4, "a dim of 12 in 2 blocks"),
+        (ParameterSpec(global_shape=(7, 5), tp_dim=0, padded_length=9), 2, "a dim of 9"),
+    ],
+)
 def test_a_dim_that_does_not_split_is_an_error(spec, tp_size, message):
     with pytest.raises(ValueError, match=message):
         spec.local_shape(tp_size)

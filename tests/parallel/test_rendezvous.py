@@ -1,4 +1,5 @@
-"""The way to the store where the ranks meet: whatever is wrong with the address is said once, within a bounded time."""
+"""The way to the store where the ranks meet: whatever is wrong with the address is said once,
+within a bounded time."""
 
 from __future__ import annotations
 
@@ -63,22 +64,34 @@ def free_port() -> int:
 def test_a_program_that_is_no_store_is_named_within_the_timeout(says: bytes | None) -> None:
     """torch's own client waits without a limit for one that says nothing."""
     began = time.monotonic()
-    with listener(says=says) as port, pytest.raises(
-            InputError, match=rf"what listens at 127\.0\.0\.1:{port} does not answer within 1 s as the store of the ranks does: "
-                              r"another program may hold that port\. Set MASTER_PORT to a free port"):
+    with (
+        listener(says=says) as port,
+        pytest.raises(
+            InputError,
+            match=rf"what listens at 127\.0\.0\.1:{port} does not answer within 1 s as the "
+            r"store of the ranks does: "
+            r"another program may hold that port\. Set MASTER_PORT to a free port",
+        ),
+    ):
         join_store(launch(port), LIMIT)
     assert time.monotonic() - began < HANG_S
 
 
 def test_nobody_who_listens_is_named_with_the_flag() -> None:
     began = time.monotonic()
-    with pytest.raises(InputError, match=r"nobody listens at 127\.0\.0\.1:\d+ after 0\.0166667 minutes \(--distributed-timeout-"
-                                         r"minutes; Connection refused\): see what rank 0 says"):
+    with pytest.raises(
+        InputError,
+        match=r"nobody listens at 127\.0\.0\.1:\d+ after 0\.0166667 minutes "
+        r"\(--distributed-timeout-"
+        r"minutes; Connection refused\): see what rank 0 says",
+    ):
         join_store(launch(free_port()), LIMIT)
     assert time.monotonic() - began < HANG_S
 
 
-def test_a_store_that_comes_late_is_joined_and_the_wait_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_comes_late_is_joined_and_the_wait_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rendezvous, "NOTICE_EVERY_S", 0.05)
     port, said, stores = free_port(), list[str](), list[dist.TCPStore]()
     waiting = threading.Event()
@@ -101,17 +114,33 @@ def test_a_store_that_comes_late_is_joined_and_the_wait_is_said(monkeypatch: pyt
 
 
 def test_rank_0_names_a_port_that_is_taken() -> None:
-    with listener() as port, pytest.raises(InputError, match=rf"rank 0 cannot make the store .* at 127\.0\.0\.1:{port} \("):
+    with (
+        listener() as port,
+        pytest.raises(
+            InputError, match=rf"rank 0 cannot make the store .* at 127\.0\.0\.1:{port} \("
+        ),
+    ):
         join_store(launch(port, rank=0), LIMIT)
 
 
-@pytest.mark.parametrize(("answer", "reason"), [
-    (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service not known"),
-    (UnicodeError("label too long"), "label too long"), (None, "its name server does not answer")])
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+            "Name or service not known",
+        ),
+        (UnicodeError("label too long"), "label too long"),
+        (None, "its name server does not answer"),
+    ],
+)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_leads_nowhere_is_named_within_seconds(monkeypatch: pytest.MonkeyPatch, rank: int,
-                                                           answer: Exception | None, reason: str) -> None:
-    """None: the name server never answers. Before torch's client is asked at all, which warns once a second."""
+def test_a_name_that_leads_nowhere_is_named_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, rank: int, answer: Exception | None, reason: str
+) -> None:
+    """None: the name server never answers. Before torch's client is asked at all, which warns once
+    a second."""
+
     def resolve(*args: object, **options: object) -> None:
         if answer is None:
             threading.Event().wait(HANG_S)
@@ -120,14 +149,21 @@ def test_a_name_that_leads_nowhere_is_named_within_seconds(monkeypatch: pytest.M
 
     monkeypatch.setattr(rendezvous, "RESOLVE_S", 0.5)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: pytest.fail("torch's client was asked"))
+    monkeypatch.setattr(
+        dist, "TCPStore", lambda *args, **options: pytest.fail("torch's client was asked")
+    )
     with pytest.raises(InputError) as fault:
         join_store(launch(1, rank=rank, host="head.cluster"), timedelta(minutes=10))
-    assert str(fault.value) == (f"MASTER_ADDR head.cluster cannot be resolved on {socket.gethostname()} ({reason}): set it to a "
-                                "name or an address of rank 0's host that every host knows")
+    assert str(fault.value) == (
+        f"MASTER_ADDR head.cluster cannot be resolved on {socket.gethostname()} ({reason}): "
+        "set it to a "
+        "name or an address of rank 0's host that every host knows"
+    )
 
 
-def test_a_name_that_the_name_server_learns_a_little_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_name_server_learns_a_little_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, resolve = list[object](), socket.getaddrinfo
 
     def late(host: str, *args: object, **options: object) -> object:
@@ -154,18 +190,40 @@ def test_within_returns_raises_and_gives_up() -> None:
 def test_the_program_says_one_line_and_ends_with_status_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, which must end although a thread of it waits in torch's client."""
     with listener() as port:
-        program = ("from megatron_lite.parallel import rendezvous; rendezvous.HANDSHAKE_S = 1.0; import sys, pretrain_gpt; "
-                   "sys.exit(pretrain_gpt.main(sys.argv[1:]))")
-        place = environment(PYTHONPATH=str(ROOT), RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        done = subprocess.run([sys.executable, "-c", program, *SMALL_RUN, *MOCK], cwd=ROOT, env=place, capture_output=True,
-                              text=True, timeout=HANG_S, check=False)
+        program = (
+            "from megatron_lite.parallel import rendezvous; rendezvous.HANDSHAKE_S = 1.0; "
+            "import sys, pretrain_gpt; "
+            "sys.exit(pretrain_gpt.main(sys.argv[1:]))"
+        )
+        place = environment(
+            PYTHONPATH=str(ROOT),
+            RANK="1",
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *SMALL_RUN, *MOCK],
+            cwd=ROOT,
+            env=place,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
     assert done.returncode == 2
-    assert done.stderr == (f"pretrain_gpt.py: [rank 1] error: what listens at 127.0.0.1:{port} does not answer within 1 s as the "
-                           "store of the ranks does: another program may hold that port. Set MASTER_PORT to a free port of rank "
-                           "0's host\n")
+    assert done.stderr == (
+        f"pretrain_gpt.py: [rank 1] error: what listens at 127.0.0.1:{port} does not answer "
+        "within 1 s as the "
+        "store of the ranks does: another program may hold that port. Set MASTER_PORT to a "
+        "free port of rank "
+        "0's host\n"
+    )
 
 
-def test_a_store_that_is_stopped_in_the_middle_of_the_start_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_stopped_in_the_middle_of_the_start_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its host has frozen: the kernel still takes requests, and nobody answers them."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -178,7 +236,8 @@ def test_a_store_that_is_stopped_in_the_middle_of_the_start_ends_it(monkeypatch:
         port = int(os.read(reading, 16))
         store = join_store(launch(port), timedelta(seconds=HANG_S))
         os.kill(pid, signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])  # the signal takes effect a little later: until then it answers
+        # the signal takes effect a little later: until then it answers
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
         with pytest.raises(OutOfTime):
             within(0.5, lambda: store.check(["key"]))
     finally:

@@ -1,4 +1,5 @@
-"""Named RNG streams: which stream a draw belongs to, and that leaving and coming back never repeats a number."""
+"""Named RNG streams: which stream a draw belongs to, and that leaving and coming back never repeats
+a number."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_a_stream_goes_on_where_it_stopped_whatever_other_streams_drew_between()
 
 
 def test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream():
-    """The trap: storing a stream's state only when the outermost fork closes replays its numbers inside."""
+    """The trap: storing a stream's state only when the outermost fork closes replays its numbers
+    inside."""
     expected = uninterrupted(TENSOR_PARALLEL, 9)
     rng = streams()
     drawn = []
@@ -99,9 +101,16 @@ def test_an_unknown_stream_is_an_error_and_changes_nothing():
 
 def test_only_the_tensor_parallel_stream_differs_over_tp_ranks():
     first, second = streams(tp_rank=0), streams(tp_rank=1)
-    assert torch.equal(first.snapshot().states[TENSOR_PARALLEL], second.snapshot().states[TENSOR_PARALLEL]) is False
+    assert (
+        torch.equal(
+            first.snapshot().states[TENSOR_PARALLEL], second.snapshot().states[TENSOR_PARALLEL]
+        )
+        is False
+    )
     assert uninterrupted(DEFAULT, 4, tp_rank=0) == uninterrupted(DEFAULT, 4, tp_rank=1)
-    assert uninterrupted(TENSOR_PARALLEL, 4, tp_rank=0) != uninterrupted(TENSOR_PARALLEL, 4, tp_rank=1)
+    assert uninterrupted(TENSOR_PARALLEL, 4, tp_rank=0) != uninterrupted(
+        TENSOR_PARALLEL, 4, tp_rank=1
+    )
 
 
 def test_every_stream_differs_over_data_parallel_ranks_and_seeds():
@@ -112,8 +121,12 @@ def test_every_stream_differs_over_data_parallel_ranks_and_seeds():
 
 def test_no_stream_of_a_large_mesh_shares_its_seed():
     """A sum like seed + 1000 * tp_rank + dp_rank would make ranks collide."""
-    seeds = {derive_seed("stream", 1, name, dp_rank, tp_rank)
-             for name in (DEFAULT, TENSOR_PARALLEL) for dp_rank in range(64) for tp_rank in range(16)}
+    seeds = {
+        derive_seed("stream", 1, name, dp_rank, tp_rank)
+        for name in (DEFAULT, TENSOR_PARALLEL)
+        for dp_rank in range(64)
+        for tp_rank in range(16)
+    }
     assert len(seeds) == 2 * 64 * 16 and all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(1, 23) != derive_seed(12, 3)
 
@@ -145,7 +158,8 @@ def test_restore_outside_the_fork_that_was_snapshotted_enters_it():
 
 
 def test_a_snapshot_is_a_copy_that_can_be_restored_again_and_again():
-    """The trap: a restore that hands out the caller's tensors lets later draws write into the snapshot."""
+    """The trap: a restore that hands out the caller's tensors lets later draws write into the
+    snapshot."""
     rng = streams()
     snapshot = rng.snapshot()
     before = {name: state.clone() for name, state in snapshot.states.items()}

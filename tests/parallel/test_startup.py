@@ -1,5 +1,6 @@
-"""The start of a run: who is missing, who was started with other flags, and where gloo would listen, each said before any group
-is made. Real TCP stores; the ranks of the first half are threads, since none of it is a collective."""
+"""The start of a run: who is missing, who was started with other flags, and where gloo would
+listen, each said before any group is made. Real TCP stores; the ranks of the first half are
+threads, since none of it is a collective."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import startup
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rank_names import ranks_text
-from megatron_lite.parallel.startup import Arrival, check_start, groups_over_hosts, own_address, settings_of
+from megatron_lite.parallel.startup import (
+    Arrival,
+    check_start,
+    groups_over_hosts,
+    own_address,
+    settings_of,
+)
 from megatron_lite.parallel.state import parallel_state
 from tests.support.limits import HANG_S, patiently
 from tests.support.ranks import run_ranks
@@ -30,9 +37,17 @@ LONG = timedelta(seconds=HANG_S)
 RUN = tiny_run(learning_rate=0.001)
 
 
-def arrive(world_size: int, *, ranks: Iterable[int] | None = None, settings: Callable[[int], dict[str, str]] | None = None,
-           timeout: timedelta = LONG, tp_size: int = 1, **arrival: Callable[[int], object]) -> tuple[list[str | None], list[str]]:
-    """What each rank raised, as "InputError: text", and what rank 0 said. Of a world of `world_size` only `ranks` come."""
+def arrive(
+    world_size: int,
+    *,
+    ranks: Iterable[int] | None = None,
+    settings: Callable[[int], dict[str, str]] | None = None,
+    timeout: timedelta = LONG,
+    tp_size: int = 1,
+    **arrival: Callable[[int], object],
+) -> tuple[list[str | None], list[str]]:
+    """What each rank raised, as "InputError: text", and what rank 0 said. Of a world of
+    `world_size` only `ranks` come."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     said: list[str] = []
 
@@ -41,8 +56,16 @@ def arrive(world_size: int, *, ranks: Iterable[int] | None = None, settings: Cal
         mine = settings(rank) if settings else settings_of(RUN, world_size)
         here = replace(Arrival.here(mine), **{name: value(rank) for name, value in arrival.items()})  # type: ignore[arg-type]
         try:
-            check_start(store, Launch(launcher="slurm", rank=rank, world_size=world_size), mine, tp_size=tp_size,
-                        timeout=timeout, arrival=here, notice_every=timedelta(seconds=0.25), say=said.append)
+            check_start(
+                store,
+                Launch(launcher="slurm", rank=rank, world_size=world_size),
+                mine,
+                tp_size=tp_size,
+                timeout=timeout,
+                arrival=here,
+                notice_every=timedelta(seconds=0.25),
+                say=said.append,
+            )
         except InputError as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -57,7 +80,9 @@ def with_lr(value: float) -> RunConfig:
 
 def told(outcomes: list[str | None]) -> str:
     """What rank 0 says, where the others leave it to rank 0."""
-    assert outcomes[0] is not None and all(text is not None and text.startswith("PeerError") for text in outcomes[1:])
+    assert outcomes[0] is not None and all(
+        text is not None and text.startswith("PeerError") for text in outcomes[1:]
+    )
     return outcomes[0]
 
 
@@ -66,10 +91,14 @@ def test_ranks_that_agree_start_without_a_word() -> None:
 
 
 def test_a_differing_field_is_named_with_every_value_and_its_ranks() -> None:
-    outcomes, said = arrive(4, settings=lambda rank: settings_of(with_lr(0.01 if rank == 2 else 0.001), 4))
+    outcomes, said = arrive(
+        4, settings=lambda rank: settings_of(with_lr(0.01 if rank == 2 else 0.001), 4)
+    )
     lines = told(outcomes).splitlines()
     assert lines[0].startswith("InputError: the ranks were not started alike")
-    assert [line.strip() for line in lines[1:]] == ["--lr: 0.001 on ranks 0, 1, 3; 0.01 on rank 2"] and said == []
+    assert [line.strip() for line in lines[1:]] == [
+        "--lr: 0.001 on ranks 0, 1, 3; 0.01 on rank 2"
+    ] and said == []
 
 
 def test_several_fields_and_ranks_are_told_apart() -> None:
@@ -80,25 +109,40 @@ def test_several_fields_and_ranks_are_told_apart() -> None:
         return settings_of(replace(run, training=replace(run.training, seed=seeds[rank])), 4)
 
     lines = told(arrive(4, settings=settings)[0]).splitlines()[1:]
-    assert sorted(line.strip() for line in lines) == ["--lr: 0.001 on ranks 0-2; 0.01 on rank 3",
-                                                      "--seed: 5 on ranks 0, 3; 6 on ranks 1, 2"]
+    assert sorted(line.strip() for line in lines) == [
+        "--lr: 0.001 on ranks 0-2; 0.01 on rank 3",
+        "--seed: 5 on ranks 0, 3; 6 on ranks 1, 2",
+    ]
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "torch", "the code of megatron_lite"])
 def test_what_is_not_a_flag_must_be_the_same_too(name: str) -> None:
-    outcomes, _ = arrive(2, settings=lambda rank: {**settings_of(RUN, 2), **({name: "another"} if rank else {})})
+    outcomes, _ = arrive(
+        2, settings=lambda rank: {**settings_of(RUN, 2), **({name: "another"} if rank else {})}
+    )
     assert f"{name}: {settings_of(RUN, 2)[name]} on rank 0; another on rank 1" in told(outcomes)
 
 
 def test_a_field_that_only_some_ranks_know_is_a_difference() -> None:
-    outcomes, _ = arrive(2, settings=lambda rank: {**settings_of(RUN, 2), **({"--new": "1"} if rank else {})})
+    outcomes, _ = arrive(
+        2, settings=lambda rank: {**settings_of(RUN, 2), **({"--new": "1"} if rank else {})}
+    )
     assert "--new: None on rank 0; 1 on rank 1" in told(outcomes)
 
 
 def test_every_flag_counts_but_those_that_each_node_may_set_for_itself() -> None:
     compared = set(settings_of(RUN, 2))
-    fields = {f"--{name.replace('_', '-')}" for topic in json.loads(RUN.to_json()).values() for name in topic}
-    assert fields - compared == {"--data-cache-path", "--metrics-jsonl", "--tensorboard-dir", "--memory-timeline"}
+    fields = {
+        f"--{name.replace('_', '-')}"
+        for topic in json.loads(RUN.to_json()).values()
+        for name in topic
+    }
+    assert fields - compared == {
+        "--data-cache-path",
+        "--metrics-jsonl",
+        "--tensorboard-dir",
+        "--memory-timeline",
+    }
 
 
 def test_the_codes_digest_follows_its_files(tmp_path, monkeypatch) -> None:
@@ -115,8 +159,10 @@ def test_the_codes_digest_follows_its_files(tmp_path, monkeypatch) -> None:
 def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before() -> None:
     def check(limit: float) -> None:
         outcomes, said = arrive(4, ranks=[0, 2], timeout=timedelta(seconds=limit))
-        assert told(outcomes) == (f"InputError: ranks 1, 3 of 4 have not joined within {limit / 60:g} minutes "
-                                  "(--distributed-timeout-minutes): see what those processes or their hosts say")
+        assert told(outcomes) == (
+            f"InputError: ranks 1, 3 of 4 have not joined within {limit / 60:g} minutes "
+            "(--distributed-timeout-minutes): see what those processes or their hosts say"
+        )
         assert said[0].startswith("waiting for ranks 1, 3 of 4 (") and len(said) >= 2
 
     patiently(check, 0.6)
@@ -125,7 +171,16 @@ def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before() -> None
 def test_a_missing_rank_0_is_named_by_the_others(monkeypatch) -> None:
     monkeypatch.setattr(startup, "NOTICE_EVERY", timedelta(0))
     outcomes, _ = arrive(3, ranks=[1, 2], timeout=timedelta(seconds=0.6))
-    assert outcomes == ["InputError: rank 0 of 3 has not joined within 0.01 minutes (--distributed-timeout-minutes)"] * 2
+    assert (
+        outcomes
+        == [
+            (
+                "InputError: rank 0 of 3 has not joined within 0.01 minutes "
+                "(--distributed-timeout-minutes)"
+            )
+        ]
+        * 2
+    )
 
 
 def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts() -> None:
@@ -133,7 +188,9 @@ def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts() -> Non
     names = dict(host=lambda rank: f"node{rank}", interfaces=lambda rank: ("eth0", "ib0"))
     outcomes, _ = arrive(2, gloo_address=lambda rank: addresses[rank], **names)
     assert told(outcomes).startswith("InputError: gloo would listen at 127.0.1.1 on node1")
-    assert "node0 cannot reach it: set GLOO_SOCKET_IFNAME" in told(outcomes) and "(node1 has eth0, ib0)" in told(outcomes)
+    assert "node0 cannot reach it: set GLOO_SOCKET_IFNAME" in told(
+        outcomes
+    ) and "(node1 has eth0, ib0)" in told(outcomes)
     assert arrive(2, gloo_address=lambda rank: None, **names) == ([None, None], [])
 
 
@@ -141,8 +198,13 @@ def test_on_one_host_the_loopback_is_fine() -> None:
     assert arrive(2, gloo_address=lambda rank: "127.0.1.1") == ([None, None], [])
 
 
-@pytest.mark.parametrize(("resolved", "address"), [("127.0.1.1", "127.0.1.1"), ("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")])
-def test_gloo_listens_where_the_hosts_own_name_leads(monkeypatch, resolved: str | None, address: str) -> None:
+@pytest.mark.parametrize(
+    ("resolved", "address"),
+    [("127.0.1.1", "127.0.1.1"), ("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")],
+)
+def test_gloo_listens_where_the_hosts_own_name_leads(
+    monkeypatch, resolved: str | None, address: str
+) -> None:
     def resolve(host: str, *args: object, **options: object) -> list[object]:
         assert host == socket.gethostname()
         if resolved is None:
@@ -157,26 +219,44 @@ def test_gloo_listens_where_the_hosts_own_name_leads(monkeypatch, resolved: str 
 
 
 def test_a_tensor_parallel_group_over_two_hosts_is_a_warning() -> None:
-    outcomes, said = arrive(4, tp_size=2, host=lambda rank: "node1" if rank < 3 else "node2", gloo_address=lambda rank: None)
+    outcomes, said = arrive(
+        4,
+        tp_size=2,
+        host=lambda rank: "node1" if rank < 3 else "node2",
+        gloo_address=lambda rank: None,
+    )
     assert outcomes == [None] * 4
-    assert said == ["warning: 1 of 2 tensor-parallel groups span hosts, the first of them ranks 2, 3 on node1, node2: what each "
-                    "layer exchanges goes over the network. Start a multiple of --tensor-model-parallel-size 2 ranks on each "
-                    "host"]
+    assert said == [
+        "warning: 1 of 2 tensor-parallel groups span hosts, the first of them ranks 2, 3 on "
+        "node1, node2: what each "
+        "layer exchanges goes over the network. Start a multiple of "
+        "--tensor-model-parallel-size 2 ranks on each "
+        "host"
+    ]
 
 
 def test_groups_inside_hosts_are_no_warning() -> None:
     assert groups_over_hosts(["a", "a", "b", "b"], 2) == groups_over_hosts(["a", "b"], 1) == []
 
 
-@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([1, 0], "ranks 0, 1"), ([0, 1, 2, 3, 8], "ranks 0-3, 8"),
-                                             ([0, 2, 3, 9, 10, 11], "ranks 0, 2, 3, 9-11")])
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0, 1"),
+        ([0, 1, 2, 3, 8], "ranks 0-3, 8"),
+        ([0, 2, 3, 9, 10, 11], "ranks 0, 2, 3, 9-11"),
+    ],
+)
 def test_ranks_in_words(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
 
 
 def test_no_more_stretches_of_ranks_are_named_than_asked_for() -> None:
     assert ranks_text([0, 1, 2, 4, 6, 7], at_most=2) == "ranks 0-2, 4 and 2 more"
-    assert ranks_text(range(100), at_most=1) == "ranks 0-99" and ranks_text([5], at_most=8) == "rank 5"
+    assert (
+        ranks_text(range(100), at_most=1) == "ranks 0-99" and ranks_text([5], at_most=8) == "rank 5"
+    )
 
 
 def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:

@@ -21,19 +21,36 @@ from tests.support.ranks import run_ranks
 def test_a_two_by_two_mesh_puts_tensor_parallel_neighbours_next_to_each_other():
     def work(rank, world_size):
         with tp_state(2) as parallel:
-            ranks = [dist.get_process_group_ranks(group) for group in (parallel.tp_group, parallel.dp_group)]
-            return (*ranks, parallel.tp_rank, parallel.dp_rank, parallel.rank == rank, parallel.world_size)
+            ranks = [
+                dist.get_process_group_ranks(group)
+                for group in (parallel.tp_group, parallel.dp_group)
+            ]
+            return (
+                *ranks,
+                parallel.tp_rank,
+                parallel.dp_rank,
+                parallel.rank == rank,
+                parallel.world_size,
+            )
 
-    assert run_ranks(work, 4) == [([0, 1], [0, 2], 0, 0, True, 4), ([0, 1], [1, 3], 1, 0, True, 4),
-                                  ([2, 3], [0, 2], 0, 1, True, 4), ([2, 3], [1, 3], 1, 1, True, 4)]
+    assert run_ranks(work, 4) == [
+        ([0, 1], [0, 2], 0, 0, True, 4),
+        ([0, 1], [1, 3], 1, 0, True, 4),
+        ([2, 3], [0, 2], 0, 1, True, 4),
+        ([2, 3], [1, 3], 1, 1, True, 4),
+    ]
 
 
 @pytest.mark.parametrize("tp_size, has_tp, has_dp", [(1, False, True), (2, True, False)])
 def test_a_group_of_one_rank_is_none(tp_size, has_tp, has_dp):
     def work(rank, world_size):
         with tp_state(tp_size) as parallel:
-            return (parallel.tp_group is not None, parallel.dp_group is not None, parallel.world_group is not None,
-                    (parallel.tp_size, parallel.dp_size))
+            return (
+                parallel.tp_group is not None,
+                parallel.dp_group is not None,
+                parallel.world_group is not None,
+                (parallel.tp_size, parallel.dp_size),
+            )
 
     assert run_ranks(work, 2) == [(has_tp, has_dp, True, (tp_size, 2 // tp_size))] * 2
 
@@ -41,7 +58,9 @@ def test_a_group_of_one_rank_is_none(tp_size, has_tp, has_dp):
 def test_a_single_process_has_no_mesh_and_needs_no_torch_distributed():
     with tp_state(1) as parallel:
         assert not dist.is_initialized()
-        assert (parallel.mesh, parallel.tp_group, parallel.dp_group, parallel.world_group) == (None,) * 4
+        assert (parallel.mesh, parallel.tp_group, parallel.dp_group, parallel.world_group) == (
+            None,
+        ) * 4
         assert (parallel.rank, parallel.world_size) == (0, 1)
         assert parallel.all_agree(True) and not parallel.all_agree(False)
 
@@ -54,13 +73,18 @@ def test_the_state_is_frozen():
 def test_all_agree_only_if_every_rank_says_yes():
     def work(rank, world_size):
         with tp_state(2) as parallel:
-            return parallel.all_agree(True), parallel.all_agree(rank != 3), parallel.all_agree(False)
+            return (
+                parallel.all_agree(True),
+                parallel.all_agree(rank != 3),
+                parallel.all_agree(False),
+            )
 
     assert run_ranks(work, 4) == [(True, False, False)] * 4
 
 
 def test_streams_follow_the_place_in_the_mesh():
-    """Ranks 0 and 1 share tokens, so their default streams are equal; ranks 0 and 2 hold other samples."""
+    """Ranks 0 and 1 share tokens, so their default streams are equal; ranks 0 and 2 hold other
+    samples."""
 
     def work(rank, world_size):
         with tp_state(2) as parallel:
@@ -77,15 +101,23 @@ def test_streams_follow_the_place_in_the_mesh():
 
 def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
     config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend="gloo")
-    message = (r"world size 3 is not a multiple of --tensor-model-parallel-size 2: start a multiple of 2 processes "
-               r"\(torchrun --nproc_per_node, srun --ntasks\)")
+    message = (
+        r"world size 3 is not a multiple of --tensor-model-parallel-size 2: start a multiple "
+        r"of 2 processes "
+        r"\(torchrun --nproc_per_node, srun --ntasks\)"
+    )
     launch = Launch(launcher="torchrun", world_size=3)
     with pytest.raises(InputError, match=message), parallel_state(config, seed=1, launch=launch):
         pass
 
 
 def test_more_tensor_parallel_ranks_than_processes_is_the_same_error():
-    with pytest.raises(InputError, match="world size 1 is not a multiple of --tensor-model-parallel-size 4"), tp_state(4):
+    with (
+        pytest.raises(
+            InputError, match="world size 1 is not a multiple of --tensor-model-parallel-size 4"
+        ),
+        tp_state(4),
+    ):
         pass
 
 
@@ -116,18 +148,27 @@ def four_gpus(monkeypatch):
 
 
 def test_each_local_rank_takes_its_own_gpu(four_gpus):
-    device = choose_device(ParallelConfig(), Launch(launcher="torchrun", rank=6, world_size=8, local_rank=2))
+    device = choose_device(
+        ParallelConfig(), Launch(launcher="torchrun", rank=6, world_size=8, local_rank=2)
+    )
     assert device == torch.device("cuda", 2) and four_gpus == [device]
 
 
 def test_gloo_stays_on_the_cpu_of_a_machine_with_gpus(four_gpus):
-    device = choose_device(ParallelConfig(distributed_backend="gloo"), Launch(launcher="torchrun", local_rank=2, world_size=4))
+    device = choose_device(
+        ParallelConfig(distributed_backend="gloo"),
+        Launch(launcher="torchrun", local_rank=2, world_size=4),
+    )
     assert device == torch.device("cpu") and four_gpus == []
 
 
 def test_a_local_rank_beyond_the_gpus_is_an_error(four_gpus):
-    with pytest.raises(InputError, match=r"local rank 4 has no GPU of its own: this node shows 4\. Start at most 4"):
-        choose_device(ParallelConfig(), Launch(launcher="torchrun", local_rank=4, world_size=8, rank=4))
+    with pytest.raises(
+        InputError, match=r"local rank 4 has no GPU of its own: this node shows 4\. Start at most 4"
+    ):
+        choose_device(
+            ParallelConfig(), Launch(launcher="torchrun", local_rank=4, world_size=8, rank=4)
+        )
 
 
 def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(four_gpus, monkeypatch):
@@ -138,21 +179,30 @@ def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(four_gpus, monkeypatch
         choose_device(ParallelConfig(), dataclasses.replace(launch, launcher="torchrun"))
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [
-    (dict(), [0, 1, 2, 3]),
-    (dict(context_parallel_size=2), [0, 1, 2, 3]),
-    (dict(context_parallel_size=4), [0, 1, 2, 3]),
-    (dict(tensor_model_parallel_size=2), [0, 2]),
-    (dict(tensor_model_parallel_size=2, context_parallel_size=2), [0, 2]),
-    (dict(tensor_model_parallel_size=4), None),
-])
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (dict(), [0, 1, 2, 3]),
+        (dict(context_parallel_size=2), [0, 1, 2, 3]),
+        (dict(context_parallel_size=4), [0, 1, 2, 3]),
+        (dict(tensor_model_parallel_size=2), [0, 2]),
+        (dict(tensor_model_parallel_size=2, context_parallel_size=2), [0, 2]),
+        (dict(tensor_model_parallel_size=4), None),
+    ],
+)
 def test_the_data_mesh_has_the_ranks_of_the_data_group(sizes, expected):
     """As FSDP2 wants them: on one axis, data-parallel and context-parallel ranks together."""
+
     def work(rank, world_size):
-        with parallel_state(ParallelConfig(distributed_backend="gloo", **sizes), seed=1) as parallel:
+        with parallel_state(
+            ParallelConfig(distributed_backend="gloo", **sizes), seed=1
+        ) as parallel:
             if parallel.dp_cp_mesh is None:
                 return None if parallel.dp_cp_group is None else "no mesh"
-            assert parallel.dp_cp_mesh.ndim == 1 and parallel.dp_cp_mesh.get_local_rank() == parallel.dp_cp_rank
+            assert (
+                parallel.dp_cp_mesh.ndim == 1
+                and parallel.dp_cp_mesh.get_local_rank() == parallel.dp_cp_rank
+            )
             ranks = parallel.dp_cp_mesh.mesh.tolist()
             assert ranks == torch.distributed.get_process_group_ranks(parallel.dp_cp_group)
             return ranks
@@ -164,7 +214,9 @@ def test_a_shorter_timeout_spares_the_group_that_waits_for_disks():
     def work(rank, world_size):
         with tp_state(2) as parallel:
             set_timeout(7.0)
-            return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-                    for group in (parallel.world_group, parallel.tp_group, parallel.saver_group)]
+            return [
+                group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                for group in (parallel.world_group, parallel.tp_group, parallel.saver_group)
+            ]
 
     assert run_ranks(work, 2, detail=False) == [[7.0, 7.0, 600.0]] * 2

@@ -28,7 +28,9 @@ def in_python(tensor: Tensor) -> int:
     data += b"\0" * (-len(data) % 8)
     total = tensor.numel()
     for place in range(len(data) // 8):
-        word = int.from_bytes(data[8 * place : 8 * place + 8], "little") + place * GOLDEN & 2**64 - 1
+        word = (
+            int.from_bytes(data[8 * place : 8 * place + 8], "little") + place * GOLDEN & 2**64 - 1
+        )
         word = (word ^ word >> 30) * FIRST & 2**64 - 1
         word = (word ^ word >> 27) * SECOND & 2**64 - 1
         total += word ^ word >> 31
@@ -126,31 +128,58 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 
 
 @settings(deadline=None, max_examples=50)
-@given(values=st.lists(st.floats(width=32), min_size=2, max_size=7, unique_by=lambda x: (x, math.copysign(1, x))), data=st.data())
+@given(
+    values=st.lists(
+        st.floats(width=32), min_size=2, max_size=7, unique_by=lambda x: (x, math.copysign(1, x))
+    ),
+    data=st.data(),
+)
 def test_it_depends_on_places_but_not_on_strides(values: list[float], data: st.DataObject) -> None:
     tensor = torch.tensor(values)
     moved = tensor[list(data.draw(st.permutations(range(len(values)))))]
-    assert (int(tensor_hash(moved)) == int(tensor_hash(tensor))) == torch.equal(moved.view(torch.int32), tensor.view(torch.int32))
+    assert (int(tensor_hash(moved)) == int(tensor_hash(tensor))) == torch.equal(
+        moved.view(torch.int32), tensor.view(torch.int32)
+    )
     assert int(tensor_hash(torch.stack([tensor, moved], 1)[:, 0])) == int(tensor_hash(tensor))
 
 
 def test_it_tells_lengths_signs_and_orders_apart() -> None:
     counting = torch.arange(3.0)
-    tensors = [*map(torch.zeros, range(5)), -torch.zeros(3), torch.full((3,), torch.nan), counting, -counting, counting.flip(0)]
+    tensors = [
+        *map(torch.zeros, range(5)),
+        -torch.zeros(3),
+        torch.full((3,), torch.nan),
+        counting,
+        -counting,
+        counting.flip(0),
+    ]
     assert len({int(tensor_hash(tensor)) for tensor in tensors}) == len(tensors)
 
 
-@pytest.mark.parametrize(("changed", "odd"), [((), []), ((2,), [[], [], [1], []]), ((1, 3), [[1], [1], [1], [1]]),
-                                              ((0, 1, 2), [[1], [1], [1], [1]])])
-def test_ranks_that_differ_know_who_is_alone(changed: tuple[int, ...], odd: list[list[int]]) -> None:
-    """A rank is odd where no more than half hold what it does. The third case: 2 against 2; the last: all differ."""
+@pytest.mark.parametrize(
+    ("changed", "odd"),
+    [
+        ((), []),
+        ((2,), [[], [], [1], []]),
+        ((1, 3), [[1], [1], [1], [1]]),
+        ((0, 1, 2), [[1], [1], [1], [1]]),
+    ],
+)
+def test_ranks_that_differ_know_who_is_alone(
+    changed: tuple[int, ...], odd: list[list[int]]
+) -> None:
+    """A rank is odd where no more than half hold what it does. The third case: 2 against 2; the
+    last: all differ."""
+
     def work(rank, world_size):
         with tp_state(4) as parallel:
             tensors = [torch.arange(9.0), torch.arange(8.0)]
             if rank in changed:
                 tensors[1][3] += 1e-6 * (1.0 if len(changed) == 2 else rank + 1.0)
             hashes = tensor_hashes(tensors, parallel.device)
-            return bool(are_equal(hashes, parallel.tp_group)), odd_ones_out(hashes, parallel.tp_group)
+            return bool(are_equal(hashes, parallel.tp_group)), odd_ones_out(
+                hashes, parallel.tp_group
+            )
 
     expected = odd or [[]] * 4
     assert run_ranks(work, 4) == [(not changed, expected[rank]) for rank in range(4)]
@@ -163,4 +192,6 @@ def test_texts_of_all_ranks_arrive_in_order() -> None:
 
     texts = run_ranks(work, 3)[1]
     assert texts == ["", "é" * 300, "node2"]
-    assert by_rank(["", "a", "b"]) == "rank 1: a; rank 2: b" and by_rank(["x"] * 9, at_most=2).endswith("; and 7 more ranks")
+    assert by_rank(["", "a", "b"]) == "rank 1: a; rank 2: b" and by_rank(
+        ["x"] * 9, at_most=2
+    ).endswith("; and 7 more ranks")

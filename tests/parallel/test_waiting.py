@@ -1,4 +1,5 @@
-"""The stopwatch of --log-straggler counts every wait for another rank once, of the thread that asks, and of no other."""
+"""The stopwatch of --log-straggler counts every wait for another rank once, of the thread that
+asks, and of no other."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def _kept(act: Callable[[], object]) -> None:
 
 
 def _message(group: ProcessGroup) -> None:
-    """Both ranks send to each other, one the hidden states and one the gradient, and wait for both."""
+    """Both ranks send to each other, one the hidden states and one the gradient, and wait for
+    both."""
     links = Links((group,) * 4, shape=(3,), dtype=torch.float32, device=torch.device("cpu"))
     arriving = links.receive("backward" if group.rank() == 0 else "forward")
     links.send(torch.ones(3), "forward" if group.rank() == 0 else "backward")
@@ -47,15 +49,38 @@ def _message(group: ProcessGroup) -> None:
 WAITS: dict[str, tuple[Wait, int]] = {
     "all_reduce_": (lambda group: collectives.all_reduce_(torch.ones(WHOLE), group), 1),
     "all_reduce": (lambda group: collectives.all_reduce(torch.ones(WHOLE), group), 1),
-    "all_reduce, kept": (lambda group: _kept(lambda: collectives.all_reduce(torch.ones(WHOLE), group)), 1),
-    "start_all_reduce_": (lambda group: collectives.start_all_reduce_(torch.ones(WHOLE), group).wait(), 1),
-    "all_gather_first_dim": (lambda group: collectives.all_gather_first_dim(torch.ones(OWN), group), 1),
-    "all_gather_first_dim, kept": (lambda group: _kept(lambda: collectives.all_gather_first_dim(torch.ones(OWN), group)), 1),
-    "reduce_scatter_first_dim": (lambda group: collectives.reduce_scatter_first_dim(torch.ones(WHOLE), group), 1),
+    "all_reduce, kept": (
+        lambda group: _kept(lambda: collectives.all_reduce(torch.ones(WHOLE), group)),
+        1,
+    ),
+    "start_all_reduce_": (
+        lambda group: collectives.start_all_reduce_(torch.ones(WHOLE), group).wait(),
+        1,
+    ),
+    "all_gather_first_dim": (
+        lambda group: collectives.all_gather_first_dim(torch.ones(OWN), group),
+        1,
+    ),
+    "all_gather_first_dim, kept": (
+        lambda group: _kept(lambda: collectives.all_gather_first_dim(torch.ones(OWN), group)),
+        1,
+    ),
+    "reduce_scatter_first_dim": (
+        lambda group: collectives.reduce_scatter_first_dim(torch.ones(WHOLE), group),
+        1,
+    ),
     "reduce_scatter_first_dim, kept": (
-        lambda group: _kept(lambda: collectives.reduce_scatter_first_dim(torch.ones(WHOLE), group)), 1),
-    "all_gather_into_": (lambda group: collectives.all_gather_into_(torch.ones(WHOLE), torch.ones(OWN), group), 1),
-    "reduce_scatter_into_": (lambda group: collectives.reduce_scatter_into_(torch.ones(OWN), torch.ones(WHOLE), group), 1),
+        lambda group: _kept(lambda: collectives.reduce_scatter_first_dim(torch.ones(WHOLE), group)),
+        1,
+    ),
+    "all_gather_into_": (
+        lambda group: collectives.all_gather_into_(torch.ones(WHOLE), torch.ones(OWN), group),
+        1,
+    ),
+    "reduce_scatter_into_": (
+        lambda group: collectives.reduce_scatter_into_(torch.ones(OWN), torch.ones(WHOLE), group),
+        1,
+    ),
     "broadcast_": (lambda group: collectives.broadcast_(torch.ones(WHOLE), group), 1),
     "all_gather_bytes": (lambda group: collectives.all_gather_bytes(b"text", group), 2),
     "start_shift": (lambda group: ring.start_shift(torch.ones(OWN), group).wait(), 1),
@@ -70,7 +95,11 @@ def _counted(rank: int, world_size: int, staging_bytes: int) -> dict[str, float]
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch, timed_waiting():
         monkeypatch.setattr(collectives, "STAGING_BYTES", staging_bytes)
-        monkeypatch.setattr(waiting, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}))
+        monkeypatch.setattr(
+            waiting,
+            "time",
+            type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}),
+        )
         for name, (act, _) in WAITS.items():
             before = WAITING.seconds
             act(group)
@@ -82,19 +111,35 @@ def test_each_wait_is_counted_once() -> None:
     """The clock ticks once each time it is read: a wait takes one second of it."""
     expected = {name: float(waits) for name, (_, waits) in WAITS.items()}
     assert run_ranks(_counted, 2, 2**22) == [expected] * 2
-    in_stretches = {"all_gather_into_": 4.0, "reduce_scatter_into_": 4.0}  # 2 x 4 values of 4 bytes, 8 bytes at a time
+    # 2 x 4 values of 4 bytes, 8 bytes at a time
+    in_stretches = {"all_gather_into_": 4.0, "reduce_scatter_into_": 4.0}
     assert run_ranks(_counted, 2, 8) == [expected | in_stretches] * 2
 
 
 def test_every_collective_and_every_message_of_the_project_is_looked_at() -> None:
     """A function that is new there needs a row above."""
-    public = [name for name, value in vars(collectives).items()
-              if callable(value) and getattr(value, "__module__", "") == collectives.__name__ and not name.startswith("_")]
-    parts = {"start_all_gather_first_dim": "all_gather_first_dim", "start_reduce_scatter_first_dim": "reduce_scatter_first_dim"}
-    waits_elsewhere = {"KeepsResults", "Started", "results_may_be_kept", "start_reduce_scatter_own_part_",
-                       "start_all_gather_parts_"}  # the last two return a Started, as start_all_reduce_ does
-    assert {parts.get(name, name) for name in public} - waits_elsewhere == \
-        {name.partition(",")[0] for name in WAITS} - {"start_shift", "links"}
+    public = [
+        name
+        for name, value in vars(collectives).items()
+        if callable(value)
+        and getattr(value, "__module__", "") == collectives.__name__
+        and not name.startswith("_")
+    ]
+    parts = {
+        "start_all_gather_first_dim": "all_gather_first_dim",
+        "start_reduce_scatter_first_dim": "reduce_scatter_first_dim",
+    }
+    waits_elsewhere = {
+        "KeepsResults",
+        "Started",
+        "results_may_be_kept",
+        "start_reduce_scatter_own_part_",
+        # the last two return a Started, as start_all_reduce_ does
+        "start_all_gather_parts_",
+    }
+    assert {parts.get(name, name) for name in public} - waits_elsewhere == {
+        name.partition(",")[0] for name in WAITS
+    } - {"start_shift", "links"}
 
 
 def test_nothing_is_timed_outside_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +157,11 @@ def test_a_thread_counts_its_own_waits_alone(monkeypatch: pytest.MonkeyPatch) ->
         with WAITING:
             seen.append((WAITING.is_timed, WAITING.seconds))
 
-    monkeypatch.setattr(waiting, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}))
+    monkeypatch.setattr(
+        waiting,
+        "time",
+        type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}),
+    )
     with timed_waiting():
         before = WAITING.seconds
         thread = threading.Thread(target=other)
@@ -124,7 +173,11 @@ def test_a_thread_counts_its_own_waits_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_wait_that_fails_ends_the_measurement_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
-    monkeypatch.setattr(waiting, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}))
+    monkeypatch.setattr(
+        waiting,
+        "time",
+        type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}),
+    )
     before = WAITING.seconds
     with pytest.raises(RuntimeError), timed_waiting(), WAITING:
         raise RuntimeError

@@ -1,4 +1,5 @@
-"""Weight gradients summed by apex's kernel: right in every layout, at every precision, for tied weights, and said so."""
+"""Weight gradients summed by apex's kernel: right in every layout, at every precision, for tied
+weights, and said so."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.parallel.weight_gradient import FUSED, FUSED_PROJECTION, accumulate_with_, summary
+from megatron_lite.parallel.weight_gradient import (
+    FUSED,
+    FUSED_PROJECTION,
+    accumulate_with_,
+    summary,
+)
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -40,7 +46,11 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
 KERNEL = "wgrad_gemm_accum_fp32"
-EPSILON = {torch.float32: 1e-6, torch.bfloat16: torch.finfo(torch.bfloat16).eps, torch.float16: torch.finfo(torch.float16).eps}
+EPSILON = {
+    torch.float32: 1e-6,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    torch.float16: torch.finfo(torch.float16).eps,
+}
 
 
 @pytest.fixture
@@ -55,25 +65,57 @@ def kernel() -> Callable[..., Any]:
 
 def matmul_weights(model: GPTModel) -> dict[str, nn.Parameter]:
     """Of linear layers, and the tied output weight."""
-    weights = {f"{name}.weight": module.weight for name, module in model.named_modules()
-               if isinstance(module, (ColumnParallelLinear, RowParallelLinear))}
-    return weights if model.output_layer is not None else {
-        **weights, "embedding.word_embeddings.weight": dict(model.named_parameters())["embedding.word_embeddings.weight"]}
+    weights = {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+    }
+    return (
+        weights
+        if model.output_layer is not None
+        else {
+            **weights,
+            "embedding.word_embeddings.weight": dict(model.named_parameters())[
+                "embedding.word_embeddings.weight"
+            ],
+        }
+    )
 
 
-def summed(name: str, world_size: int, *, fused: bool, dtype: torch.dtype, sequence_parallel: bool = False,
-           policy: str = "*:none", micro_batches: int = 3, layout: DataParallelConfig | None = None, tp_size: int | None = None,
-           loss_chunk_size: int | None = None) -> dict[str, Tensor]:
+def summed(
+    name: str,
+    world_size: int,
+    *,
+    fused: bool,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    policy: str = "*:none",
+    micro_batches: int = 3,
+    layout: DataParallelConfig | None = None,
+    tp_size: int | None = None,
+    loss_chunk_size: int | None = None,
+) -> dict[str, Tensor]:
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
     plan = plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers)
     with tp_state(world_size if tp_size is None else tp_size) as parallel:
-        parallel = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank))
-        model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan,
-                                 loss_chunk_size=loss_chunk_size)
+        parallel = replace(
+            parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank)
+        )
+        model = build_tiny_model(
+            config,
+            parallel,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            plan=plan,
+            loss_chunk_size=loss_chunk_size,
+        )
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
         if fused:
-            accumulate_with_(kernel(), [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()])
+            accumulate_with_(
+                kernel(),
+                [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()],
+            )
         for _ in range(2):  # what the first step leaves must not count in the second
             buffer.forget()
             for number in range(micro_batches):
@@ -85,29 +127,52 @@ def summed(name: str, world_size: int, *, fused: bool, dtype: torch.dtype, seque
 
 
 def is_by_kernel(key: str, name: str) -> bool:
-    return key.endswith("weight") and ("linear" in key or "output_layer" in key or (name == "gpt2" and "word_embed" in key))
+    return key.endswith("weight") and (
+        "linear" in key or "output_layer" in key or (name == "gpt2" and "word_embed" in key)
+    )
 
 
 def grid() -> list[Any]:
     """Layouts x dtypes x tied and untied output weights; most are left to CI."""
     cases = []
     for (tp_size, sequence_parallel), dtype, name in itertools.product(
-            ((1, False), (2, False), (2, True)), (torch.bfloat16, torch.float16, torch.float32), ("gpt2", "llama")):
-        quick = (dtype == torch.bfloat16 and (tp_size == 1 or sequence_parallel)) or (tp_size, dtype) == (1, torch.float32)
-        cases.append(pytest.param(tp_size, sequence_parallel, dtype, name, marks=() if quick else pytest.mark.long))
+        ((1, False), (2, False), (2, True)),
+        (torch.bfloat16, torch.float16, torch.float32),
+        ("gpt2", "llama"),
+    ):
+        quick = (dtype == torch.bfloat16 and (tp_size == 1 or sequence_parallel)) or (
+            tp_size,
+            dtype,
+        ) == (1, torch.float32)
+        cases.append(
+            pytest.param(
+                tp_size, sequence_parallel, dtype, name, marks=() if quick else pytest.mark.long
+            )
+        )
     return cases
 
 
 @pytest.mark.parametrize(("tp_size", "sequence_parallel", "dtype", "name"), grid())
-def test_gradients_are_those_without_the_kernel_but_for_one_rounding(calls: Calls, tp_size: int, sequence_parallel: bool,
-                                                                     dtype: torch.dtype, name: str) -> None:
-    """The rounding is that of a micro-batch's gradient to 16 bits; of float32 weights it is the order of a float32 sum."""
+def test_gradients_are_those_without_the_kernel_but_for_one_rounding(
+    calls: Calls, tp_size: int, sequence_parallel: bool, dtype: torch.dtype, name: str
+) -> None:
+    """The rounding is that of a micro-batch's gradient to 16 bits; of float32 weights it is the
+    order of a float32 sum."""
+
     def work(rank: int, world_size: int) -> list[Any]:
-        return [*(summed(name, world_size, fused=fused, dtype=dtype, sequence_parallel=sequence_parallel)
-                  for fused in (False, True)), calls[KERNEL]]
+        return [
+            *(
+                summed(
+                    name, world_size, fused=fused, dtype=dtype, sequence_parallel=sequence_parallel
+                )
+                for fused in (False, True)
+            ),
+            calls[KERNEL],
+        ]
 
     for plain, fused, num_calls in [work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size):
-        assert num_calls == 2 * 3 * (2 * 4 + 1)  # steps, micro-batches, weights of two layers and the output's
+        # steps, micro-batches, weights of two layers and the output's
+        assert num_calls == 2 * 3 * (2 * 4 + 1)
         for key, grad in plain.items():
             if is_by_kernel(key, name):
                 assert difference(grad, fused[key]) < EPSILON[dtype], key
@@ -116,14 +181,26 @@ def test_gradients_are_those_without_the_kernel_but_for_one_rounding(calls: Call
                 assert torch.equal(fused[key], grad), key
 
 
-@pytest.mark.parametrize(("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")])
+@pytest.mark.parametrize(
+    ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
+)
 def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, policy: str) -> None:
     """Sums of two ranks are the same in every order, so that no bit may differ."""
     layouts = ("replicated", "overlap", "zero1, overlap")
 
     def work(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-        return [summed(name, world_size, fused=True, dtype=torch.bfloat16, policy=policy, layout=LAYOUTS[layout], tp_size=1)
-                for layout in layouts]
+        return [
+            summed(
+                name,
+                world_size,
+                fused=True,
+                dtype=torch.bfloat16,
+                policy=policy,
+                layout=LAYOUTS[layout],
+                tp_size=1,
+            )
+            for layout in layouts
+        ]
 
     first, second = run_ranks(work, 2, detail=False)
     for key, grad in first[0].items():
@@ -137,7 +214,10 @@ def test_a_gradient_after_its_bucket_was_sent_is_an_error_with_the_kernel_too(ca
         with tp_state(1) as parallel:
             model = build_tiny_model(variant_config("llama"), parallel, dtype=torch.bfloat16)
             buffer = GradBuffer(dict(model.named_parameters()), parallel, LAYOUTS["overlap"])
-            accumulate_with_(kernel(), [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()])
+            accumulate_with_(
+                kernel(),
+                [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()],
+            )
             buffer.sync_next_backward()
             model.loss(*sample_tokens(0)).mean().backward()
             with pytest.raises(RuntimeError, match="came after its bucket was sent") as caught:
@@ -150,18 +230,22 @@ def test_a_gradient_after_its_bucket_was_sent_is_an_error_with_the_kernel_too(ca
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_loss_in_chunks_adds_each_chunk_by_the_kernel(calls: Calls, name: str, dtype: torch.dtype) -> None:
+def test_the_loss_in_chunks_adds_each_chunk_by_the_kernel(
+    calls: Calls, name: str, dtype: torch.dtype
+) -> None:
     whole = summed(name, 1, fused=True, dtype=dtype)
     before = calls[KERNEL]
     chunks = summed(name, 1, fused=True, dtype=dtype, loss_chunk_size=7)
     assert calls[KERNEL] - before == 2 * 3 * (2 * 4 + -(-12 * 3 // 7))
     output = "embedding.word_embeddings.weight" if name == "gpt2" else "output_layer.weight"
-    # Logits are the same; bfloat16 gradients of logits too, so that only the order of a float32 sum differs.
+    # Logits are the same; bfloat16 gradients of logits too, so that only the order of a float32 sum
+    # differs.
     assert difference(whole[output], chunks[output]) < 1e-5
 
 
 def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
-    """The gradient of one column-parallel matmul, over two micro-batches, by hand. Its operands are parts of larger tensors."""
+    """The gradient of one column-parallel matmul, over two micro-batches, by hand. Its operands are
+    parts of larger tensors."""
     generator = torch.Generator().manual_seed(2)
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("llama"), parallel, dtype=torch.float16)
@@ -171,20 +255,31 @@ def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
         expected = torch.zeros_like(buffer.grads["weight"])
         buffer.grads["weight"].fill_(9.0)  # of an earlier step
         for _ in range(2):
-            x, grad = (torch.randn(5, 3, 2 * size, generator=generator).half()[..., :size] for size in layer.weight.shape[::-1])
+            x, grad = (
+                torch.randn(5, 3, 2 * size, generator=generator).half()[..., :size]
+                for size in layer.weight.shape[::-1]
+            )
             layer(x).backward(grad)
             expected.addmm_(grad.flatten(0, 1).t().float(), x.flatten(0, 1).float())
-    assert layer.weight.grad is not None and layer.weight.grad.data_ptr() == buffer.grads["weight"].data_ptr()
+    assert (
+        layer.weight.grad is not None
+        and layer.weight.grad.data_ptr() == buffer.grads["weight"].data_ptr()
+    )
     assert torch.equal(buffer.grads["weight"], expected)
 
 
 @pytest.mark.parametrize("policy", ["*:full/2", "*:core_attn+layernorm+mlp", "*:ops(matmul)"])
-def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(calls: Calls, policy: str) -> None:
-    plain, recomputed = (summed("gpt2", 1, fused=True, dtype=torch.bfloat16, policy=each) for each in ("*:none", policy))
+def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(
+    calls: Calls, policy: str
+) -> None:
+    plain, recomputed = (
+        summed("gpt2", 1, fused=True, dtype=torch.bfloat16, policy=each)
+        for each in ("*:none", policy)
+    )
     assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
 
 
-def test_hooks_that_wait_for_a_gradient_run_once_for_each_and_see_all_of_it(calls: Calls) -> None:
+def test_hooks_that_wait_for_a_gradient_run_once_and_see_all_of_it(calls: Calls) -> None:
     """Of a tied weight too, which gets its gradient from the kernel and from autograd."""
     with tp_state(1) as parallel:
         model = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.bfloat16)
@@ -206,7 +301,9 @@ def test_hooks_that_wait_for_a_gradient_run_once_for_each_and_see_all_of_it(call
                 one.loss(*sample_tokens(number)).mean().backward()
             for key, weight in weights.items():
                 assert len(seen[id(weight)]) == number
-                assert difference(expected[key], seen[id(weight)][-1]) < EPSILON[torch.bfloat16], key
+                assert difference(expected[key], seen[id(weight)][-1]) < EPSILON[torch.bfloat16], (
+                    key
+                )
 
 
 def log_and_trainer(config: RunConfig) -> tuple[str, Trainer]:
@@ -225,65 +322,116 @@ def said(text: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize(("training", "model", "num_calls", "expected"), [
-    (dict(bf16=True), {}, 9, "8 weights: NVIDIA apex's kernel; embedding.word_embeddings.weight: the kernel for the output "
-                             "projection, autograd (grad_dtype) for the lookup"),
-    (dict(fp16=True), dict(untie_embeddings_and_output_weights=True), 9,
-     "weight gradients, added up in float32: 9 weights: NVIDIA apex's kernel"),
-    ({}, dict(untie_embeddings_and_output_weights=True), 9, "9 weights: NVIDIA apex's kernel"),
-    (dict(bf16=True, loss_chunk_size=8), dict(untie_embeddings_and_output_weights=True), 10, "9 weights: NVIDIA apex's kernel"),
-    (dict(bf16=True, gradient_accumulation_fusion=False), {}, 0,
-     "9 weights: autograd (grad_dtype), because of --no-gradient-accumulation-fusion"),
-])
-def test_a_run_uses_the_kernel_where_it_may_and_says_so(calls: Calls, training: dict[str, Any], model: dict[str, Any],
-                                                        num_calls: int, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("training", "model", "num_calls", "expected"),
+    [
+        (
+            dict(bf16=True),
+            {},
+            9,
+            "8 weights: NVIDIA apex's kernel; embedding.word_embeddings.weight: the kernel for "
+            "the output "
+            "projection, autograd (grad_dtype) for the lookup",
+        ),
+        (
+            dict(fp16=True),
+            dict(untie_embeddings_and_output_weights=True),
+            9,
+            "weight gradients, added up in float32: 9 weights: NVIDIA apex's kernel",
+        ),
+        ({}, dict(untie_embeddings_and_output_weights=True), 9, "9 weights: NVIDIA apex's kernel"),
+        (
+            dict(bf16=True, loss_chunk_size=8),
+            dict(untie_embeddings_and_output_weights=True),
+            10,
+            "9 weights: NVIDIA apex's kernel",
+        ),
+        (
+            dict(bf16=True, gradient_accumulation_fusion=False),
+            {},
+            0,
+            "9 weights: autograd (grad_dtype), because of --no-gradient-accumulation-fusion",
+        ),
+    ],
+)
+def test_a_run_uses_the_kernel_where_it_may_and_says_so(
+    calls: Calls, training: dict[str, Any], model: dict[str, Any], num_calls: int, expected: str
+) -> None:
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, **training), model=model))
     assert calls[KERNEL] == 4 * num_calls  # micro-batches
     assert said(log).endswith(expected)
 
 
-def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(calls: Calls,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graphs run as they are: what is asked for is which weights are in them."""
     monkeypatch.setattr("megatron_lite.training.build_trainer.compile_layers_", lambda model: None)
-    log = log_of(tiny_run(training=dict(bf16=True, train_iters=1, eval_iters=0, torch_compile=True),
-                          model=dict(untie_embeddings_and_output_weights=True)))
+    log = log_of(
+        tiny_run(
+            training=dict(bf16=True, train_iters=1, eval_iters=0, torch_compile=True),
+            model=dict(untie_embeddings_and_output_weights=True),
+        )
+    )
     assert calls[KERNEL] == 4
-    assert said(log).endswith(": output_layer.weight: NVIDIA apex's kernel; 8 weights: autograd (grad_dtype), because a graph of "
-                              "--torch-compile cannot call apex's kernel")
+    assert said(log).endswith(
+        ": output_layer.weight: NVIDIA apex's kernel; 8 weights: autograd (grad_dtype), "
+        "because a graph of "
+        "--torch-compile cannot call apex's kernel"
+    )
 
 
 def test_a_run_with_overlap_uses_the_kernel_and_trains_as_without_overlap(calls: Calls) -> None:
     """Without clipping, since the norm is a sum over other parts."""
+
     def work(rank: int, world_size: int) -> list[tuple[str, dict[str, Tensor], int]]:
         results = []
         for layout in ("replicated", "overlap", "zero1, overlap"):
-            config = replace(tiny_run(training=dict(bf16=True, train_iters=3, eval_iters=0), data_parallel=LAYOUTS[layout]),
-                             optimizer=OptimizerConfig(clip_grad=0.0))
+            config = replace(
+                tiny_run(
+                    training=dict(bf16=True, train_iters=3, eval_iters=0),
+                    data_parallel=LAYOUTS[layout],
+                ),
+                optimizer=OptimizerConfig(clip_grad=0.0),
+            )
             log, trainer = log_and_trainer(config)
-            weights = {key: trainer.optimizer.weight(key).detach().clone() for key, _ in trainer.model.named_parameters()}
+            weights = {
+                key: trainer.optimizer.weight(key).detach().clone()
+                for key, _ in trainer.model.named_parameters()
+            }
             results.append((log, weights, calls[KERNEL]))
         return results
 
     for number, of_rank in enumerate(run_ranks(work, 2, detail=False)):
         expected = of_rank[0][1]
         for place, (log, weights, num_calls) in enumerate(of_rank, 1):
-            assert num_calls == place * 3 * 2 * 9  # runs, iterations, micro-batches of a rank, weights
+            # runs, iterations, micro-batches of a rank, weights
+            assert num_calls == place * 3 * 2 * 9
             assert number > 0 or "8 weights: NVIDIA apex's kernel; embedding" in said(log)
-            assert [key for key, weight in expected.items() if not torch.equal(weight, weights[key])] == []
+            assert [
+                key for key, weight in expected.items() if not torch.equal(weight, weights[key])
+            ] == []
 
 
 def test_under_fsdp2_the_log_says_why_the_kernel_is_not_used(calls: Calls) -> None:
-    config = tiny_run(training=dict(bf16=True, train_iters=1, eval_iters=0), data_parallel=LAYOUTS["fsdp2"])
+    config = tiny_run(
+        training=dict(bf16=True, train_iters=1, eval_iters=0), data_parallel=LAYOUTS["fsdp2"]
+    )
     log, _ = run_ranks(lambda rank, world_size: log_of(config), 2, detail=False)
-    assert said(log).endswith("9 weights: autograd (grad_dtype), because --use-torch-fsdp2 reduces the gradients of each "
-                              "micro-batch, and has no sum of a whole weight to add to")
+    assert said(log).endswith(
+        "9 weights: autograd (grad_dtype), because --use-torch-fsdp2 reduces the gradients of each "
+        "micro-batch, and has no sum of a whole weight to add to"
+    )
 
 
-def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(calls: Calls) -> None:
+def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(
+    calls: Calls,
+) -> None:
     """Its lookup is on the first stage, where no matmul reads it."""
-    config = replace(tiny_run(training=dict(bf16=True)), parallel=ParallelConfig(pipeline_model_parallel_size=2,
-                                                                                  distributed_backend="gloo"))
+    config = replace(
+        tiny_run(training=dict(bf16=True)),
+        parallel=ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo"),
+    )
 
     def work(rank: int, world_size: int) -> tuple[int, str]:
         with parallel_state(config.parallel, seed=1) as parallel:
@@ -291,14 +439,26 @@ def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(c
             optimizer = Optimizer(stages, config.optimizer, parallel)
             return parallel.pp_rank, fuse_weight_gradients_(config, parallel, stages, optimizer)
 
-    lines = {rank: said(line).partition(" float32: ")[2] for rank, line in run_ranks(work, 2, detail=False)}
-    assert lines == {rank: f"{count} weights: NVIDIA apex's kernel (of this rank's stages)" for rank, count in ((0, 4), (1, 5))}
+    lines = {
+        rank: said(line).partition(" float32: ")[2]
+        for rank, line in run_ranks(work, 2, detail=False)
+    }
+    assert lines == {
+        rank: f"{count} weights: NVIDIA apex's kernel (of this rank's stages)"
+        for rank, count in ((0, 4), (1, 5))
+    }
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_with_the_kernel_learns_as_one_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp_size: int) -> None:
+def test_a_run_with_the_kernel_learns_as_one_without(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp_size: int
+) -> None:
     def run(name: str) -> list[float]:
-        config = tiny_run(training=dict(bf16=True, train_iters=8, eval_iters=0), metrics=tmp_path / name, tp_size=tp_size)
+        config = tiny_run(
+            training=dict(bf16=True, train_iters=8, eval_iters=0),
+            metrics=tmp_path / name,
+            tp_size=tp_size,
+        )
         if tp_size == 1:
             run_to_end(config)
         else:
@@ -312,15 +472,32 @@ def test_a_run_with_the_kernel_learns_as_one_without(monkeypatch: pytest.MonkeyP
 
 
 def test_the_summary_groups_weights_by_path_and_reason() -> None:
-    paths = {"a": FUSED, "b": FUSED, "c": FUSED, "d": FUSED_PROJECTION, "e": "it rains", "f": "it rains", "g": "it snows"}
+    paths = {
+        "a": FUSED,
+        "b": FUSED,
+        "c": FUSED,
+        "d": FUSED_PROJECTION,
+        "e": "it rains",
+        "f": "it rains",
+        "g": "it snows",
+    }
     assert summary(paths, torch.bfloat16) == (
-        "weight gradients, added up in float32; autograd's are rounded to 16 bits in each micro-batch: 3 weights: NVIDIA apex's "
-        "kernel; d: the kernel for the output projection, autograd (grad_dtype) for the lookup; e, f: autograd (grad_dtype), "
-        "because it rains; g: autograd (grad_dtype), because it snows")
-    assert summary({"a": FUSED}, torch.float32) == "weight gradients, added up in float32: a: NVIDIA apex's kernel"
+        "weight gradients, added up in float32; autograd's are rounded to 16 bits in each "
+        "micro-batch: 3 weights: NVIDIA apex's "
+        "kernel; d: the kernel for the output projection, autograd (grad_dtype) for the "
+        "lookup; e, f: autograd (grad_dtype), "
+        "because it rains; g: autograd (grad_dtype), because it snows"
+    )
+    assert (
+        summary({"a": FUSED}, torch.float32)
+        == "weight gradients, added up in float32: a: NVIDIA apex's kernel"
+    )
 
 
 def test_without_apex_the_log_names_it() -> None:
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0)))
-    assert said(log) == ("weight gradients, added up in float32: 9 weights: autograd, because NVIDIA apex has kernels for cuda "
-                         "and this run is on cpu")
+    assert said(log) == (
+        "weight gradients, added up in float32: 9 weights: autograd, because NVIDIA apex has "
+        "kernels for cuda "
+        "and this run is on cpu"
+    )

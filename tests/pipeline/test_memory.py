@@ -1,4 +1,5 @@
-"""What pipeline ranks hold for backward: after every action exactly what was predicted, by live storages. No tolerance."""
+"""What pipeline ranks hold for backward: after every action exactly what was predicted, by live
+storages. No tolerance."""
 
 from __future__ import annotations
 
@@ -24,29 +25,77 @@ from tests.support.ranks import run_ranks
 
 LAYERS, VOCABULARY, MICRO_BATCHES = 8, 60, 4
 GPT2 = "--hidden-dropout 0.1 --attention-dropout 0"
-LLAMA = ("--swiglu --ffn-hidden-size 24 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-         "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --group-query-attention "
-         "--num-query-groups 2")
+LLAMA = (
+    "--swiglu --ffn-hidden-size 24 --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights "
+    "--group-query-attention "
+    "--num-query-groups 2"
+)
 FULL = "--recompute-granularity full --recompute-method"
 CASES = [
     (2, "--pipeline-model-parallel-size 2", GPT2),
     (2, f"--pipeline-model-parallel-size 2 {FULL} uniform --recompute-num-layers 3", GPT2),
-    (2, f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {FULL} block", LLAMA),
-    (4, "--pipeline-model-parallel-size 4 --recompute-granularity selective --recompute-modules layernorm mlp", LLAMA),
-    (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--sequence-parallel --recompute-granularity selective --recompute-modules layernorm activation", GPT2),
-    (4, f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 {FULL} uniform --distribute-saved-activations", GPT2),
-    (4, f"--pipeline-model-parallel-size 4 {FULL} uniform --num-microbatches-with-partial-activation-checkpoints 2", GPT2),
-    pytest.param(4, "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
-                 f"--num-virtual-stages-per-pipeline-rank 2 {FULL} uniform "
-                 "--num-microbatches-with-partial-activation-checkpoints 5", LLAMA, marks=pytest.mark.long),
-    (2, "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --loss-chunk-size 4", LLAMA),
+    (
+        2,
+        f"--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {FULL} block",
+        LLAMA,
+    ),
+    (
+        4,
+        (
+            "--pipeline-model-parallel-size 4 --recompute-granularity selective "
+            "--recompute-modules layernorm mlp"
+        ),
+        LLAMA,
+    ),
+    (
+        4,
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2 "
+        "--sequence-parallel --recompute-granularity selective --recompute-modules layernorm "
+        "activation",
+        GPT2,
+    ),
+    (
+        4,
+        (
+            f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 {FULL} uniform "
+            "--distribute-saved-activations"
+        ),
+        GPT2,
+    ),
+    (
+        4,
+        (
+            f"--pipeline-model-parallel-size 4 {FULL} uniform "
+            "--num-microbatches-with-partial-activation-checkpoints 2"
+        ),
+        GPT2,
+    ),
+    pytest.param(
+        4,
+        "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
+        f"--num-virtual-stages-per-pipeline-rank 2 {FULL} uniform "
+        "--num-microbatches-with-partial-activation-checkpoints 5",
+        LLAMA,
+        marks=pytest.mark.long,
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --loss-chunk-size 4",
+        LLAMA,
+    ),
 ]
 
 
 def config_of(flags: str, model: str) -> RunConfig:
-    sizes = (f"--num-layers {LAYERS} --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
-             f"--micro-batch-size 2 --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8 --distributed-backend gloo --bf16")
+    sizes = (
+        f"--num-layers {LAYERS} --hidden-size 16 --num-attention-heads 4 --seq-length 8 "
+        "--max-position-embeddings 8 "
+        f"--micro-batch-size 2 --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8 "
+        "--distributed-backend gloo --bf16"
+    )
     return parse_args(f"{sizes} {model} {flags}".split()).config
 
 
@@ -59,10 +108,14 @@ class Live(LiveStorages):
         pass
 
     def settled(self, expected: int, known: set[int], more: int) -> int:
-        """Bytes alive in other storages than the known ones, less `more`. A backend's thread may let go of a collective's
-        tensors late: where they are not what is expected, it is given time."""
+        """Bytes alive in other storages than the known ones, less `more`. A backend's thread may
+        let go of a collective's tensors late: where they are not what is expected, it is given
+        time."""
         while True:
-            found = sum(size for address, size in self.storages().items() if address not in known) - more
+            found = (
+                sum(size for address, size in self.storages().items() if address not in known)
+                - more
+            )
             if found == expected or self.patience_s <= 0:
                 return found
             time.sleep(0.01)
@@ -81,12 +134,17 @@ class Tokens:
         return MicroBatch(text[:, :-1].clone(), text[:, 1:].clone())
 
 
-def measured(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> list[tuple[Action, int]]:
-    """After each action of a step: the bytes of the live storages that wait for a backward on this rank."""
+def measured(
+    config: RunConfig, parallel: ParallelState, num_microbatches: int
+) -> list[tuple[Action, int]]:
+    """After each action of a step: the bytes of the live storages that wait for a backward on this
+    rank."""
     with torch.autograd.set_multithreading_enabled(False):
         runner = StageRunner.of(config, build_stages(config, parallel), parallel)
         GradBuffer(dict(runner.model.named_parameters()), parallel)
-        expected = iter(ticks(config, "cpu", rank=parallel.pp_rank, num_microbatches=num_microbatches))
+        expected = iter(
+            ticks(config, "cpu", rank=parallel.pp_rank, num_microbatches=num_microbatches)
+        )
         live, seen, losses = Live(), [], set()
 
         def after(action: Action) -> None:
@@ -108,18 +166,29 @@ def test_after_every_action_a_rank_holds_what_is_predicted(ranks, flags, model):
         with parallel_state(config.parallel, seed=1) as parallel:
             return measured(config, parallel, MICRO_BATCHES), [
                 (tick.action, tick.kept_bytes)
-                for tick in ticks(config, "cpu", rank=parallel.pp_rank, num_microbatches=MICRO_BATCHES)]
+                for tick in ticks(
+                    config, "cpu", rank=parallel.pp_rank, num_microbatches=MICRO_BATCHES
+                )
+            ]
 
     for seen, expected in run_ranks(work, ranks, detail=False):
         assert seen == expected
 
 
-@pytest.mark.parametrize(("flags", "num_microbatches", "fullest"), [
-    ("--decoder-first-pipeline-num-layers 1", 2, 1), ("--decoder-last-pipeline-num-layers 4", 1, 1),
-    ("--decoder-first-pipeline-num-layers 3 --recompute-policy stage0/*:full/3", 2, 1)])
+@pytest.mark.parametrize(
+    ("flags", "num_microbatches", "fullest"),
+    [
+        ("--decoder-first-pipeline-num-layers 1", 2, 1),
+        ("--decoder-last-pipeline-num-layers 4", 1, 1),
+        ("--decoder-first-pipeline-num-layers 3 --recompute-policy stage0/*:full/3", 2, 1),
+    ],
+)
 def test_the_report_is_of_the_rank_that_is_measured_to_hold_most(flags, num_microbatches, fullest):
-    config = config_of(f"--pipeline-model-parallel-size 2 {flags} --global-batch-size {2 * num_microbatches} "
-                       "--no-overlap-p2p-communication", GPT2)
+    config = config_of(
+        f"--pipeline-model-parallel-size 2 {flags} --global-batch-size {2 * num_microbatches} "
+        "--no-overlap-p2p-communication",
+        GPT2,
+    )
 
     def work(rank, world_size):
         with parallel_state(config.parallel, seed=1) as parallel:

@@ -1,4 +1,5 @@
-"""The schedules beside those of torch.distributed.pipelining, which this project does not use at run time."""
+"""The schedules beside those of torch.distributed.pipelining, which this project does not use at
+run time."""
 
 from __future__ import annotations
 
@@ -20,17 +21,42 @@ def theirs(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
         example = torch.zeros(1)
-        stages = [PipelineStage(nn.Identity(), chunk * size, size * chunks, torch.device("cpu"), input_args=(example,),
-                                output_args=(example,)) for chunk in range(chunks)]
-        schedule = ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda output, target: output.sum())
-        return [[Action("forward" if one.computation_type.name == "FORWARD" else "backward", one.microbatch_index,
-                        one.stage_index // size) for one in schedule.pipeline_order[rank] if one is not None]
-                for rank in range(size)]
+        stages = [
+            PipelineStage(
+                nn.Identity(),
+                chunk * size,
+                size * chunks,
+                torch.device("cpu"),
+                input_args=(example,),
+                output_args=(example,),
+            )
+            for chunk in range(chunks)
+        ]
+        schedule = ScheduleInterleaved1F1B(
+            stages, microbatches, loss_fn=lambda output, target: output.sum()
+        )
+        return [
+            [
+                Action(
+                    "forward" if one.computation_type.name == "FORWARD" else "backward",
+                    one.microbatch_index,
+                    one.stage_index // size,
+                )
+                for one in schedule.pipeline_order[rank]
+                if one is not None
+            ]
+            for rank in range(size)
+        ]
 
     return run_ranks(work, 1, detail=False)[0]
 
 
-@pytest.mark.parametrize(("size", "chunks", "microbatches"), [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 3, 4)])
+@pytest.mark.parametrize(
+    ("size", "chunks", "microbatches"), [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 3, 4)]
+)
 def test_the_interleaved_order_is_torchs(size, chunks, microbatches):
-    ours = [order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks) for rank in range(size)]
+    ours = [
+        order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks)
+        for rank in range(size)
+    ]
     assert ours == theirs(size, chunks, microbatches)

@@ -1,4 +1,5 @@
-"""The schedules of every small pipeline, run in a simulator that knows only what a stage needs before it can start."""
+"""The schedules of every small pipeline, run in a simulator that knows only what a stage needs
+before it can start."""
 
 from __future__ import annotations
 
@@ -7,22 +8,38 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, most_in_flight, order
+from megatron_lite.pipeline.order import (
+    Action,
+    forwards_only,
+    in_flight,
+    keeping_all,
+    most_in_flight,
+    order,
+)
 from tests.support.bubble import bubble
 
-LAYOUTS = [(size, chunks, microbatches)
-           for size, chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))
-           if chunks == 1 or (size > 1 and microbatches % size == 0)]
+LAYOUTS = [
+    (size, chunks, microbatches)
+    for size, chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))
+    if chunks == 1 or (size > 1 and microbatches % size == 0)
+]
 
 
 def orders(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
-    return [order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks) for rank in range(size)]
+    return [
+        order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks)
+        for rank in range(size)
+    ]
 
 
-def simulate(actions: list[list[Action]], chunks: int) -> tuple[Fraction, list[tuple[int, int, Action]]]:
-    """Runs every rank's list in its order, each action as soon as what it needs was made: (duration, [(end, rank, action)]).
+def simulate(
+    actions: list[list[Action]], chunks: int
+) -> tuple[Fraction, list[tuple[int, int, Action]]]:
+    """Runs every rank's list in its order, each action as soon as what it needs was made:
+    (duration, [(end, rank, action)]).
 
-    A forward of one whole rank takes 1 and a backward 2, divided over its stages. AssertionError where all ranks wait.
+    A forward of one whole rank takes 1 and a backward 2, divided over its stages. AssertionError
+    where all ranks wait.
     """
     size = len(actions)
     ends: dict[tuple[str, int, int], Fraction] = {}  # (kind, micro-batch, stage)
@@ -49,7 +66,10 @@ def simulate(actions: list[list[Action]], chunks: int) -> tuple[Fraction, list[t
             trace.append((clocks[rank], rank, action))
             positions[rank] += 1
             moved = True
-        assert moved, f"all ranks wait: {[own[position:][:1] for position, own in zip(positions, actions, strict=True)]}"
+        assert moved, (
+            "all ranks wait: "
+            f"{[own[position:][:1] for position, own in zip(positions, actions, strict=True)]}"
+        )
     return max(clocks), trace
 
 
@@ -57,11 +77,17 @@ def simulate(actions: list[list[Action]], chunks: int) -> tuple[Fraction, list[t
 def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(chunks):
     for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == chunks]:
         actions = orders(size, chunks, microbatches)
-        everything = {Action(kind, microbatch, chunk) for kind in ("forward", "backward") for microbatch in range(microbatches)
-                      for chunk in range(chunks)}
+        everything = {
+            Action(kind, microbatch, chunk)
+            for kind in ("forward", "backward")
+            for microbatch in range(microbatches)
+            for chunk in range(chunks)
+        }
         assert all(len(own) == len(everything) and set(own) == everything for own in actions)
         duration, _ = simulate(actions, chunks)
-        idle = Fraction(bubble(size=size, num_microbatches=microbatches, chunks=chunks)).limit_denominator()
+        idle = Fraction(
+            bubble(size=size, num_microbatches=microbatches, chunks=chunks)
+        ).limit_denominator()
         assert duration == 3 * microbatches * (1 + idle)
 
 
@@ -70,16 +96,22 @@ def test_as_many_are_in_flight_as_the_formula_says(chunks):
     for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == chunks]:
         for rank, own in enumerate(orders(size, chunks, microbatches)):
             counts = [len(waiting) for _, waiting in in_flight(own)]
-            expected = most_in_flight(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks)
+            expected = most_in_flight(
+                size=size, rank=rank, num_microbatches=microbatches, chunks=chunks
+            )
             assert max(counts) == expected and counts[-1] == 0
-            assert chunks > 1 or expected == min(size - rank, microbatches)  # the paper's figure for 1F1B
+            # the paper's figure for 1F1B
+            assert chunks > 1 or expected == min(size - rank, microbatches)
 
 
 def test_of_the_interleaved_order_the_first_rank_holds_what_the_paper_says():
     """L (1 + (p-1) / (p v)) layers: 2205.05198, section 4.3."""
     for size, chunks, microbatches in LAYOUTS:
         if chunks > 1 and microbatches >= 2 * size:
-            held = Fraction(most_in_flight(size=size, rank=0, num_microbatches=microbatches, chunks=chunks), size * chunks)
+            held = Fraction(
+                most_in_flight(size=size, rank=0, num_microbatches=microbatches, chunks=chunks),
+                size * chunks,
+            )
             assert held == 1 + Fraction(size - 1, size * chunks)
 
 
@@ -89,20 +121,40 @@ def test_neighbours_send_in_the_order_in_which_they_receive():
         actions = orders(size, chunks, microbatches)
         for rank in range(size if size > 1 else 0):
             peer = (rank + 1) % size
-            step = 1 if rank == size - 1 else 0  # from the last rank to the first: the next of its stages
+            # from the last rank to the first: the next of its stages
+            step = 1 if rank == size - 1 else 0
             for kind, sender, receiver in (("forward", rank, peer), ("backward", peer, rank)):
                 offset = step if kind == "forward" else -step
-                sent = [(one.microbatch, one.chunk + offset) for one in actions[sender] if one.kind == kind
-                        and 0 <= one.chunk + offset < chunks and not (kind == "forward" and step and one.chunk == chunks - 1)]
-                received = [(one.microbatch, one.chunk) for one in actions[receiver] if one.kind == kind
-                            and 0 <= one.chunk - offset < chunks]
+                sent = [
+                    (one.microbatch, one.chunk + offset)
+                    for one in actions[sender]
+                    if one.kind == kind
+                    and 0 <= one.chunk + offset < chunks
+                    and not (kind == "forward" and step and one.chunk == chunks - 1)
+                ]
+                received = [
+                    (one.microbatch, one.chunk)
+                    for one in actions[receiver]
+                    if one.kind == kind and 0 <= one.chunk - offset < chunks
+                ]
                 assert sent == received
 
 
 def test_a_backward_comes_after_as_few_forwards_as_the_stages_allow():
     assert orders(2, 1, 4) == [
-        [Action(*one) for one in (("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1),
-                                  ("forward", 3), ("backward", 2), ("backward", 3))],
+        [
+            Action(*one)
+            for one in (
+                ("forward", 0),
+                ("forward", 1),
+                ("backward", 0),
+                ("forward", 2),
+                ("backward", 1),
+                ("forward", 3),
+                ("backward", 2),
+                ("backward", 3),
+            )
+        ],
         [Action(kind, number) for number in range(4) for kind in ("forward", "backward")],
     ]
 
@@ -110,12 +162,16 @@ def test_a_backward_comes_after_as_few_forwards_as_the_stages_allow():
 def test_an_evaluation_has_the_forwards_of_a_step_in_their_order():
     for size, chunks, microbatches in LAYOUTS:
         for own in orders(size, chunks, microbatches):
-            assert [one for one in own if one.kind == "forward"] == forwards_only(size=size, num_microbatches=microbatches,
-                                                                                   chunks=chunks)
+            assert [one for one in own if one.kind == "forward"] == forwards_only(
+                size=size, num_microbatches=microbatches, chunks=chunks
+            )
 
 
 def test_micro_batches_that_the_interleaved_order_cannot_place_are_refused():
-    with pytest.raises(ValueError, match="6 micro-batches per step are not a multiple of --pipeline-model-parallel-size 4"):
+    with pytest.raises(
+        ValueError,
+        match="6 micro-batches per step are not a multiple of --pipeline-model-parallel-size 4",
+    ):
         order(size=4, rank=0, num_microbatches=6, chunks=2)
     assert order(size=4, rank=0, num_microbatches=6)
 
@@ -131,9 +187,13 @@ def test_the_simulator_sees_an_order_that_cannot_run(fault):
         simulate(actions, 1)
 
 
-@pytest.mark.parametrize(("rank", "kept"), [(0, [0, 4]), (1, [0, 3, 6]), (2, [0, 2, 4, 6]), (3, [0, 1, 2, 3, 4, 5, 6, 7])])
+@pytest.mark.parametrize(
+    ("rank", "kept"),
+    [(0, [0, 4]), (1, [0, 3, 6]), (2, [0, 2, 4, 6]), (3, [0, 1, 2, 3, 4, 5, 6, 7])],
+)
 def test_of_each_window_the_first_micro_batches_keep_everything(rank, kept):
-    """Windows are as long as micro-batches can be in flight, 4, 3, 2 and 1: of all that wait at once, one keeps everything."""
+    """Windows are as long as micro-batches can be in flight, 4, 3, 2 and 1: of all that wait at
+    once, one keeps everything."""
     whole = keeping_all(size=4, rank=rank, num_microbatches=8, num_kept=1)
     assert sorted(action.microbatch for action in whole) == kept
     waiting = [held for _, held in in_flight(order(size=4, rank=rank, num_microbatches=8))]

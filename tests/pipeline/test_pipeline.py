@@ -1,4 +1,5 @@
-"""A pipeline trains as one process does: losses, gradients, norms and weights, in every layout of its ranks."""
+"""A pipeline trains as one process does: losses, gradients, norms and weights, in every layout of
+its ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ from tests.support.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 3, 4
 LAYOUTS = [
-    Layout(pp=2), Layout(pp=4), Layout(pp=2, chunks=2), Layout(pp=4, chunks=2), Layout(pp=2, dp=2), Layout(pp=2, tp=2),
-    Layout(pp=2, tp=2, sequence_parallel=True), Layout(pp=2, first=3), Layout(pp=2, tp=2, dp=2, chunks=2, sequence_parallel=True),
+    Layout(pp=2),
+    Layout(pp=4),
+    Layout(pp=2, chunks=2),
+    Layout(pp=4, chunks=2),
+    Layout(pp=2, dp=2),
+    Layout(pp=2, tp=2),
+    Layout(pp=2, tp=2, sequence_parallel=True),
+    Layout(pp=2, first=3),
+    Layout(pp=2, tp=2, dp=2, chunks=2, sequence_parallel=True),
 ]
 VARIANT_OF = {"gpt2": "tied", "llama": "untied, with rotary embeddings"}
 
@@ -29,24 +37,47 @@ def config_of(variant: str, **overrides: object):
 
 @cache
 def single_process(variant: str, dtype: torch.dtype) -> Trained:
-    return train(Layout(), config_of(variant), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=dtype)
+    return train(
+        Layout(), config_of(variant), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=dtype
+    )
 
 
-@pytest.mark.parametrize(("layout", "variant"), [
-    pytest.param(layout, variant, id=f"{layout}-{variant}", marks=[pytest.mark.long] * ((number + place) % 2))
-    for number, layout in enumerate(LAYOUTS) for place, variant in enumerate(VARIANT_OF)])
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [
+        pytest.param(
+            layout,
+            variant,
+            id=f"{layout}-{variant}",
+            marks=[pytest.mark.long] * ((number + place) % 2),
+        )
+        for number, layout in enumerate(LAYOUTS)
+        for place, variant in enumerate(VARIANT_OF)
+    ],
+)
 def test_a_pipeline_trains_as_one_process_does(layout, variant):
     expected = single_process(variant, torch.float64)
 
     def work(rank, world_size):
-        got = train(layout, config_of(variant), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64)
-        errors = {f"{kind} {name}": difference(getattr(expected, kind)[name], value)
-                  for kind in ("first_grads", "weights") for name, value in getattr(got, kind).items()}
+        got = train(
+            layout,
+            config_of(variant),
+            steps=STEPS,
+            micro_batches=MICRO_BATCHES,
+            dtype=torch.float64,
+        )
+        errors = {
+            f"{kind} {name}": difference(getattr(expected, kind)[name], value)
+            for kind in ("first_grads", "weights")
+            for name, value in getattr(got, kind).items()
+        }
         return got.losses, got.grad_norms, max(errors.values()), sorted(got.weights)
 
     names = set()
     for losses, grad_norms, worst, held in run_ranks(work, layout.ranks, detail=False):
-        assert losses == pytest.approx(expected.losses, rel=1e-10) and grad_norms == pytest.approx(expected.grad_norms, rel=1e-10)
+        assert losses == pytest.approx(expected.losses, rel=1e-10) and grad_norms == pytest.approx(
+            expected.grad_norms, rel=1e-10
+        )
         assert worst < 1e-9
         names |= set(held)
     assert names == expected.weights.keys()
@@ -55,62 +86,118 @@ def test_a_pipeline_trains_as_one_process_does(layout, variant):
 DATA_PARALLEL = {
     "overlap": dict(overlap_grad_reduce=True, ddp_bucket_size=2000),
     "zero1": dict(use_distributed_optimizer=True),
-    "zero1-overlap": dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
-                          ddp_bucket_size=2000),
+    "zero1-overlap": dict(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        ddp_bucket_size=2000,
+    ),
 }
 
 
-@pytest.mark.parametrize("layout", [
-    Layout(pp=2, dp=2, chunks=2),
-    pytest.param(Layout(pp=2, dp=2, tp=2, sequence_parallel=True), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp=2, chunks=2),
+        pytest.param(Layout(pp=2, dp=2, tp=2, sequence_parallel=True), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_data_parallel_layouts_train_a_pipeline_alike(layout):
     """With tied embeddings, whose two ends are shared out alike."""
     expected = single_process("gpt2", torch.float64)
 
     def work(rank, world_size):
-        trained = {name: train(layout, config_of("gpt2"), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64,
-                               data_parallel=DataParallelConfig(**flags)) for name, flags in DATA_PARALLEL.items()}
-        return {name: (got.losses, got.grad_norms, max(difference(expected.weights[key], value)
-                                                       for key, value in got.weights.items())) for name, got in trained.items()}
+        trained = {
+            name: train(
+                layout,
+                config_of("gpt2"),
+                steps=STEPS,
+                micro_batches=MICRO_BATCHES,
+                dtype=torch.float64,
+                data_parallel=DataParallelConfig(**flags),
+            )
+            for name, flags in DATA_PARALLEL.items()
+        }
+        return {
+            name: (
+                got.losses,
+                got.grad_norms,
+                max(difference(expected.weights[key], value) for key, value in got.weights.items()),
+            )
+            for name, got in trained.items()
+        }
 
     for of_rank in run_ranks(work, layout.ranks, detail=False):
         for name, (losses, grad_norms, worst) in of_rank.items():
             assert losses == pytest.approx(expected.losses, rel=1e-10), name
-            assert grad_norms == pytest.approx(expected.grad_norms, rel=1e-10) and worst < 1e-9, name
+            assert grad_norms == pytest.approx(expected.grad_norms, rel=1e-10) and worst < 1e-9, (
+                name
+            )
 
 
 POLICIES = {
-    "uniform 2": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    "uniform 2": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    ),
     "block 1": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "core_attn and mlp": dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp")),
+    "core_attn and mlp": dict(
+        recompute_granularity="selective", recompute_modules=("core_attn", "mlp")
+    ),
     "pointwise": dict(recompute_granularity="selective", recompute_modules=("pointwise",)),
-    "units split over the ranks": dict(recompute_granularity="full", recompute_method="uniform",
-                                       distribute_saved_activations=True),
-    "one buffer": dict(recompute_granularity="full", recompute_method="uniform", contiguous_saved_activations=True),
-    "by stage": dict(recompute_policy="stage0/*:full; stage1/0:mlp; stage1/*:ops(matmul); *:full/2@host"),
+    "units split over the ranks": dict(
+        recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=True
+    ),
+    "one buffer": dict(
+        recompute_granularity="full", recompute_method="uniform", contiguous_saved_activations=True
+    ),
+    "by stage": dict(
+        recompute_policy="stage0/*:full; stage1/0:mlp; stage1/*:ops(matmul); *:full/2@host"
+    ),
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(Layout(pp=2, tp=2, chunks=2), marks=pytest.mark.long), Layout(pp=4)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(Layout(pp=2, tp=2, chunks=2), marks=pytest.mark.long), Layout(pp=4)],
+    ids=str,
+)
 def test_no_recompute_policy_changes_a_bit(layout):
-    """With dropout, so that every replay has to draw what its forward drew, with others in between."""
-    legal = [(name, flags) for name, flags in POLICIES.items() if layout.tp > 1 or "split" not in name]
+    """With dropout, so that every replay has to draw what its forward drew, with others in
+    between."""
+    legal = [
+        (name, flags) for name, flags in POLICIES.items() if layout.tp > 1 or "split" not in name
+    ]
     policies = dict(sampled(legal, every=2))
 
     def work(rank, world_size):
         def outcome(num_kept: int = 0, overlap: bool = True, **flags: object) -> Trained:
             config = config_of("gpt2", hidden_dropout=0.1, attention_dropout=0.1)
-            return train(layout, config, steps=2, micro_batches=MICRO_BATCHES, dtype=torch.float32, num_kept=num_kept,
-                         overlap=overlap, recompute=RecomputeConfig(**flags))
+            return train(
+                layout,
+                config,
+                steps=2,
+                micro_batches=MICRO_BATCHES,
+                dtype=torch.float32,
+                num_kept=num_kept,
+                overlap=overlap,
+                recompute=RecomputeConfig(**flags),
+            )
 
         plain = outcome()
         others = {name: outcome(**flags) for name, flags in policies.items()}
         others["some micro-batches keep everything"] = outcome(num_kept=1, **POLICIES["uniform 2"])
         others["no overlap"] = outcome(overlap=False)
-        return {name: other.losses == plain.losses and other.grad_norms == plain.grad_norms
-                and all(torch.equal(getattr(other, kind)[key], value) for kind in ("first_grads", "weights")
-                        for key, value in getattr(plain, kind).items())
-                for name, other in others.items()}
+        return {
+            name: other.losses == plain.losses
+            and other.grad_norms == plain.grad_norms
+            and all(
+                torch.equal(getattr(other, kind)[key], value)
+                for kind in ("first_grads", "weights")
+                for key, value in getattr(plain, kind).items()
+            )
+            for name, other in others.items()
+        }
 
     for equal in run_ranks(work, layout.ranks, detail=False):
         assert len(equal) == len(policies) + 2 and all(equal.values()), equal

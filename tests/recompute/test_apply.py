@@ -16,17 +16,41 @@ from megatron_lite.recompute.verify import RecomputeMismatch
 
 
 def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(n_layer=5, n_embd=16, n_head=4, vocab_size=61, n_positions=12, resid_pdrop=0.2,
-                                      embd_pdrop=0.2, attn_pdrop=0.2, attn_implementation="eager"))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=5,
+            n_embd=16,
+            n_head=4,
+            vocab_size=61,
+            n_positions=12,
+            resid_pdrop=0.2,
+            embd_pdrop=0.2,
+            attn_pdrop=0.2,
+            attn_implementation="eager",
+        )
+    )
 
 
 def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=5, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
-                                        intermediate_size=24, vocab_size=61, max_position_embeddings=12, attention_dropout=0.2,
-                                        attn_implementation="eager"))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=5,
+            hidden_size=16,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=24,
+            vocab_size=61,
+            max_position_embeddings=12,
+            attention_dropout=0.2,
+            attn_implementation="eager",
+        )
+    )
 
 
-MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {"gpt2": (gpt2, "transformer.h"), "llama": (llama, "model.layers")}
+MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "gpt2": (gpt2, "transformer.h"),
+    "llama": (llama, "model.layers"),
+}
 TOKENS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(4))
 
 
@@ -51,16 +75,30 @@ def policy(name: str, text: str, **options: bool) -> Callable[[PreTrainedModel],
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("text", ["*:full", "every-2:full", "every-3+1:full; *:none", "0,3-4:full", "*:full@host",
-                                  "every-2:none@host", "*:ops(matmul)", "*:ops(matmul/2)@host"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "*:full",
+        "every-2:full",
+        "every-3+1:full; *:none",
+        "0,3-4:full",
+        "*:full@host",
+        "every-2:none@host",
+        "*:ops(matmul)",
+        "*:ops(matmul/2)@host",
+    ],
+)
 def test_gradients_are_those_of_the_plain_model_to_the_bit(name: str, text: str) -> None:
     kept, expected = outcome(name, lambda model: None)
     less, found = outcome(name, policy(name, text))
-    assert less < kept and all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+    assert less < kept and all(
+        torch.equal(mine, other) for mine, other in zip(found, expected, strict=True)
+    )
 
 
 def alive_after_forward(name: str, prepare: Callable[[PreTrainedModel], object]) -> int:
-    """Bytes, whoever keeps them, but for the states of the random numbers: no operator makes those of transformers."""
+    """Bytes, whoever keeps them, but for the states of the random numbers: no operator makes those
+    of transformers."""
     torch.manual_seed(1)
     model = MODELS[name][0]()
     prepare(model)
@@ -73,7 +111,9 @@ def alive_after_forward(name: str, prepare: Callable[[PreTrainedModel], object])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(name: str) -> None:
+def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(
+    name: str,
+) -> None:
     def own(model: PreTrainedModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
@@ -87,7 +127,8 @@ def test_a_verified_replay_that_differs_names_the_layer() -> None:
     model.train()
     model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()  # nothing differs yet
     loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    model.transformer.h[3].mlp.act.forward = torch.relu  # not part of the state that a replay restores
+    # not part of the state that a replay restores
+    model.transformer.h[3].mlp.act.forward = torch.relu
     with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.3"):
         loss.backward()
 
@@ -99,17 +140,30 @@ def test_the_layers_of_a_dictionary_are_counted_in_its_order() -> None:
     assert ["forward" in layer.__dict__ for layer in model.blocks.values()] == [False, True, False]
 
 
-@pytest.mark.parametrize(("fqn", "text", "message"), [
-    ("transformer.layers", "*:full", "no module 'transformer.layers'; its lists of modules are transformer.h"),
-    ("transformer.h.0", "*:full", "is a GPT2Block: a policy needs a ModuleList or a ModuleDict"),
-    ("transformer.h", "*:mlp", "mlp are regions, and this model's layers name none"),
-    ("transformer.h", "*:full/2", "one by one"),
-    ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
-    ("transformer.h", "*:ops()", "expected an operator"),
-    ("transformer.h", "*:ops(aten.mmm.default)", "no operator aten.mmm.default"),
-    ("transformer.h", "*:ful", "at character 3"),
-])
-def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(fqn: str, text: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("fqn", "text", "message"),
+    [
+        (
+            "transformer.layers",
+            "*:full",
+            "no module 'transformer.layers'; its lists of modules are transformer.h",
+        ),
+        (
+            "transformer.h.0",
+            "*:full",
+            "is a GPT2Block: a policy needs a ModuleList or a ModuleDict",
+        ),
+        ("transformer.h", "*:mlp", "mlp are regions, and this model's layers name none"),
+        ("transformer.h", "*:full/2", "one by one"),
+        ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
+        ("transformer.h", "*:ops()", "expected an operator"),
+        ("transformer.h", "*:ops(aten.mmm.default)", "no operator aten.mmm.default"),
+        ("transformer.h", "*:ful", "at character 3"),
+    ],
+)
+def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(
+    fqn: str, text: str, message: str
+) -> None:
     model = gpt2()
     with pytest.raises(ValueError) as raised:
         apply_policy_(model, layers_fqn=fqn, policy=text)

@@ -1,4 +1,5 @@
-"""--contiguous-saved-activations: one allocation for the inputs of all units, slots that always come back, no bit changed."""
+"""--contiguous-saved-activations: one allocation for the inputs of all units, slots that always
+come back, no bit changed."""
 
 from __future__ import annotations
 
@@ -21,20 +22,39 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.arena import ALIGNMENT, FLAG, Arena
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+)
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 5
 CPU = torch.device("cpu")
 INPUT = SEQ_LENGTH * BATCH * 32 * 4  # bytes of a unit's input, s b h in float32
 SLOT = -(-INPUT // ALIGNMENT) * ALIGNMENT
-POLICIES = ("*:full", "*:full/2", "*:full@host", "0:none; 1-2:full; 3:pointwise; 4:full", "0-1:full/2@host; *:full")
+POLICIES = (
+    "*:full",
+    "*:full/2",
+    "*:full@host",
+    "0:none; 1-2:full; 3:pointwise; 4:full",
+    "0-1:full/2@host; *:full",
+)
 
 
-def build(policy: str, parallel: ParallelState, *, contiguous: bool = True, micro_batches: int = 1) -> GPTModel:
+def build(
+    policy: str, parallel: ParallelState, *, contiguous: bool = True, micro_batches: int = 1
+) -> GPTModel:
     recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
-    model = build_tiny_model(tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1), parallel, dtype=torch.float32,
-                             plan=plan_stage(recompute, NUM_LAYERS))
+    model = build_tiny_model(
+        tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1),
+        parallel,
+        dtype=torch.float32,
+        plan=plan_stage(recompute, NUM_LAYERS),
+    )
     model.decoder.stores.micro_batches = micro_batches
     return model
 
@@ -45,7 +65,8 @@ def alone(policy: str, *, contiguous: bool = True, micro_batches: int = 1) -> GP
 
 
 def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
-    """Gradients of micro-batches that are all in flight before the first backward. The random numbers are the same each time."""
+    """Gradients of micro-batches that are all in flight before the first backward. The random
+    numbers are the same each time."""
     model.context.rng.restore(RngStreams(CPU, seed=5, tp_rank=model.context.rank).snapshot())
     for parameter in model.parameters():
         parameter.grad = None
@@ -81,15 +102,25 @@ def allocations() -> Iterator[list[int]]:
 def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
     ours, plain = alone(policy, micro_batches=2), alone("*:none", contiguous=False)
     for batches in ((3,), (3, 4), (4, 5)):
-        assert equal(step(ours, batches=batches), step(plain, batches=batches)) and in_use(ours) == 0
+        assert (
+            equal(step(ours, batches=batches), step(plain, batches=batches)) and in_use(ours) == 0
+        )
 
 
-@pytest.mark.parametrize(("policy", "sizes"), [
-    ("*:full", [5 * SLOT]), ("*:full/2", [3 * SLOT]), ("*:full@host", [5 * SLOT]),
-    ("0:none; 1-2:full; 3:pointwise; 4:full", [3 * SLOT]), ("0-1:full/2@host; *:full", [SLOT, 3 * SLOT])])
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        ("*:full", [5 * SLOT]),
+        ("*:full/2", [3 * SLOT]),
+        ("*:full@host", [5 * SLOT]),
+        ("0:none; 1-2:full; 3:pointwise; 4:full", [3 * SLOT]),
+        ("0-1:full/2@host; *:full", [SLOT, 3 * SLOT]),
+    ],
+)
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_there_is_one_allocation_for_each_kind_of_memory_of_the_size_that_the_plan_says(policy: str, sizes: list[int],
-                                                                                       micro_batches: int) -> None:
+def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(
+    policy: str, sizes: list[int], micro_batches: int
+) -> None:
     model = alone(policy, micro_batches=micro_batches)
     with allocations() as made:
         for _ in range(3):
@@ -98,9 +129,12 @@ def test_there_is_one_allocation_for_each_kind_of_memory_of_the_size_that_the_pl
     assert len(model.decoder.stores.storages()) == len(sizes)
 
 
-def second_step(rank: int, world_size: int, policy: str, contiguous: bool, size: int) -> tuple[int, int, int, int]:
-    """Of its forward: storages of that size that it leaves behind for backward; bytes in use in the stores; bytes of other
-    storages that it leaves behind. Of the whole step: bytes that it leaves behind."""
+def second_step(
+    rank: int, world_size: int, policy: str, contiguous: bool, size: int
+) -> tuple[int, int, int, int]:
+    """Of its forward: storages of that size that it leaves behind for backward; bytes in use in the
+    stores; bytes of other storages that it leaves behind. Of the whole step: bytes that it leaves
+    behind."""
     with tp_state(world_size) as parallel:
         model = build(policy, parallel, contiguous=contiguous)
         step(model)
@@ -109,16 +143,29 @@ def second_step(rank: int, world_size: int, policy: str, contiguous: bool, size:
             loss = model.loss(*sample_tokens()).mean()
             known = {tensor.untyped_storage()._cdata for tensor in (loss, *parameters)}
             beside = live.bytes_beside(known | meter.storages().keys() | stores.storages())
-            count, used = sum(storage.num_bytes == size for storage in meter.storages().values()), in_use(model)
+            count, used = (
+                sum(storage.num_bytes == size for storage in meter.storages().values()),
+                in_use(model),
+            )
             loss.backward()
             del loss
             return count, used, beside, live.bytes_beside(stores.storages())
 
 
-@pytest.mark.parametrize(("world_size", "policy", "size"), [
-    (1, "*:full", INPUT), (1, "*:full@host", INPUT), (2, "*:full@split", INPUT // 2), (2, "*:full@split+host", INPUT // 2)])
-def test_a_forward_leaves_no_storage_behind_for_a_unit(world_size: int, policy: str, size: int) -> None:
-    head = 2 if world_size == 1 else 0  # the output of the last layer and its norm are as large as a unit's whole input
+@pytest.mark.parametrize(
+    ("world_size", "policy", "size"),
+    [
+        (1, "*:full", INPUT),
+        (1, "*:full@host", INPUT),
+        (2, "*:full@split", INPUT // 2),
+        (2, "*:full@split+host", INPUT // 2),
+    ],
+)
+def test_a_forward_leaves_no_storage_behind_for_a_unit(
+    world_size: int, policy: str, size: int
+) -> None:
+    # the output of the last layer and its norm are as large as a unit's whole input
+    head = 2 if world_size == 1 else 0
     kept_apart = 0 if "host" in policy else NUM_LAYERS  # without the flag
     for found in run_ranks(second_step, world_size, policy, True, size):
         assert found == (head, NUM_LAYERS * size, 0, 0)
@@ -126,7 +173,7 @@ def test_a_forward_leaves_no_storage_behind_for_a_unit(world_size: int, policy: 
         assert found == (head + kept_apart, (NUM_LAYERS - kept_apart) * size, 0, 0)
 
 
-def test_more_forwards_in_flight_than_there_are_slots_is_an_error_that_names_the_flag() -> None:
+def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() -> None:
     model = alone("*:full/2", micro_batches=2)
     losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
     with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
@@ -170,7 +217,9 @@ def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> N
         return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
     assert equal(shorter(model, SEQ_LENGTH - 5), shorter(plain, SEQ_LENGTH - 5))
-    with pytest.raises(RuntimeError, match=f"{FLAG}: the input of a unit has {INPUT // SEQ_LENGTH * 16} bytes"):
+    with pytest.raises(
+        RuntimeError, match=f"{FLAG}: the input of a unit has {INPUT // SEQ_LENGTH * 16} bytes"
+    ):
         model.loss(*sample_tokens(seq_length=16))
     assert in_use(model) == 0
 
@@ -245,7 +294,9 @@ def test_the_input_of_a_unit_is_freed() -> None:
         model = alone("*:full", contiguous=contiguous)
         inputs.clear()
         for layer in model.decoder.layers:
-            layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+            layer.register_forward_pre_hook(
+                lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
+            )
         loss = model.loss(*sample_tokens()).mean()
         count = sum(memory() is not None for memory in inputs)
         del loss
@@ -269,8 +320,18 @@ def test_slots_are_disjoint_aligned_and_the_smallest_that_fits() -> None:
         arena.take(1537)
 
 
-@pytest.mark.parametrize("flags", [{}, dict(recompute_granularity="selective"), dict(recompute_policy="*:none@host"),
-                                   dict(recompute_policy="0:pointwise; *:core_attn")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        dict(recompute_granularity="selective"),
+        dict(recompute_policy="*:none@host"),
+        dict(recompute_policy="0:pointwise; *:core_attn"),
+    ],
+)
 def test_the_flag_needs_a_unit(flags: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{FLAG} is for the inputs of layers that are recomputed whole, and none is"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{FLAG} is for the inputs of layers that are recomputed whole, and none is",
+    ):
         RecomputeConfig(contiguous_saved_activations=True, **flags)

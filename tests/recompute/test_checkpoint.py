@@ -50,7 +50,9 @@ def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_every_backward_sees_the_numbers_of_the_forward(rng: RngStreams, times: int) -> None:
     expected = grads(rng, lambda h, w: noisy(rng, h, w), times=times)
-    assert_equal(grads(rng, lambda h, w: checkpoint(noisy, rng, h, w, rng=rng), times=times), expected)
+    assert_equal(
+        grads(rng, lambda h, w: checkpoint(noisy, rng, h, w, rng=rng), times=times), expected
+    )
 
 
 @pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
@@ -58,7 +60,12 @@ def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng: RngStreams, curr
     def run(recompute: bool):  # type: ignore[no-untyped-def]
         def forward(hidden: Tensor, weight: Tensor) -> Tensor:
             with rng.fork(current):
-                return checkpoint(noisy, rng, hidden, weight, rng=rng) if recompute else noisy(rng, hidden, weight)
+                return (
+                    checkpoint(noisy, rng, hidden, weight, rng=rng)
+                    if recompute
+                    else noisy(rng, hidden, weight)
+                )
+
         return forward
 
     assert_equal(grads(rng, run(True)), grads(rng, run(False)))
@@ -77,19 +84,36 @@ def test_backward_leaves_the_streams_as_it_found_them(rng: RngStreams) -> None:
 
 def test_nested_units_equal_none(rng: RngStreams) -> None:
     def nested(hidden: Tensor, weight: Tensor) -> Tensor:
-        return checkpoint(lambda h, w: noisy(rng, checkpoint(noisy, rng, h, w, rng=rng), w), hidden, weight, rng=rng)
+        return checkpoint(
+            lambda h, w: noisy(rng, checkpoint(noisy, rng, h, w, rng=rng), w),
+            hidden,
+            weight,
+            rng=rng,
+        )
 
     assert_equal(grads(rng, nested), grads(rng, lambda h, w: noisy(rng, noisy(rng, h, w), w)))
 
 
 def test_other_arguments_pass_as_they_are(rng: RngStreams) -> None:
-    def function(hidden: Tensor, scale: float, nothing: None, pair: tuple[int, int], *, offset: Tensor, name: str) -> Tensor:
+    def function(
+        hidden: Tensor,
+        scale: float,
+        nothing: None,
+        pair: tuple[int, int],
+        *,
+        offset: Tensor,
+        name: str,
+    ) -> Tensor:
         assert nothing is None and pair == (1, 2) and name == "x"
         return hidden * scale + offset
 
     hidden, offset = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    checkpoint(function, hidden, 2.0, None, (1, 2), offset=offset, name="x", rng=rng).sum().backward()
-    assert torch.equal(hidden.grad, torch.full((3,), 2.0)) and torch.equal(offset.grad, torch.ones(3))
+    checkpoint(
+        function, hidden, 2.0, None, (1, 2), offset=offset, name="x", rng=rng
+    ).sum().backward()
+    assert torch.equal(hidden.grad, torch.full((3,), 2.0)) and torch.equal(
+        offset.grad, torch.ones(3)
+    )
 
 
 def test_outputs_may_be_many_and_some_without_gradient(rng: RngStreams) -> None:
@@ -141,7 +165,9 @@ def test_a_replay_knows_that_it_is_one_and_ends_by_an_exception_too(rng: RngStre
     with pytest.raises(ArithmeticError):
         output.sum().backward()
     assert seen == [False, True] and not is_recomputing()
-    assert all(torch.equal(rng.snapshot().states[name], before.states[name]) for name in before.states)
+    assert all(
+        torch.equal(rng.snapshot().states[name], before.states[name]) for name in before.states
+    )
 
 
 def test_a_replay_sees_the_autocast_of_its_forward(rng: RngStreams) -> None:
@@ -162,9 +188,13 @@ def _split_input(rank: int, world_size: int) -> tuple[bool, bool, bool, int]:
         leaf = torch.arange(24.0).view(4, 6).requires_grad_()
         hidden = leaf * 1.0
         whole, kept = weakref.ref(hidden), hidden.detach().clone()
-        output = checkpoint(lambda h: (h * h).sum(), hidden, rng=parallel.rng, split_group=parallel.tp_group)
+        output = checkpoint(
+            lambda h: (h * h).sum(), hidden, rng=parallel.rng, split_group=parallel.tp_group
+        )
         untouched = torch.equal(hidden, kept) and hidden.shape == (4, 6)
-        saved = sum(tensor.numel() for tensor in output.grad_fn.saved_tensors if tensor.is_floating_point())
+        saved = sum(
+            tensor.numel() for tensor in output.grad_fn.saved_tensors if tensor.is_floating_point()
+        )
         del hidden
         gone = whole() is None
         output.backward()
@@ -236,7 +266,9 @@ def test_arguments_that_need_no_gradient_get_none(rng: RngStreams) -> None:
     linear.weight.requires_grad_(False)
     checkpoint(lambda a, b: linear(a * b), hidden, frozen, rng=rng).sum().backward()
     expected = linear.weight.sum(0).expand(4, 6)
-    assert torch.allclose(hidden.grad, expected) and frozen.grad is None and linear.weight.grad is None
+    assert (
+        torch.allclose(hidden.grad, expected) and frozen.grad is None and linear.weight.grad is None
+    )
     assert torch.equal(linear.bias.grad, torch.full((6,), 4.0))
 
 
@@ -251,8 +283,9 @@ def test_an_argument_handed_through_and_a_tensor_returned_or_passed_twice(rng: R
     assert leaf.grad.tolist() == [1 + 44 * 3, 1 + 44 * 5]
 
 
-def test_where_gradients_are_off_nothing_is_kept_or_split_and_the_result_is_the_functions_own(
-        rng: RngStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct(
+    rng: RngStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forbidden(*_: object) -> None:
         raise AssertionError("gradients are off")
 
@@ -261,7 +294,10 @@ def test_where_gradients_are_off_nothing_is_kept_or_split_and_the_result_is_the_
     result: dict[str, Tensor] = {}
     for off in (torch.no_grad(), torch.inference_mode()):
         with off:
-            assert checkpoint(lambda hidden: result, torch.ones(4, 6), rng=rng, split_group=object()) is result  # type: ignore[arg-type]
+            assert (
+                checkpoint(lambda hidden: result, torch.ones(4, 6), rng=rng, split_group=object())
+                is result
+            )  # type: ignore[arg-type]
 
 
 def test_the_phase_nests_and_belongs_to_its_thread() -> None:
@@ -274,7 +310,9 @@ def test_the_phase_nests_and_belongs_to_its_thread() -> None:
     assert not is_recomputing()
 
 
-def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(rng: RngStreams) -> None:
+def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(
+    rng: RngStreams,
+) -> None:
     runs, counted = [], []
 
     def function(hidden: Tensor) -> Tensor:
@@ -307,7 +345,9 @@ def test_what_is_kept_can_be_moved_away_and_brought_back(rng: RngStreams) -> Non
     assert memory.expired() and len(packed) == 4  # hidden, weight and two streams
     output.sum().backward()
     rng.restore(start)
-    assert_equal([output.detach(), leaf.grad, weight.grad], grads(rng, lambda h, w: noisy(rng, h, w)))
+    assert_equal(
+        [output.detach(), leaf.grad, weight.grad], grads(rng, lambda h, w: noisy(rng, h, w))
+    )
 
 
 def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
@@ -319,8 +359,11 @@ def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
     assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
 
 
-def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(rng: RngStreams) -> None:
-    """The backward of a replay reaches every parameter: `torch.autograd.grad` would fill their .grad behind the caller's back."""
+def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(
+    rng: RngStreams,
+) -> None:
+    """The backward of a replay reaches every parameter: `torch.autograd.grad` would fill their
+    .grad behind the caller's back."""
     linear, x = torch.nn.Linear(6, 6), torch.ones(3, 6, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"without `inputs`"):
         torch.autograd.grad(checkpoint(linear, x, rng=rng).sum(), [x])

@@ -1,4 +1,5 @@
-"""Example tensors: gone between forward and backward, rebuilt once a backward, and the same gradients to the bit."""
+"""Example tensors: gone between forward and backward, rebuilt once a backward, and the same
+gradients to the bit."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
 LAYERNORM = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
-REGIONS = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise"))
-IN_AN_MLP = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm", "mlp"))
+REGIONS = RecomputeConfig(
+    recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
+)
+IN_AN_MLP = RecomputeConfig(
+    recompute_granularity="selective", recompute_modules=("layernorm", "mlp")
+)
 
 Consumer = Callable[[Tensor], Tensor]
 
@@ -50,7 +55,11 @@ class Example:
         """(z, the memory of y)"""
         discarded, hidden = DiscardedOutputs(), self.leaf * 1
         with discarded.hooks():
-            y = checkpoint(self.norm, hidden, self.weight, rng=None) if discard else self.norm(hidden, self.weight)
+            y = (
+                checkpoint(self.norm, hidden, self.weight, rng=None)
+                if discard
+                else self.norm(hidden, self.weight)
+            )
             if discard:
                 discarded.discard(y)
             z = torch.stack([consumer(y).sum() for consumer in consumers]).sum()
@@ -63,7 +72,9 @@ class Example:
 def kept_grads(example: Example, *consumers: str) -> list[Tensor | None]:
     """Those of the same consumers where nothing is discarded."""
     kept = Example(after=example.after.detach().requires_grad_())
-    kept.forward(*(getattr(Consumers(kept), name) for name in consumers), discard=False)[0].backward()
+    kept.forward(*(getattr(Consumers(kept), name) for name in consumers), discard=False)[
+        0
+    ].backward()
     return kept.grads()
 
 
@@ -80,19 +91,30 @@ class Consumers:
         return y.square()
 
     def transposed_part(self, y: Tensor) -> Tensor:
-        return y.t()[1:4, 2:].exp() * y.t()[1:4, 2:].contiguous().view(-1).view(3, 2) * y[2:, 1:4].t()
+        return (
+            y.t()[1:4, 2:].exp() * y.t()[1:4, 2:].contiguous().view(-1).view(3, 2) * y[2:, 1:4].t()
+        )
 
     def softmax_of_a_row(self, y: Tensor) -> Tensor:
         return (y[3] * y.softmax(-1)[1]).cumprod(0)
 
 
 def equal(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
-    return all(torch.equal(mine, other) if mine is not None and other is not None else mine is other
-               for mine, other in zip(first, second, strict=True))
+    return all(
+        torch.equal(mine, other) if mine is not None and other is not None else mine is other
+        for mine, other in zip(first, second, strict=True)
+    )
 
 
-@pytest.mark.parametrize("names", [("linear",), ("linear", "square"), ("square", "transposed_part", "linear"),
-                                   ("softmax_of_a_row", "square")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("linear",),
+        ("linear", "square"),
+        ("square", "transposed_part", "linear"),
+        ("softmax_of_a_row", "square"),
+    ],
+)
 def test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed(names: tuple[str, ...]) -> None:
     example = Example()
     output, memory = example.forward(*(getattr(Consumers(example), name) for name in names))
@@ -116,7 +138,11 @@ def test_each_backward_rebuilds_anew() -> None:
     for backwards in (1, 2, 3):
         output.backward(retain_graph=True)
         expected.backward(retain_graph=True)
-        assert memory.expired() and example.calls == ["norm"] * (1 + backwards) and equal(example.grads(), kept.grads())
+        assert (
+            memory.expired()
+            and example.calls == ["norm"] * (1 + backwards)
+            and equal(example.grads(), kept.grads())
+        )
 
 
 def test_backward_reads_nothing_that_the_forward_left_behind() -> None:
@@ -136,20 +162,32 @@ def test_a_consumer_without_backward_changes_nothing() -> None:
     """Its output is not used, or its gradient not asked for."""
     example = Example()
     side: list[Tensor] = []
-    output, _ = example.forward(example.linear, lambda y: side.append(y.exp()) or y.detach().square())  # type: ignore[func-returns-value]
+    output, _ = example.forward(
+        example.linear, lambda y: side.append(y.exp()) or y.detach().square()
+    )  # type: ignore[func-returns-value]
     output.backward()
-    assert len(side) == 1 and example.calls == ["norm"] * 2 and equal(example.grads(), kept_grads(example, "linear"))
+    assert (
+        len(side) == 1
+        and example.calls == ["norm"] * 2
+        and equal(example.grads(), kept_grads(example, "linear"))
+    )
     side.clear()
 
 
-def test_a_gradient_that_does_not_reach_the_lent_tensor_rebuilds_it_for_the_consumer_and_a_later_backward_uses_that() -> None:
+def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_backward() -> None:
     example = Example()
     output, _ = example.forward(example.linear)
     (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)
-    assert example.calls == ["norm"] * 2 and example.leaf.grad is None and example.weight.grad is None
+    assert (
+        example.calls == ["norm"] * 2 and example.leaf.grad is None and example.weight.grad is None
+    )
     output.backward()
     expected = kept_grads(example, "linear")
-    assert example.calls == ["norm"] * 2 and equal(example.grads(), expected) and torch.equal(alone, expected[2])  # type: ignore[arg-type]
+    assert (
+        example.calls == ["norm"] * 2
+        and equal(example.grads(), expected)
+        and torch.equal(alone, expected[2])
+    )  # type: ignore[arg-type]
 
 
 def test_a_frozen_consumer_needs_no_rebuild_before_the_lent_tensors_own() -> None:
@@ -176,7 +214,8 @@ def test_the_hooks_that_were_in_force_get_everything_but_the_discarded() -> None
 
     with saved_tensors_hooks(pack, unpack):
         output, _ = example.forward(example.linear, lambda y: y.sum().exp())
-    assert sorted(packed) == [(), (4, 6), (6, 5), (6, 6)]  # exp's output; x and w of the norm; the linear's weight
+    # exp's output; x and w of the norm; the linear's weight
+    assert sorted(packed) == [(), (4, 6), (6, 5), (6, 6)]
     expected = Example()
     expected.forward(expected.linear, lambda y: y.sum().exp(), discard=False)[0].backward()
     output.backward()
@@ -200,7 +239,8 @@ def test_a_graph_that_is_dropped_frees_what_it_kept_at_once() -> None:
     gc.disable()
     try:
         output, _ = example.forward(example.linear, torch.square)
-        (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)  # leaves a rebuilt tensor in the graph
+        # leaves a rebuilt tensor in the graph
+        (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)
         node = next(iter(find_checkpoints(output.grad_fn)))
         kept = StorageWeakRef(node.saved_tensors[0].untyped_storage())
         del node
@@ -214,15 +254,30 @@ def test_a_graph_that_is_dropped_frees_what_it_kept_at_once() -> None:
 def find_checkpoints(node: Any) -> set[Any]:
     """The checkpoint nodes of a graph."""
     found = {node} if type(node).__name__ == "_CheckpointBackward" else set()
-    return found.union(*(find_checkpoints(following) for following, _ in node.next_functions if following is not None))
+    return found.union(
+        *(
+            find_checkpoints(following)
+            for following, _ in node.next_functions
+            if following is not None
+        )
+    )
 
 
-def model_grads(recompute: RecomputeConfig, *, hooks: Callable[[], object] | None = None, backwards: int = 1,
-                **overrides: object) -> list[Tensor]:
+def model_grads(
+    recompute: RecomputeConfig,
+    *,
+    hooks: Callable[[], object] | None = None,
+    backwards: int = 1,
+    **overrides: object,
+) -> list[Tensor]:
     """[loss, gradients] of a model of two layers, whose forward runs under the hooks."""
     with tp_state(1) as parallel:
-        model = build_tiny_model(tiny_config(**{"num_layers": 2, **overrides}), parallel, dtype=torch.float32,
-                                 plan=plan_stage(recompute, 2))
+        model = build_tiny_model(
+            tiny_config(**{"num_layers": 2, **overrides}),
+            parallel,
+            dtype=torch.float32,
+            plan=plan_stage(recompute, 2),
+        )
     with hooks() if hooks else torch.enable_grad():  # type: ignore[attr-defined]
         loss = model.loss(*sample_tokens()).mean()
     for number in range(backwards):
@@ -237,19 +292,25 @@ def copying() -> saved_tensors_hooks:
 
 @pytest.mark.parametrize("hooks", [save_on_cpu, copying])
 @pytest.mark.parametrize("recompute", [REGIONS, IN_AN_MLP], ids=["regions", "layernorm+mlp"])
-def test_hooks_around_a_model_with_lent_regions_change_no_gradient(recompute: RecomputeConfig,
-                                                                   hooks: Callable[[], object]) -> None:
+def test_hooks_around_a_model_with_lent_regions_change_no_gradient(
+    recompute: RecomputeConfig, hooks: Callable[[], object]
+) -> None:
     dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
-    assert equal(model_grads(recompute, hooks=hooks, **dropout), model_grads(RecomputeConfig(), **dropout))
+    assert equal(
+        model_grads(recompute, hooks=hooks, **dropout), model_grads(RecomputeConfig(), **dropout)
+    )
 
 
 def test_two_backwards_through_lent_regions_equal_those_without() -> None:
     dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
-    assert equal(model_grads(REGIONS, backwards=2, **dropout), model_grads(RecomputeConfig(), backwards=2, **dropout))
+    assert equal(
+        model_grads(REGIONS, backwards=2, **dropout),
+        model_grads(RecomputeConfig(), backwards=2, **dropout),
+    )
 
 
 def test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order() -> None:
-    """The residual reads the norm's input too. With two uses inside the norm, three gradients would be added as a + (b + c)
-    where they were (a + b) + c without recomputation: other bits."""
+    """The residual reads the norm's input too. With two uses inside the norm, three gradients would
+    be added as a + (b + c) where they were (a + b) + c without recomputation: other bits."""
     rms_norm = dict(normalization="RMSNorm")
     assert equal(model_grads(LAYERNORM, **rms_norm), model_grads(RecomputeConfig(), **rms_norm))

@@ -1,4 +1,5 @@
-"""No policy changes a bit: loss and every gradient torch.equal to keeping everything, over two accumulated micro-batches."""
+"""No policy changes a bit: loss and every gradient torch.equal to keeping everything, over two
+accumulated micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
+
+# a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked
+# rank
+import torch._dynamo
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -18,16 +22,38 @@ from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny
 from tests.support.pairs import FULL_GRIDS, some
 from tests.support.ranks import run_ranks
 
-MODULE_SETS = [("layernorm",), ("mlp",), ("activation",), ("core_attn", "mlp"), ("layernorm", "activation"),
-               ("core_attn", "layernorm", "activation"), ("core_attn", "layernorm", "mlp"), ("pointwise",)]
+MODULE_SETS = [
+    ("layernorm",),
+    ("mlp",),
+    ("activation",),
+    ("core_attn", "mlp"),
+    ("layernorm", "activation"),
+    ("core_attn", "layernorm", "activation"),
+    ("core_attn", "layernorm", "mlp"),
+    ("pointwise",),
+]
 NUM_LAYERS = 5  # not divisible by the units of 2 and 3
 MODELS = {
-    "gpt, unfused, dropout": tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1),
-    "llama, SDPA, residual dropout": tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, swiglu=True, qk_layernorm=True,
-                                                 position_embedding_type="rope", normalization="RMSNorm"),
+    "gpt, unfused, dropout": tiny_config(
+        num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1
+    ),
+    "llama, SDPA, residual dropout": tiny_config(
+        num_layers=NUM_LAYERS,
+        hidden_dropout=0.1,
+        swiglu=True,
+        qk_layernorm=True,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+    ),
     "gpt, SDPA, no dropout": tiny_config(num_layers=NUM_LAYERS),
-    "gqa, squared relu, unfused": tiny_config(num_layers=NUM_LAYERS, group_query_attention=True, num_query_groups=2,
-                                              squared_relu=True, attention_backend="unfused", add_bias_linear=False),
+    "gqa, squared relu, unfused": tiny_config(
+        num_layers=NUM_LAYERS,
+        group_query_attention=True,
+        num_query_groups=2,
+        squared_relu=True,
+        attention_backend="unfused",
+        add_bias_linear=False,
+    ),
 }
 AUTOCAST = "autocast"
 ON_HOST = ("*:full@host", "*:none@host", "*:pointwise@host", "0:full/2; 1:none; *:ops(matmul)@host")
@@ -35,20 +61,29 @@ OPS = ("*:ops(matmul)", "*:ops(matmul,attention)@host", "*:ops(matmul/2,attentio
 
 
 def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
-    """Every policy of Megatron's flags that is legal in the layout, and policies that keep the results of operators, or
-    keep something in host memory or in one allocation."""
+    """Every policy of Megatron's flags that is legal in the layout, and policies that keep the
+    results of operators, or keep something in host memory or in one allocation."""
     named = {"core_attn": RecomputeConfig(recompute_activations=True)}
     for modules in MODULE_SETS:
-        named["+".join(modules)] = RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+        named["+".join(modules)] = RecomputeConfig(
+            recompute_granularity="selective", recompute_modules=modules
+        )
     for method, counts in (("uniform", (1, 2, 3)), ("block", (1, 3, NUM_LAYERS + 4))):
         for count in counts:
             for split in (False, True) if can_split else (False,):
                 named[f"{method} {count}{' split' if split else ''}"] = RecomputeConfig(
-                    recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
-                    distribute_saved_activations=split)
+                    recompute_granularity="full",
+                    recompute_method=method,
+                    recompute_num_layers=count,
+                    distribute_saved_activations=split,
+                )
     named |= {policy: RecomputeConfig(recompute_policy=policy) for policy in (*OPS, *ON_HOST)}
-    for policy in ("*:full/2@split", "*:full/2@split+host") if can_split else ("*:full/2", "*:full@host"):
-        named[f"{policy}, contiguous"] = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=True)
+    for policy in (
+        ("*:full/2@split", "*:full/2@split+host") if can_split else ("*:full/2", "*:full@host")
+    ):
+        named[f"{policy}, contiguous"] = RecomputeConfig(
+            recompute_policy=policy, contiguous_saved_activations=True
+        )
         named[policy] = RecomputeConfig(recompute_policy=policy)
     for name in ("uniform 2", "core_attn+layernorm+mlp", "pointwise", OPS[-1]):
         named[f"{name}, whole tail"] = replace(named[name], recompute_tail_skip=False)
@@ -59,38 +94,61 @@ def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
 
 def changed(expected: Outcome, outcome: Outcome) -> list[str]:
     """Names of what is not equal to the bit."""
-    names = [name for name, grad in expected.grads.items() if not torch.equal(grad, outcome.grads[name])]
+    names = [
+        name for name, grad in expected.grads.items() if not torch.equal(grad, outcome.grads[name])
+    ]
     return names if torch.equal(expected.loss, outcome.loss) else ["loss", *names]
 
 
 def cases() -> list[tuple[tuple[int, bool], torch.dtype | str, str, str]]:
-    """(TP size, sequence parallel), precision, model and policy. More ranks run fewer models: they are slow."""
+    """(TP size, sequence parallel), precision, model and policy. More ranks run fewer models: they
+    are slow."""
     found = []
     for tp_size, sequence_parallel, precision in (*SETTINGS, *LONG_SETTINGS):
         if tp_size == 4 and not FULL_GRIDS:
             continue
-        number_of_models = 1 if tp_size == 4 or (tp_size == 2 and precision != torch.float32) else len(MODELS)
+        number_of_models = (
+            1 if tp_size == 4 or (tp_size == 2 and precision != torch.float32) else len(MODELS)
+        )
         if tp_size == 2 and not FULL_GRIDS:
             number_of_models = 1
         named = policies(can_split=tp_size > 1 and not sequence_parallel)
-        found += [((tp_size, sequence_parallel), precision, model, policy)
-                  for model in list(MODELS)[:number_of_models] for policy in named]
+        found += [
+            ((tp_size, sequence_parallel), precision, model, policy)
+            for model in list(MODELS)[:number_of_models]
+            for policy in named
+        ]
     return some(found)
 
 
-def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch.dtype | str,
-           chosen: Mapping[str, Sequence[str]], models: Mapping[str, ModelConfig]) -> dict[str, list[str]]:
-    """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a model."""
+def faults(
+    rank: int,
+    world_size: int,
+    sequence_parallel: bool,
+    precision: torch.dtype | str,
+    chosen: Mapping[str, Sequence[str]],
+    models: Mapping[str, ModelConfig],
+) -> dict[str, list[str]]:
+    """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a
+    model."""
     found = {}
     dtype = torch.float32 if precision == AUTOCAST else precision
     named = policies(can_split=world_size > 1 and not sequence_parallel)
     with tp_state(world_size) as parallel:
         for model_name, of_model in chosen.items():
             config, outcomes = models[model_name], {}
-            for name, recompute in {"none": RecomputeConfig(), **{name: named[name] for name in of_model}}.items():
+            for name, recompute in {
+                "none": RecomputeConfig(),
+                **{name: named[name] for name in of_model},
+            }.items():
                 fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=rank))
-                model = build_tiny_model(config, fresh, sequence_parallel=sequence_parallel, dtype=dtype,
-                                         plan=plan_stage(recompute, config.num_layers))
+                model = build_tiny_model(
+                    config,
+                    fresh,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype,
+                    plan=plan_stage(recompute, config.num_layers),
+                )
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == AUTOCAST):
                     try:
                         outcomes[name] = loss_and_grads(model, fresh)
@@ -103,21 +161,43 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, precision: torch
 
 
 SETTINGS = [
-    (1, False, torch.float32), (1, False, torch.bfloat16), (1, False, AUTOCAST), (1, False, torch.float16),
-    (2, False, torch.float32), (2, True, torch.float32), (2, False, torch.bfloat16), (2, True, torch.bfloat16),
-    (2, False, AUTOCAST), (2, True, AUTOCAST), (2, True, torch.float16)]
+    (1, False, torch.float32),
+    (1, False, torch.bfloat16),
+    (1, False, AUTOCAST),
+    (1, False, torch.float16),
+    (2, False, torch.float32),
+    (2, True, torch.float32),
+    (2, False, torch.bfloat16),
+    (2, True, torch.bfloat16),
+    (2, False, AUTOCAST),
+    (2, True, AUTOCAST),
+    (2, True, torch.float16),
+]
 LONG_SETTINGS = [(4, False, torch.bfloat16), (4, True, torch.float32)]
 
 
-def check(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str, chosen: Mapping[str, Sequence[str]],
-          models: Mapping[str, ModelConfig] = MODELS) -> None:
-    assert run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models, detail=False) == [{}] * tp_size
+def check(
+    tp_size: int,
+    sequence_parallel: bool,
+    precision: torch.dtype | str,
+    chosen: Mapping[str, Sequence[str]],
+    models: Mapping[str, ModelConfig] = MODELS,
+) -> None:
+    assert (
+        run_ranks(faults, tp_size, sequence_parallel, precision, chosen, models, detail=False)
+        == [{}] * tp_size
+    )
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "precision"), [
-    *SETTINGS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_SETTINGS)])
-def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, precision: torch.dtype | str) -> None:
-    """Every policy with every layout, every precision and, on one rank, every model; in .ci/run the whole grid."""
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "precision"),
+    [*SETTINGS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_SETTINGS)],
+)
+def test_gradients_are_unchanged_to_the_bit(
+    tp_size: int, sequence_parallel: bool, precision: torch.dtype | str
+) -> None:
+    """Every policy with every layout, every precision and, on one rank, every model; in .ci/run the
+    whole grid."""
     chosen: dict[str, list[str]] = {}
     for layout, of_precision, model, policy in cases():
         if (layout, of_precision) == ((tp_size, sequence_parallel), precision):

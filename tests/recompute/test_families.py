@@ -1,6 +1,8 @@
-"""Policies on models of transformers in their default calls: losses, gradients, buffers and random numbers to the bit.
+"""Policies on models of transformers in their default calls: losses, gradients, buffers and random
+numbers to the bit.
 
-Everything is compared with the same model without a policy, from the same seed. tests/support/foreign.py has the situations.
+Everything is compared with the same model without a policy, from the same seed.
+tests/support/foreign.py has the situations.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ def test_losses_that_leave_a_layer_aside_have_their_gradients(name: str, text: s
     assert faults(name, text) == []
 
 
-@pytest.mark.parametrize("situation", [situation for situation in SITUATIONS if situation != "two micro-batches"])
+@pytest.mark.parametrize(
+    "situation", [situation for situation in SITUATIONS if situation != "two micro-batches"]
+)
 @pytest.mark.parametrize("name", BRIEF)
-def test_every_way_to_train_gives_the_gradients_of_the_plain_model(name: str, situation: str) -> None:
+def test_every_way_to_train_gives_the_gradients_of_the_plain_model(
+    name: str, situation: str
+) -> None:
     assert faults(name, "*:full", situation) == []
 
 
@@ -47,7 +53,9 @@ def test_verify_finds_nothing_to_object_to(name: str, text: str) -> None:
 @pytest.mark.parametrize("text", POLICIES)
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_every_policy_holds_in_every_situation(name: str, text: str) -> None:
-    found = {situation: lines for situation in SITUATIONS if (lines := faults(name, text, situation))}
+    found = {
+        situation: lines for situation in SITUATIONS if (lines := faults(name, text, situation))
+    }
     assert not found
 
 
@@ -71,7 +79,9 @@ def test_generation_reads_its_cache_as_without_a_policy() -> None:
             apply_policy_(model, layers_fqn="model.layers", policy=text)
         return model.eval().generate(tokens(0), max_new_tokens=5, do_sample=False)
 
-    assert torch.equal(continued(None), continued("*:full")) and torch.equal(continued(None), continued("*:ops(matmul)"))
+    assert torch.equal(continued(None), continued("*:full")) and torch.equal(
+        continued(None), continued("*:ops(matmul)")
+    )
 
 
 def test_the_configuration_of_the_model_is_left_as_it_was() -> None:

@@ -24,9 +24,14 @@ def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str,
     assert faults(name, text) == []
 
 
-@pytest.mark.parametrize("situation", [situation for situation in SITUATIONS if situation != "two micro-batches"])
+@pytest.mark.parametrize(
+    "situation", [situation for situation in SITUATIONS if situation != "two micro-batches"]
+)
 def test_every_way_to_train_gives_the_gradients_of_the_plain_model(situation: str) -> None:
-    assert faults("a tensor", "*:full", situation) == [] and faults("named tuple", "*:ops(matmul)", situation) == []
+    assert (
+        faults("a tensor", "*:full", situation) == []
+        and faults("named tuple", "*:ops(matmul)", situation) == []
+    )
 
 
 @pytest.mark.long
@@ -51,7 +56,9 @@ def test_verify_finds_a_replay_that_draws_or_counts_otherwise(name: str) -> None
 @pytest.mark.parametrize("text", POLICIES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_policy_holds_in_every_situation(name: str, text: str) -> None:
-    found = {situation: lines for situation in SITUATIONS if (lines := faults(name, text, situation))}
+    found = {
+        situation: lines for situation in SITUATIONS if (lines := faults(name, text, situation))
+    }
     assert not found
 
 
@@ -67,8 +74,11 @@ def test_a_list_inside_of_a_layer_with_a_policy_may_have_one_too(outer: str, inn
     assert differences(train(foreign), train(foreign, prepare=both)) == []
 
 
-def test_parts_of_one_storage_that_count_their_writes_apart_are_moved_to_the_host_one_by_one() -> None:
-    """nn.GRU writes to parts of a product that torch does not know as views, between saving them."""
+def test_parts_of_one_storage_that_count_their_writes_apart_are_moved_to_the_host_one_by_one() -> (
+    None
+):
+    """nn.GRU writes to parts of a product that torch does not know as views, between saving
+    them."""
     assert faults("GRU and TransformerEncoderLayer", "*:none@host") == []
 
 
@@ -97,9 +107,13 @@ def test_the_same_layer_twice_in_a_list_has_the_gradients_of_both_or_is_refused(
     assert differences(train(foreign), found) == []
 
 
-@pytest.mark.parametrize("name", ["BatchNorm", "spectral norm", "a counter and a running mean in buffers"])
+@pytest.mark.parametrize(
+    "name", ["BatchNorm", "spectral norm", "a counter and a running mean in buffers"]
+)
 @pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)"])
-def test_a_buffer_that_the_forward_moves_is_moved_once_and_its_replay_reads_what_the_forward_read(name: str, text: str) -> None:
+def test_a_buffer_that_the_forward_moves_is_moved_once_and_its_replay_reads_what_the_forward_read(
+    name: str, text: str
+) -> None:
     """Several steps, so that a buffer that came back wrong would show in the next loss."""
 
     def steps(policy: str | None) -> list[torch.Tensor]:
@@ -140,7 +154,9 @@ def test_hooks_on_gradients_run_once() -> None:
     layer = model.blocks[1]
     layer.register_full_backward_hook(lambda *_: calls.append("layer"))
     layer.fc1.weight.register_hook(lambda grad: calls.append("weight"))
-    layer.fc1.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    layer.fc1.weight.register_post_accumulate_grad_hook(
+        lambda parameter: calls.append("accumulated")
+    )
     chain_loss(model, 0).backward()
     assert sorted(calls) == ["accumulated", "layer", "weight"]
 
@@ -157,11 +173,15 @@ def test_a_copy_of_a_model_with_a_policy_trains_its_own_weights() -> None:
                 parameter.mul_(2.0)
         torch.manual_seed(4)
         chain_loss(other, 0).backward()
-        return [parameter.grad for parameter in other.parameters()], [parameter.grad for parameter in model.parameters()]
+        return [parameter.grad for parameter in other.parameters()], [
+            parameter.grad for parameter in model.parameters()
+        ]
 
     (expected, _), (found, untouched) = step(False), step(True)
     assert all(grad is None for grad in untouched)
-    assert all(one is other or torch.equal(one, other) for one, other in zip(expected, found, strict=True))  # type: ignore
+    assert all(
+        one is other or torch.equal(one, other) for one, other in zip(expected, found, strict=True)
+    )  # type: ignore
 
 
 @pytest.mark.parametrize("text", [*SHORT, "*:none@host"])
@@ -185,8 +205,12 @@ def test_a_policy_can_be_taken_off_and_another_put_on(text: str) -> None:
     assert differences(train(foreign), train(foreign, prepare=and_again)) == []
 
 
-@pytest.mark.parametrize("text", ["9:full", "3-4:full", "every-9+8:full", "stage3/0:full", "stage1/*:full; *:none"])
-def test_a_policy_that_names_what_is_not_there_is_refused_in_the_words_of_the_call(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["9:full", "3-4:full", "every-9+8:full", "stage3/0:full", "stage1/*:full; *:none"]
+)
+def test_a_policy_that_names_what_is_not_there_is_refused_in_the_words_of_the_call(
+    text: str,
+) -> None:
     model = LAYERS["a tensor"].build()
     with pytest.raises(ValueError) as raised:
         apply_policy_(model, layers_fqn="blocks", policy=text)
@@ -195,7 +219,9 @@ def test_a_policy_that_names_what_is_not_there_is_refused_in_the_words_of_the_ca
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.parametrize("text", ["*:ful", "*:mlp", "*:ops(aten.mmm.default)", "*:ops(aten.add_.Tensor)", "*:full/2", ""])
+@pytest.mark.parametrize(
+    "text", ["*:ful", "*:mlp", "*:ops(aten.mmm.default)", "*:ops(aten.add_.Tensor)", "*:full/2", ""]
+)
 def test_no_error_speaks_of_a_flag_to_a_python_caller(text: str) -> None:
     with pytest.raises(ValueError) as raised:
         apply_policy_(LAYERS["a tensor"].build(), layers_fqn="blocks", policy=text)

@@ -24,7 +24,9 @@ WITHOUT_UNUSED = ("GPT-2", "T5", "Mixtral, router loss")
 WITH_UNUSED = (*WITHOUT_UNUSED, "a tensor", "an output that nobody reads", "BatchNorm")
 
 
-def _unequal(train: Callable[[Prepare | None], Outcome], name: str, text: str, found: Outcome) -> list[str]:
+def _unequal(
+    train: Callable[[Prepare | None], Outcome], name: str, text: str, found: Outcome
+) -> list[str]:
     """As `unequal` of foreign_policies."""
     return differences(train(None), found)
 
@@ -47,11 +49,14 @@ def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused: bool) -> None
 
 @pytest.mark.long
 def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model() -> None:
-    assert run_ranks(_ddp, 2, WITHOUT_UNUSED, dict(find_unused=False, static=True), detail=False) == [[], []]
+    assert run_ranks(
+        _ddp, 2, WITHOUT_UNUSED, dict(find_unused=False, static=True), detail=False
+    ) == [[], []]
 
 
 def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> list[str]:
-    """As `faults`, for a compiled model: equal to the plain model compiled in the same way, or one clear error."""
+    """As `faults`, for a compiled model: equal to the plain model compiled in the same way, or one
+    clear error."""
     train = partial(train_compiled, MODELS[name], wrap=wrap, backend=backend, first=first)
     try:
         found = train(policy_on(MODELS[name], text))
@@ -60,20 +65,27 @@ def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> li
     return _unequal(train, name, text, found)
 
 
-PLACES = pytest.mark.parametrize(("wrap", "first"), [(compile_around, False), (compile_layers, False), (compile_forwards, True)],
-                                 ids=["around the model", "around each layer", "inside of each layer's policy"])
+PLACES = pytest.mark.parametrize(
+    ("wrap", "first"),
+    [(compile_around, False), (compile_layers, False), (compile_forwards, True)],
+    ids=["around the model", "around each layer", "inside of each layer's policy"],
+)
 
 
 @pytest.mark.long
 @PLACES
 @pytest.mark.parametrize("text", [*TEXTS, "*:none@host"])
 @pytest.mark.parametrize("name", ["a tensor", "named tuple", "GPT-2"])
-def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(name: str, text: str, wrap: Wrap, first: bool) -> None:
+def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(
+    name: str, text: str, wrap: Wrap, first: bool
+) -> None:
     assert _compiled(name, text, wrap, "aot_eager", first) == []
 
 
 @PLACES
-def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(wrap: Wrap, first: bool) -> None:
+def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(
+    wrap: Wrap, first: bool
+) -> None:
     assert _compiled("a tensor", "*:full", wrap, "aot_eager", first) == []
 
 
@@ -85,7 +97,9 @@ def test_the_default_backend_compiles_a_layer_with_a_policy() -> None:
     with config.patch(fallback_random=True):  # its own random numbers are others than eager's
         expected = train_compiled(model, None, wrap=compile_layers, backend="inductor")
         try:
-            found = train_compiled(model, policy_on(model, "*:full"), wrap=compile_layers, backend="inductor")
+            found = train_compiled(
+                model, policy_on(model, "*:full"), wrap=compile_layers, backend="inductor"
+            )
         except (ValueError, RuntimeError) as error:
             assert unclear(error) == []
             return

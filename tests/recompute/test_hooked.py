@@ -1,4 +1,5 @@
-"""The engine for any model: layers with every kind of output, side channel and state give the bits of the plain layers."""
+"""The engine for any model: layers with every kind of output, side channel and state give the bits
+of the plain layers."""
 
 from __future__ import annotations
 
@@ -15,14 +16,26 @@ from torch import Tensor, nn
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
-from tests.support.odd_layers import LAYERS, POLICIES, Block, Model, Norms, SetsAux, assert_equal, batches, outcome, step
+from tests.support.odd_layers import (
+    LAYERS,
+    POLICIES,
+    Block,
+    Model,
+    Norms,
+    SetsAux,
+    assert_equal,
+    batches,
+    outcome,
+    step,
+)
 
 
 @pytest.mark.parametrize(("frozen", "verify"), [(False, False), (True, True)])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_every_kind_of_layer_has_the_gradients_and_the_state_of_the_plain_one(kind: type[Block], policy: str, frozen: bool,
-                                                                               verify: bool) -> None:
+def test_every_kind_of_layer_has_the_gradients_and_the_state_of_the_plain_one(
+    kind: type[Block], policy: str, frozen: bool, verify: bool
+) -> None:
     def make() -> Model:
         return Model(kind, frozen=frozen)
 
@@ -40,7 +53,7 @@ def second_order(model: nn.Module) -> list[Tensor]:
     """A gradient penalty: the loss holds a gradient."""
     x = batches()[0].requires_grad_()
     loss = model(x)
-    gradient, = torch.autograd.grad(loss, x, create_graph=True)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     (loss + gradient.square().sum()).backward()
     return [loss, gradient, x.grad]
 
@@ -51,8 +64,11 @@ def chosen_inputs(model: nn.Module) -> list[Tensor]:
 
 
 def other_weights(model: nn.Module) -> list[Tensor]:
-    """functional_call puts other weights in the place of the model's, and is over before backward."""
-    weights = {name: (value.detach() * 1.5).requires_grad_() for name, value in model.named_parameters()}
+    """functional_call puts other weights in the place of the model's, and is over before
+    backward."""
+    weights = {
+        name: (value.detach() * 1.5).requires_grad_() for name, value in model.named_parameters()
+    }
     loss = torch.func.functional_call(model, weights, (batches()[0],))
     loss.backward()
     return [loss, *(weight.grad for weight in weights.values())]
@@ -78,12 +94,23 @@ def within_torchs_checkpoint(model: nn.Module) -> list[Tensor]:
     return [loss]
 
 
-@pytest.mark.parametrize("run", [twice, second_order, chosen_inputs, other_weights, autocast, default_device,
-                                 within_torchs_checkpoint])
+@pytest.mark.parametrize(
+    "run",
+    [
+        twice,
+        second_order,
+        chosen_inputs,
+        other_weights,
+        autocast,
+        default_device,
+        within_torchs_checkpoint,
+    ],
+)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", [Block, SetsAux])
-def test_every_kind_of_backward_gives_the_plain_gradients(kind: type[Block], policy: str,
-                                                          run: Callable[[nn.Module], list[Tensor]]) -> None:
+def test_every_kind_of_backward_gives_the_plain_gradients(
+    kind: type[Block], policy: str, run: Callable[[nn.Module], list[Tensor]]
+) -> None:
     assert_equal(outcome(lambda: Model(kind), policy, run), outcome(lambda: Model(kind), None, run))
 
 
@@ -113,9 +140,13 @@ def test_policies_nest(policy: str, inner: str, run: Callable[[nn.Module], list[
     assert_equal(outcome(nested, policy, run), outcome(lambda: Model(Outer), None, run))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy: str, duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(
+    policy: str, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
     def copied() -> nn.Module:
         model = Model(Norms)
         apply_policy_(model, layers_fqn="layers", policy=policy)
@@ -134,7 +165,19 @@ def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(policy: str, duplica
 
 @pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)", "*:full@host"])
 def test_a_layer_may_name_its_arguments_as_the_engine_does(policy: str) -> None:
-    names = ("function", "args", "kwargs", "rng", "name", "layer", "written", "results", "replay", "verify", "self_")
+    names = (
+        "function",
+        "args",
+        "kwargs",
+        "rng",
+        "name",
+        "layer",
+        "written",
+        "results",
+        "replay",
+        "verify",
+        "self_",
+    )
 
     class Named(Block):
         def forward(self, hidden: Tensor, **given: Tensor) -> Tensor:
@@ -147,7 +190,9 @@ def test_a_layer_may_name_its_arguments_as_the_engine_does(policy: str) -> None:
         hidden.square().mean().backward()
         return [hidden]
 
-    assert_equal(outcome(lambda: Model(Named), policy, run), outcome(lambda: Model(Named), None, run))
+    assert_equal(
+        outcome(lambda: Model(Named), policy, run), outcome(lambda: Model(Named), None, run)
+    )
 
 
 def test_a_policy_can_be_taken_off_and_put_on_again() -> None:
@@ -172,13 +217,17 @@ def test_a_graph_outlives_its_policy() -> None:
         loss.backward()
         return [loss]
 
-    assert_equal(outcome(lambda: Model(Norms), "*:full", taken_off), outcome(lambda: Model(Norms), None, kept))
+    assert_equal(
+        outcome(lambda: Model(Norms), "*:full", taken_off),
+        outcome(lambda: Model(Norms), None, kept),
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backward", [True, False])
 def test_nothing_of_a_forward_outlives_it(policy: str, backward: bool) -> None:
-    """Also without a backward, and though the layers hold a tensor with its graph in an attribute."""
+    """Also without a backward, and though the layers hold a tensor with its graph in an
+    attribute."""
     model = Model(SetsAux)
     apply_policy_(model, layers_fqn="layers", policy=policy)
     before = calls_alive()
@@ -187,7 +236,8 @@ def test_nothing_of_a_forward_outlives_it(policy: str, backward: bool) -> None:
         if backward:
             loss.backward()
         del loss
-    assert calls_alive() - before <= (0 if backward else 3)  # the attributes hold the last forward's graph, and no earlier one
+    # the attributes hold the last forward's graph, and no earlier one
+    assert calls_alive() - before <= (0 if backward else 3)
 
 
 def test_what_a_backward_did_not_read_does_not_outlive_it() -> None:
@@ -241,7 +291,11 @@ def test_other_errors_in_a_layer_are_its_own() -> None:
     state, attributes = torch.get_rng_state(), dict(vars(model.layers[1]))
     with pytest.raises(KeyError, match="not again"):
         loss.backward()
-    assert not is_recomputing() and torch.equal(torch.get_rng_state(), state) and vars(model.layers[1]) == attributes
+    assert (
+        not is_recomputing()
+        and torch.equal(torch.get_rng_state(), state)
+        and vars(model.layers[1]) == attributes
+    )
 
 
 def test_a_model_with_a_policy_is_saved_and_loaded_by_its_state() -> None:

@@ -1,4 +1,5 @@
-"""Policies on models that FSDP2 shards: units around layers, units inside layers, and either order of wrapping."""
+"""Policies on models that FSDP2 shards: units around layers, units inside layers, and either order
+of wrapping."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ class Deep(Block):
         return self.inner(self.body(hidden)).sin()
 
 
-def trained(rank: int, world_size: int, kind: type[Block], policy: str | None, policy_first: bool) -> list[Any]:
+def trained(
+    rank: int, world_size: int, kind: type[Block], policy: str | None, policy_first: bool
+) -> list[Any]:
     """Losses of three micro-batches and the whole gradients."""
     torch.manual_seed(3)
     model, mesh = Model(kind), init_device_mesh("cpu", (world_size,))
@@ -43,12 +46,20 @@ def trained(rank: int, world_size: int, kind: type[Block], policy: str | None, p
     losses = [model(batch + rank) for batch in batches()]
     for loss in losses:
         loss.backward()
-    return [*(loss.detach() for loss in losses), *(parameter.grad.full_tensor() for parameter in model.parameters())]
+    return [
+        *(loss.detach() for loss in losses),
+        *(parameter.grad.full_tensor() for parameter in model.parameters()),
+    ]
 
 
 def faults(rank: int, world_size: int) -> None:
     expected = trained(rank, world_size, Deep, None, False)
-    for policy, policy_first in (("*:full", True), ("every-2:full", False), ("*:ops(matmul)", True), ("*:full@host", False)):
+    for policy, policy_first in (
+        ("*:full", True),
+        ("every-2:full", False),
+        ("*:ops(matmul)", True),
+        ("*:full@host", False),
+    ):
         assert_equal(trained(rank, world_size, Deep, policy, policy_first), expected)
 
 

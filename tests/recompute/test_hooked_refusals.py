@@ -1,4 +1,5 @@
-"""What the engine for any model cannot repeat is refused by name, and a policy that cannot apply in the words of its API."""
+"""What the engine for any model cannot repeat is refused by name, and a policy that cannot apply in
+the words of its API."""
 
 from __future__ import annotations
 
@@ -24,8 +25,12 @@ class Stateful:
         self.seen: list[Tensor] = []
 
 
-def run_with(kind: type[nn.Module], policy: str, between: Callable[[nn.Module, Tensor], object] = lambda model, hidden: None,
-             **options: Any) -> None:
+def run_with(
+    kind: type[nn.Module],
+    policy: str,
+    between: Callable[[nn.Module, Tensor], object] = lambda model, hidden: None,
+    **options: Any,
+) -> None:
     torch.manual_seed(3)
     model = Model(kind)
     apply_policy_(model, layers_fqn="layers", policy=policy, **options)
@@ -48,14 +53,22 @@ def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy: str
 
     model = Model(Takes)
     apply_policy_(model, layers_fqn="layers", policy=policy)
-    with pytest.raises(RuntimeError, match=r"layers\.1 changes its argument \['memory'\], a Stateful, in place"):
+    with pytest.raises(
+        RuntimeError, match=r"layers\.1 changes its argument \['memory'\], a Stateful, in place"
+    ):
         model.layers[1](batches()[0], memory=Stateful())
 
 
 Between = Callable[[nn.Module, Tensor], object]
 WRITES: list[tuple[Between, str]] = [
-    (lambda model, hidden: hidden.add_(1), r"layers\.0: an argument was written to after the forward"),
-    (lambda model, hidden: model.layers[1].first.bias.add_(1), r"layers\.1: its parameter first\.bias has been modified"),
+    (
+        lambda model, hidden: hidden.add_(1),
+        r"layers\.0: an argument was written to after the forward",
+    ),
+    (
+        lambda model, hidden: model.layers[1].first.bias.add_(1),
+        r"layers\.1: its parameter first\.bias has been modified",
+    ),
 ]
 
 
@@ -67,6 +80,7 @@ def test_what_a_replay_needs_and_was_written_to_is_named(between: Between, messa
 
 def test_a_buffer_that_each_forward_changes_may_change_before_backward() -> None:
     """A copy of it is kept, so that the gradients are those of the plain model."""
+
     def changed_in_between(model: nn.Module) -> list[Tensor]:
         loss = model(batches()[0])
         for layer in model.layers:
@@ -74,7 +88,9 @@ def test_a_buffer_that_each_forward_changes_may_change_before_backward() -> None
         loss.backward()
         return [loss]
 
-    plain, recomputed = (outcome(lambda: Model(Norms), policy, changed_in_between) for policy in (None, "*:full"))
+    plain, recomputed = (
+        outcome(lambda: Model(Norms), policy, changed_in_between) for policy in (None, "*:full")
+    )
     assert_equal(recomputed, plain)
 
 
@@ -87,7 +103,9 @@ def test_a_buffer_that_was_written_to_after_the_forward_is_named() -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             return self.body(hidden * self.scale)
 
-    with pytest.raises(RuntimeError, match=r"layers\.1: its buffer scale was written to after the forward"):
+    with pytest.raises(
+        RuntimeError, match=r"layers\.1: its buffer scale was written to after the forward"
+    ):
         run_with(Scaled, "*:full", lambda model, hidden: model.layers[1].scale.add_(1))
 
 
@@ -108,13 +126,18 @@ def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_on
         model.layers[0].writes = True
         if any("forward" in vars(layer) for layer in model.layers):
             state = torch.get_rng_state()
-            with pytest.raises(RuntimeError, match=r"layers\.0 wrote to its buffer count, which its first forward did not"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"layers\.0 wrote to its buffer count, which its first forward did not",
+            ):
                 model(batches()[1])
             model.layers[0].count.zero_()
             torch.set_rng_state(state)
         return step(model)
 
-    assert_equal(outcome(lambda: Model(Later), "*:full", steps), outcome(lambda: Model(Later), None, steps))
+    assert_equal(
+        outcome(lambda: Model(Later), "*:full", steps), outcome(lambda: Model(Later), None, steps)
+    )
 
 
 def test_a_layer_that_saves_more_or_less_in_a_replay_is_named() -> None:
@@ -131,8 +154,11 @@ def test_a_layer_that_saves_other_shapes_in_a_replay_is_named() -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             return self.body(hidden) + (hidden[:1] if is_recomputing() else hidden).sin().mean()
 
-    with pytest.raises(RecomputeMismatch, match=r"layers\.2: as number 6 of 7 the forward saved \[5, 6\] of float32 on cpu for "
-                                                r"backward, the replay \[1, 6\] of float32 on cpu"):
+    with pytest.raises(
+        RecomputeMismatch,
+        match=r"layers\.2: as number 6 of 7 the forward saved \[5, 6\] of float32 on cpu for "
+        r"backward, the replay \[1, 6\] of float32 on cpu",
+    ):
         run_with(Changes, "*:full")
 
 
@@ -143,12 +169,15 @@ def test_verify_sees_other_values_where_the_shapes_agree(policy: str) -> None:
             return self.body(hidden * (2.0 if is_recomputing() else 1.0))
 
     run_with(Changes, policy)  # nobody compares values
-    with pytest.raises(RecomputeMismatch, match=r"layers\.2, saved tensor 0: tensor 0 \[5, 6\] differs"):
+    with pytest.raises(
+        RecomputeMismatch, match=r"layers\.2, saved tensor 0: tensor 0 \[5, 6\] differs"
+    ):
         run_with(Changes, policy, verify=True)
 
 
 def test_verify_sees_a_lost_edge() -> None:
     """The same values, saved in the same shapes, from a graph that reaches less."""
+
     class Detaches(Block):
         def __init__(self) -> None:
             super().__init__()
@@ -157,7 +186,10 @@ def test_verify_sees_a_lost_edge() -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             return self.body(hidden) + (self.shift.detach() if is_recomputing() else self.shift)
 
-    with pytest.raises(RecomputeMismatch, match=r"layers\.2: the graph of a replay is not the forward's: it lost shift"):
+    with pytest.raises(
+        RecomputeMismatch,
+        match=r"layers\.2: the graph of a replay is not the forward's: it lost shift",
+    ):
         run_with(Detaches, "*:full", verify=True)
 
 
@@ -168,7 +200,9 @@ def test_a_tensor_that_lost_its_gradient_among_the_arguments_is_a_lost_edge() ->
 
     class Base(Block):
         def forward(self, hidden: Tensor) -> Tensor:
-            return torch.tanh(self.first(hidden.detach()))[:, :6] + (hidden.detach() if is_recomputing() else hidden)
+            return torch.tanh(self.first(hidden.detach()))[:, :6] + (
+                hidden.detach() if is_recomputing() else hidden
+            )
 
     with pytest.raises(RecomputeMismatch, match=r"it lost argument \[0\]"):
         run_with(Base, "*:full", verify=True)
@@ -177,14 +211,23 @@ def test_a_tensor_that_lost_its_gradient_among_the_arguments_is_a_lost_edge() ->
 # A policy for layers that do not exist
 
 
-@pytest.mark.parametrize(("policy", "message"), [
-    ("9:full", r"^policy for layers: .*layer 9 does not exist"),
-    ("stage3/0:full", r"^policy for layers: .*stage 3 does not exist"),
-    ("every-9+8:full", r"^policy for layers: .*names no layer"), ("*:full; 0:none", r"^policy for layers: .*never applies"),
-    ("*:ful", r"^policy for layers: .*at character 3"),
-    ("0:ops(aten.mmm.default)", r"policy for layers ops\(aten\.mmm\.default\): torch .* has no operator"),
-])
-def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(policy: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("9:full", r"^policy for layers: .*layer 9 does not exist"),
+        ("stage3/0:full", r"^policy for layers: .*stage 3 does not exist"),
+        ("every-9+8:full", r"^policy for layers: .*names no layer"),
+        ("*:full; 0:none", r"^policy for layers: .*never applies"),
+        ("*:ful", r"^policy for layers: .*at character 3"),
+        (
+            "0:ops(aten.mmm.default)",
+            r"policy for layers ops\(aten\.mmm\.default\): torch .* has no operator",
+        ),
+    ],
+)
+def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(
+    policy: str, message: str
+) -> None:
     model = Model(Block)
     with pytest.raises(ValueError, match=message) as raised:
         apply_policy_(model, layers_fqn="layers", policy=policy)

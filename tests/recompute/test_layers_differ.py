@@ -1,4 +1,5 @@
-"""Recomputation where layers with and without a window, and with and without rotary embedding, share a unit: no bit changes."""
+"""Recomputation where layers with and without a window, and with and without rotary embedding,
+share a unit: no bit changes."""
 
 from __future__ import annotations
 
@@ -6,28 +7,52 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # a selective checkpoint imports it at its first operator: once here, not in every forked rank
+
+# a selective checkpoint imports it at its first operator: once here, not in every forked rank
+import torch._dynamo
 
 from tests.recompute.test_equality import NUM_LAYERS, faults, policies
 from tests.support.equality import LLAMA
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 
-DIFFERING: dict[str, Any] = dict(LLAMA, num_layers=NUM_LAYERS, window_size=(3, 0), window_attn_skip_freq=(1, 0, 1, 1, 0),
-                                 no_rope_freq=(0, 1, 1, 0, 0))
+DIFFERING: dict[str, Any] = dict(
+    LLAMA,
+    num_layers=NUM_LAYERS,
+    window_size=(3, 0),
+    window_attn_skip_freq=(1, 0, 1, 1, 0),
+    no_rope_freq=(0, 1, 1, 0, 0),
+)
 MODELS = {
     "SDPA, residual dropout": tiny_config(**DIFFERING, hidden_dropout=0.1),
-    "unfused, dropout, query groups": tiny_config(**DIFFERING, hidden_dropout=0.1, attention_dropout=0.1,
-                                                  group_query_attention=True, num_query_groups=2),
+    "unfused, dropout, query groups": tiny_config(
+        **DIFFERING,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        group_query_attention=True,
+        num_query_groups=2,
+    ),
 }
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "dtype"), [
-    (1, False, torch.float32), pytest.param(1, False, torch.bfloat16, marks=pytest.mark.long),
-    pytest.param(2, False, torch.float32, marks=pytest.mark.long),
-    pytest.param(2, True, torch.bfloat16, marks=pytest.mark.long)])
-def test_gradients_are_unchanged_to_the_bit(tp_size: int, sequence_parallel: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "dtype"),
+    [
+        (1, False, torch.float32),
+        pytest.param(1, False, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(2, False, torch.float32, marks=pytest.mark.long),
+        pytest.param(2, True, torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_are_unchanged_to_the_bit(
+    tp_size: int, sequence_parallel: bool, dtype: torch.dtype
+) -> None:
     """Every policy of Megatron's flags, kept results of operators, host memory and one buffer."""
     named = tuple(policies(can_split=tp_size > 1 and not sequence_parallel))
     chosen = dict.fromkeys(MODELS, named)
-    assert run_ranks(faults, tp_size, sequence_parallel, dtype, chosen, MODELS, detail=False, timeout=900) == [{}] * tp_size
+    assert (
+        run_ranks(
+            faults, tp_size, sequence_parallel, dtype, chosen, MODELS, detail=False, timeout=900
+        )
+        == [{}] * tp_size
+    )

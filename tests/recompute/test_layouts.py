@@ -1,5 +1,5 @@
-"""No policy changes a bit of a gradient however data-parallel ranks share out the weights, which a replay must find gathered, and
-however early a gradient is sent."""
+"""No policy changes a bit of a gradient however data-parallel ranks share out the weights, which a
+replay must find gathered, and however early a gradient is sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
+
+# a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked
+# rank
+import torch._dynamo
 from torch import Tensor
 
 from megatron_lite.config.data_parallel import DataParallelConfig
@@ -30,12 +33,27 @@ SOME = ("uniform 2", "core_attn+layernorm+mlp", "pointwise", "*:pointwise@host",
 SPLIT = ("uniform 1 split", "block 3 split", "*:full/2@split+host", "*:full/2@split, contiguous")
 
 
-def gradients(config: ModelConfig, parallel: ParallelState, layout: DataParallelConfig, recompute: RecomputeConfig, *,
-              sequence_parallel: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+def gradients(
+    config: ModelConfig,
+    parallel: ParallelState,
+    layout: DataParallelConfig,
+    recompute: RecomputeConfig,
+    *,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
     """This rank's pieces after one step of two micro-batches with dropout, and the loss."""
-    fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_rank))
-    model = build_tiny_model(config, fresh, sequence_parallel=sequence_parallel, dtype=dtype,
-                             plan=plan_stage(recompute, NUM_LAYERS))
+    fresh = replace(
+        parallel,
+        rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_rank),
+    )
+    model = build_tiny_model(
+        config,
+        fresh,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        plan=plan_stage(recompute, NUM_LAYERS),
+    )
     shard_model_(model, fresh, layout)
     optimizer = Optimizer(model, OptimizerConfig(), fresh, layout)
     loss = torch.tensor(backward(model, optimizer, fresh, 0, sequences=8))
@@ -43,17 +61,30 @@ def gradients(config: ModelConfig, parallel: ParallelState, layout: DataParallel
     return {"loss": loss, **{piece.name: piece.grad.clone() for piece in optimizer.layout.pieces}}
 
 
-@pytest.mark.parametrize(("layout", "tp_size", "sequence_parallel", "config", "dtype", "chosen"), [
-    ("fsdp2", 1, False, GPT, torch.float32, ()),
-    ("fsdp2, memory-efficient", 1, False, LLAMA, torch.bfloat16, SOME),
-    pytest.param("fsdp2, no reshard", 1, False, GPT, torch.float32, SOME, marks=pytest.mark.long),
-    ("fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME),
-    ("fsdp2", 2, False, GPT, torch.float32, SPLIT),
-    ("zero1, overlap", 1, False, GPT, torch.float32, ()),
-    pytest.param("zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME, marks=pytest.mark.long),
-])
-def test_gradients_are_those_without_recomputation(layout: str, tp_size: int, sequence_parallel: bool, config: ModelConfig,
-                                                   dtype: torch.dtype, chosen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "tp_size", "sequence_parallel", "config", "dtype", "chosen"),
+    [
+        ("fsdp2", 1, False, GPT, torch.float32, ()),
+        ("fsdp2, memory-efficient", 1, False, LLAMA, torch.bfloat16, SOME),
+        pytest.param(
+            "fsdp2, no reshard", 1, False, GPT, torch.float32, SOME, marks=pytest.mark.long
+        ),
+        ("fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME),
+        ("fsdp2", 2, False, GPT, torch.float32, SPLIT),
+        ("zero1, overlap", 1, False, GPT, torch.float32, ()),
+        pytest.param(
+            "zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME, marks=pytest.mark.long
+        ),
+    ],
+)
+def test_gradients_are_those_without_recomputation(
+    layout: str,
+    tp_size: int,
+    sequence_parallel: bool,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    chosen: tuple[str, ...],
+) -> None:
     def work(rank: int, world_size: int) -> dict[str, list[str]]:
         found = {}
         with tp_state(tp_size) as parallel:
@@ -61,9 +92,18 @@ def test_gradients_are_those_without_recomputation(layout: str, tp_size: int, se
             named = {name: named[name] for name in chosen or sampled(named, every=4)}
             expected = None
             for name, recompute in {"none": RecomputeConfig(), **named}.items():
-                actual = gradients(config, parallel, LAYOUTS[layout], recompute, sequence_parallel=sequence_parallel, dtype=dtype)
+                actual = gradients(
+                    config,
+                    parallel,
+                    LAYOUTS[layout],
+                    recompute,
+                    sequence_parallel=sequence_parallel,
+                    dtype=dtype,
+                )
                 expected = expected or actual
-                found[name] = [key for key, value in expected.items() if not torch.equal(value, actual[key])]
+                found[name] = [
+                    key for key, value in expected.items() if not torch.equal(value, actual[key])
+                ]
         return {name: keys for name, keys in found.items() if keys}
 
     assert run_ranks(work, 2 * tp_size, detail=False) == [{}] * 2 * tp_size

@@ -1,4 +1,5 @@
-"""Host offload: the same bits back, originals freed in time, copies back early enough, whatever the device's haste."""
+"""Host offload: the same bits back, originals freed in time, copies back early enough, whatever the
+device's haste."""
 
 from __future__ import annotations
 
@@ -21,7 +22,18 @@ from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.stores import Stores
 from tests.support.models import sample_tokens
-from tests.support.offload import CONTIGUOUS, CPU, POLICIES, Late, Noting, build, config_of, draw_alike, equal, step
+from tests.support.offload import (
+    CONTIGUOUS,
+    CPU,
+    POLICIES,
+    Late,
+    Noting,
+    build,
+    config_of,
+    draw_alike,
+    equal,
+    step,
+)
 
 Layer = Callable[..., Tensor]
 
@@ -38,7 +50,9 @@ def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: 
     ours, plain = build(policy, lanes), build("*:none")
     ours.decoder.stores.micro_batches = 2
     for batches in ((3, 4), (4, 5)):
-        assert equal(step(ours, batches=batches), step(plain, batches=batches)) and lanes.faults == []
+        assert (
+            equal(step(ours, batches=batches), step(plain, batches=batches)) and lanes.faults == []
+        )
     assert lanes.count > 0
 
 
@@ -56,10 +70,13 @@ def test_two_backwards_through_a_retained_graph_equal_those_without(policy: str)
 
 
 def views(weight: Tensor, hidden: Tensor, _: Regions) -> Tensor:
-    """Saves one storage as it is, transposed, in part and detached, and a weight with a view of it."""
+    """Saves one storage as it is, transposed, in part and detached, and a weight with a view of
+    it."""
     y = (hidden @ weight).view(6, 2, 2)
     part, turned = y[1:, :, 0], y.transpose(0, 1)
-    return (part.square().sum() + (turned * y.detach().transpose(0, 1)).sum() + y[0].exp().sum()) * (hidden @ weight.t()).tanh()
+    return (
+        part.square().sum() + (turned * y.detach().transpose(0, 1)).sum() + y[0].exp().sum()
+    ) * (hidden @ weight.t()).tanh()
 
 
 def grads_of(layer: Layer, policy: str, rng: RngStreams, lanes: Lanes) -> list[Tensor]:
@@ -67,7 +84,9 @@ def grads_of(layer: Layer, policy: str, rng: RngStreams, lanes: Lanes) -> list[T
     leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
     stores = Stores(CPU)
     stores.lanes = lanes
-    run_layers(plan_stage(config_of(policy), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores).sum().backward()
+    run_layers(
+        plan_stage(config_of(policy), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores
+    ).sum().backward()
     assert stores.host_bytes == 0
     return [leaf.grad]
 
@@ -77,7 +96,9 @@ def test_all_views_of_a_storage_go_once_and_come_back_once(rng: RngStreams) -> N
     module.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))
     module.forward = partial(views, module.weight)
     lanes = Noting()
-    assert equal(grads_of(module, "*:none@host", rng, lanes), grads_of(module, "*:none", rng, Lanes()))
+    assert equal(
+        grads_of(module, "*:none@host", rng, lanes), grads_of(module, "*:none", rng, Lanes())
+    )
     whole, scalar = 6 * 4 * 4, 4
     sizes = [num_bytes for event, num_bytes in lanes.events if event == "out"]
     # hidden; hidden @ weight, whose views are saved; exp of a part; tanh; the factor before it
@@ -87,27 +108,35 @@ def test_all_views_of_a_storage_go_once_and_come_back_once(rng: RngStreams) -> N
 
 def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -> None:
     """It reads what is still on its way."""
+
     def layer(hidden: Tensor, _: Regions) -> Tensor:
         energy = hidden.tanh().exp().sum()
         (force,) = torch.autograd.grad(energy, hidden, create_graph=True)
         return force.square() + hidden.sin()
 
     lanes = Late()
-    assert equal(grads_of(layer, "*:none@host", rng, lanes), grads_of(layer, "*:none", rng, Lanes())) and lanes.faults == []
+    assert (
+        equal(grads_of(layer, "*:none@host", rng, lanes), grads_of(layer, "*:none", rng, Lanes()))
+        and lanes.faults == []
+    )
 
 
 def test_a_storage_that_was_written_to_between_two_saves_goes_twice(rng: RngStreams) -> None:
     """torch allows it where the first save is not read."""
+
     def layer(hidden: Tensor, _: Regions) -> Tensor:
         y = hidden * 1
         y.square()
         return y.add_(1.0).square()
 
-    assert equal(grads_of(layer, "*:none@host", rng, Lanes()), grads_of(layer, "*:none", rng, Lanes()))
+    assert equal(
+        grads_of(layer, "*:none@host", rng, Lanes()), grads_of(layer, "*:none", rng, Lanes())
+    )
 
 
 def test_a_tensor_that_is_written_to_on_its_way_is_an_error(rng: RngStreams) -> None:
     """As it is without offload."""
+
     def layer(hidden: Tensor, _: Regions) -> Tensor:
         y = hidden * 1
         z = y.square()
@@ -125,41 +154,71 @@ def test_parameters_tables_and_states_of_generators_stay(rng: RngStreams) -> Non
     table = torch.ones(6, 4)
 
     def forward(hidden: Tensor, tables: tuple[Tensor, Tensor], regions: Regions) -> Tensor:
-        return regions.run("core_attn", lambda x, skip_tail: x.tanh(), hidden @ module.weight.t() * tables[0][:, :4])
+        return regions.run(
+            "core_attn",
+            lambda x, skip_tail: x.tanh(),
+            hidden @ module.weight.t() * tables[0][:, :4],
+        )
 
     module.forward = forward
     lanes, stores = Noting(), Stores(CPU)
     stores.lanes = lanes
     leaf = torch.ones(6, 4, requires_grad=True)
     plan = plan_stage(config_of("*:core_attn@host"), 1)
-    output = run_layers(plan, [module], leaf * 1, (table, table), rng=rng, tp_group=None, stores=stores)
-    assert [size for _, size in lanes.events] == [6 * 4 * 4] * 2  # the layer's input and the region's
+    output = run_layers(
+        plan, [module], leaf * 1, (table, table), rng=rng, tp_group=None, stores=stores
+    )
+    # the layer's input and the region's
+    assert [size for _, size in lanes.events] == [6 * 4 * 4] * 2
     output.sum().backward()
 
 
-def watched(number: int, alive: dict[int, weakref.ref[torch.UntypedStorage]], events: list[Any], hidden: Tensor, _: Regions,
-            ) -> Tensor:
+def watched(
+    number: int,
+    alive: dict[int, weakref.ref[torch.UntypedStorage]],
+    events: list[Any],
+    hidden: Tensor,
+    _: Regions,
+) -> Tensor:
     """Saves one tensor, of number + 1 rows."""
-    events.append(("replay" if is_recomputing() else "forward", number, [one for one, memory in alive.items() if memory()]))
+    events.append(
+        (
+            "replay" if is_recomputing() else "forward",
+            number,
+            [one for one, memory in alive.items() if memory()],
+        )
+    )
     kept = hidden.repeat(number + 1, 1)
     alive[number] = weakref.ref(kept.untyped_storage())
     return hidden + kept.square().sum(0)
 
 
-def test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends(rng: RngStreams) -> None:
+def test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends(
+    rng: RngStreams,
+) -> None:
     def alive_at(policy: str) -> list[list[int]]:
         alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         events: list[Any] = []
         stores = Stores(CPU)
         stores.lanes = Late()
-        output = run_layers(plan_stage(config_of(policy), 4), [partial(watched, number, alive, events) for number in range(4)],
-                            torch.ones(1, 4, requires_grad=True), rng=rng, tp_group=None, stores=stores)
-        found = [*(before for *_, before in events), [number for number, memory in alive.items() if memory()]]
+        output = run_layers(
+            plan_stage(config_of(policy), 4),
+            [partial(watched, number, alive, events) for number in range(4)],
+            torch.ones(1, 4, requires_grad=True),
+            rng=rng,
+            tp_group=None,
+            stores=stores,
+        )
+        found = [
+            *(before for *_, before in events),
+            [number for number, memory in alive.items() if memory()],
+        ]
         output.sum().backward()
         return found
 
     assert alive_at("*:none@host") == [[], [0], [1], [2], []]
-    assert alive_at("*:none") == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]  # what the test would see otherwise
+    # what the test would see otherwise
+    assert alive_at("*:none") == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
 
 
 def test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other(rng: RngStreams) -> None:
@@ -172,15 +231,31 @@ def test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other(rng: R
             events.append(("replay", number))
         return hidden.repeat(2, 1).tanh()  # the input of unit n has 2**n rows of 4 bytes
 
-    output = run_layers(plan_stage(config_of("*:full@host"), 4), [partial(layer, number) for number in range(4)],
-                        torch.ones(1, 1, requires_grad=True) * 1, rng=rng, tp_group=None, stores=stores)
+    output = run_layers(
+        plan_stage(config_of("*:full@host"), 4),
+        [partial(layer, number) for number in range(4)],
+        torch.ones(1, 1, requires_grad=True) * 1,
+        rng=rng,
+        tp_group=None,
+        stores=stores,
+    )
     events.clear()
     output.sum().backward()
-    assert events == [("back", 32), ("back", 16), ("replay", 3), ("back", 8), ("replay", 2), ("back", 4), ("replay", 1),
-                      ("replay", 0)]
+    assert events == [
+        ("back", 32),
+        ("back", 16),
+        ("replay", 3),
+        ("back", 8),
+        ("replay", 2),
+        ("back", 4),
+        ("replay", 1),
+        ("replay", 0),
+    ]
 
 
-def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(rng: RngStreams) -> None:
+def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(
+    rng: RngStreams,
+) -> None:
     """All of the layer, then all of the one before: the first read starts both."""
     lanes, stores = Noting(), Stores(CPU)
     stores.lanes = lanes
@@ -188,9 +263,14 @@ def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(rn
     def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
         return hidden.repeat(number + 2, 1).tanh().repeat(2, 1).sin().sum(0, keepdim=True)
 
-    output = run_layers(plan_stage(config_of("0-1:none@host; 2:none; *:none@host"), 4),
-                        [partial(layer, number) for number in range(4)], torch.ones(1, 1, requires_grad=True), rng=rng,
-                        tp_group=None, stores=stores)
+    output = run_layers(
+        plan_stage(config_of("0-1:none@host; 2:none; *:none@host"), 4),
+        [partial(layer, number) for number in range(4)],
+        torch.ones(1, 1, requires_grad=True),
+        rng=rng,
+        tp_group=None,
+        stores=stores,
+    )
     lanes.events.clear()
     output.sum().backward()
     rows = [size // 4 for _, size in lanes.events]
@@ -207,8 +287,14 @@ def test_a_buffer_goes_back_when_its_last_reader_is_done(rng: RngStreams) -> Non
             hidden.register_hook(lambda _: in_use.append(stores.host_bytes))
         return hidden * 1
 
-    output = run_layers(plan_stage(config_of("*:none@host"), 1), [layer], torch.ones(5, requires_grad=True), rng=rng,
-                        tp_group=None, stores=stores)
+    output = run_layers(
+        plan_stage(config_of("*:none@host"), 1),
+        [layer],
+        torch.ones(5, requires_grad=True),
+        rng=rng,
+        tp_group=None,
+        stores=stores,
+    )
     output.sum().backward()
     assert in_use == [60, 40, 20]
 
@@ -226,10 +312,13 @@ def test_hooks_outside_get_what_stays_and_nothing_that_was_moved(rng: RngStreams
 
     leaf = torch.ones(6, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run_layers(plan_stage(config_of("*:none@host"), 1), [module], leaf * 1, rng=rng, tp_group=None)
+        output = run_layers(
+            plan_stage(config_of("*:none@host"), 1), [module], leaf * 1, rng=rng, tp_group=None
+        )
         inside = list(seen)
         output.square()
-    assert set(inside) == {weight.untyped_storage()._cdata} and len(seen) == len(inside) + 1  # the square's
+    # the square's
+    assert set(inside) == {weight.untyped_storage()._cdata} and len(seen) == len(inside) + 1
     output.sum().backward()
     assert leaf.grad is not None
 
@@ -242,10 +331,19 @@ def test_a_lent_tensor_is_neither_moved_nor_kept(rng: RngStreams) -> None:
         return regions.run_discarding("layernorm", torch.tanh, hidden).square()
 
     leaf = torch.ones(6, 4, requires_grad=True)
-    output = run_layers(plan_stage(config_of("*:layernorm@host"), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores)
+    output = run_layers(
+        plan_stage(config_of("*:layernorm@host"), 1),
+        [layer],
+        leaf * 1,
+        rng=rng,
+        tp_group=None,
+        stores=stores,
+    )
     assert lanes.events == [("out", 6 * 4 * 4)]  # tanh's input, not the discarded result
     output.sum().backward()
-    assert torch.allclose(leaf.grad, 2 * torch.tanh(torch.ones(6, 4)) * (1 - torch.tanh(torch.ones(6, 4)) ** 2))
+    assert torch.allclose(
+        leaf.grad, 2 * torch.tanh(torch.ones(6, 4)) * (1 - torch.tanh(torch.ones(6, 4)) ** 2)
+    )
 
 
 def test_the_model_may_itself_run_in_a_checkpoint(rng: RngStreams) -> None:
@@ -253,7 +351,10 @@ def test_the_model_may_itself_run_in_a_checkpoint(rng: RngStreams) -> None:
     model, plain = build("*:none@host"), build("*:none")
     for each in (model, plain):
         draw_alike(each)
-        checkpoint(lambda tokens, labels, each=each: each.loss(tokens, labels).mean(), *sample_tokens(),
-                   rng=each.context.rng).backward()
+        checkpoint(
+            lambda tokens, labels, each=each: each.loss(tokens, labels).mean(),
+            *sample_tokens(),
+            rng=each.context.rng,
+        ).backward()
     assert equal(*[[parameter.grad for parameter in each.parameters()] for each in (model, plain)])  # type: ignore[arg-type]
     assert model.decoder.stores.host_bytes == 0

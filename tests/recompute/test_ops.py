@@ -1,5 +1,6 @@
-"""Policies that keep the results of operators: exactly the others run again, nothing that cannot be kept is, and the replay is
-the forward. Gradients of whole models: test_equality.py. Bytes and FLOPs: tests/memory/."""
+"""Policies that keep the results of operators: exactly the others run again, nothing that cannot be
+kept is, and the replay is the forward. Gradients of whole models: test_equality.py. Bytes and
+FLOPs: tests/memory/."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked rank
+
+# a selective checkpoint imports it at its first operator: 3 s, here once instead of in every forked
+# rank
+import torch._dynamo
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -35,7 +39,13 @@ from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.tensor_parallel import row_linear
 from tests.support.collectives import recorded_collectives
-from tests.support.models import build_tiny_model, loss_and_grads, sample_tokens, tiny_config, tp_state
+from tests.support.models import (
+    build_tiny_model,
+    loss_and_grads,
+    sample_tokens,
+    tiny_config,
+    tp_state,
+)
 from tests.support.ranks import RankFailure, run_ranks
 
 NUM_LAYERS = 3
@@ -54,7 +64,9 @@ class Dispatched(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[str, bool]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         self.seen.append((str(func), is_recomputing()))
         return func(*args, **(kwargs or {}))
 
@@ -64,12 +76,22 @@ class Dispatched(TorchDispatchMode):
         return Counter({name: found[name] for name in names if found[name]})
 
 
-def build(policy: str, *, sequence_parallel: bool = False, tail_skip: bool = True, parallel: ParallelState | None = None,
-          **overrides: object) -> GPTModel:
-    plan = plan_stage(RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip), NUM_LAYERS)
+def build(
+    policy: str,
+    *,
+    sequence_parallel: bool = False,
+    tail_skip: bool = True,
+    parallel: ParallelState | None = None,
+    **overrides: object,
+) -> GPTModel:
+    plan = plan_stage(
+        RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip), NUM_LAYERS
+    )
     config = tiny_config(**{"num_layers": NUM_LAYERS, **overrides})
     if parallel is not None:
-        return build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan)
+        return build_tiny_model(
+            config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan
+        )
     with tp_state(1) as alone:
         return build_tiny_model(config, alone, dtype=torch.float32, plan=plan)
 
@@ -77,40 +99,60 @@ def build(policy: str, *, sequence_parallel: bool = False, tail_skip: bool = Tru
 MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
 
 
-@pytest.mark.parametrize(("backend", "policy", "per_layer"), [
-    ("flash", "ops(matmul,attention)", {}),
-    ("flash", "ops(matmul)", {FLASH: 1}),
-    ("flash", "ops(attention)", {"addmm": 3}),
-    ("flash", "ops(matmul/2,attention)", {"addmm": 1}),  # qkv and fc1 are kept, proj is not
-    ("flash", "ops(matmul/3,attention)", {"addmm": 2}),
-    ("flash", "ops(max)", {"addmm": 3, FLASH: 1}),
-    ("flash", "ops(aten.mm.default)", {"addmm": 3, FLASH: 1}),  # a linear with bias is no mm
-    ("flash", "ops(aten.addmm.default/2)", {"addmm": 1, FLASH: 1}),
-    ("unfused", "ops(matmul)", {}),
-    ("unfused", "ops(attention)", {"addmm": 3, "baddbmm": 1, "bmm": 1}),
-    ("unfused", "ops(matmul/2)", {"addmm": 1, "baddbmm": 1}),  # kept: qkv, weights x value, fc1
-    ("unfused", "ops(aten.bmm.default)", {"addmm": 3, "baddbmm": 1}),
-])
-def test_backward_runs_again_exactly_what_is_not_kept(backend: str, policy: str, per_layer: dict[str, int]) -> None:
-    """With biases. The last matmul of a layer is never run again: backward does not read its result."""
-    model = build(f"0,2:{policy};1:none", attention_backend=backend, hidden_dropout=0.1, squared_relu=True)
+@pytest.mark.parametrize(
+    ("backend", "policy", "per_layer"),
+    [
+        ("flash", "ops(matmul,attention)", {}),
+        ("flash", "ops(matmul)", {FLASH: 1}),
+        ("flash", "ops(attention)", {"addmm": 3}),
+        ("flash", "ops(matmul/2,attention)", {"addmm": 1}),  # qkv and fc1 are kept, proj is not
+        ("flash", "ops(matmul/3,attention)", {"addmm": 2}),
+        ("flash", "ops(max)", {"addmm": 3, FLASH: 1}),
+        ("flash", "ops(aten.mm.default)", {"addmm": 3, FLASH: 1}),  # a linear with bias is no mm
+        ("flash", "ops(aten.addmm.default/2)", {"addmm": 1, FLASH: 1}),
+        ("unfused", "ops(matmul)", {}),
+        ("unfused", "ops(attention)", {"addmm": 3, "baddbmm": 1, "bmm": 1}),
+        ("unfused", "ops(matmul/2)", {"addmm": 1, "baddbmm": 1}),  # kept: qkv, weights x value, fc1
+        ("unfused", "ops(aten.bmm.default)", {"addmm": 3, "baddbmm": 1}),
+    ],
+)
+def test_backward_runs_again_exactly_what_is_not_kept(
+    backend: str, policy: str, per_layer: dict[str, int]
+) -> None:
+    """With biases. The last matmul of a layer is never run again: backward does not read its
+    result."""
+    model = build(
+        f"0,2:{policy};1:none", attention_backend=backend, hidden_dropout=0.1, squared_relu=True
+    )
     loss = model.loss(*sample_tokens()).mean()
     with Dispatched() as backward:
         loss.backward()
-    assert backward.replayed(MATMULS) == Counter({name: 2 * count for name, count in per_layer.items()})
+    assert backward.replayed(MATMULS) == Counter(
+        {name: 2 * count for name, count in per_layer.items()}
+    )
     assert backward.replayed(("native_layer_norm", "relu")) == {"native_layer_norm": 4, "relu": 2}
 
 
 def test_without_tail_skip_the_whole_layer_runs_again_and_its_last_matmul_is_kept_too() -> None:
-    for policy, addmms in (("*:ops(attention)", 4), ("*:ops(matmul/3,attention)", 2), ("*:ops(matmul,attention)", 0)):
-        loss = build(policy, tail_skip=False, attention_backend="flash").loss(*sample_tokens()).mean()
+    for policy, addmms in (
+        ("*:ops(attention)", 4),
+        ("*:ops(matmul/3,attention)", 2),
+        ("*:ops(matmul,attention)", 0),
+    ):
+        loss = (
+            build(policy, tail_skip=False, attention_backend="flash").loss(*sample_tokens()).mean()
+        )
         with Dispatched() as backward:
             loss.backward()
         assert backward.replayed(("addmm",))["addmm"] == NUM_LAYERS * addmms
 
 
 def test_without_bias_a_linear_is_another_operator_of_the_same_group() -> None:
-    loss = build("*:ops(matmul)", attention_backend="unfused", add_bias_linear=False).loss(*sample_tokens()).mean()
+    loss = (
+        build("*:ops(matmul)", attention_backend="unfused", add_bias_linear=False)
+        .loss(*sample_tokens())
+        .mean()
+    )
     with Dispatched() as backward:
         loss.backward()
     assert backward.replayed(MATMULS) == {}
@@ -118,7 +160,10 @@ def test_without_bias_a_linear_is_another_operator_of_the_same_group() -> None:
 
 def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() -> None:
     """A counter of the process would keep other results in the next layer, micro-batch or model."""
-    for model in (build("*:ops(matmul/2)", attention_backend="flash"), build("*:ops(matmul/2)", attention_backend="flash")):
+    for model in (
+        build("*:ops(matmul/2)", attention_backend="flash"),
+        build("*:ops(matmul/2)", attention_backend="flash"),
+    ):
         kept = []
         for _ in range(2):
             with kept_for_backward(exclude=model.parameters()) as meter:
@@ -131,7 +176,8 @@ def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() ->
 
 
 def test_the_result_of_the_last_matmul_is_not_kept() -> None:
-    """Backward reads no layer's output. Bytes of a layer's fc2: s b h float32, by the sizes of the model and its sample."""
+    """Backward reads no layer's output. Bytes of a layer's fc2: s b h float32, by the sizes of the
+    model and its sample."""
     kept = []
     for tail_skip in (True, False):
         model = build("*:ops(matmul)", tail_skip=tail_skip, attention_backend="flash")
@@ -146,12 +192,17 @@ def test_the_result_of_the_last_matmul_is_not_kept() -> None:
 # Collectives
 
 
-def collectives_of_a_step(rank: int, world_size: int, policy: str, sequence_parallel: bool) -> tuple[Counter, list[str], list]:
-    """What the replays send, what the layers' forwards dispatch while results may be kept, and what is kept of it."""
+def collectives_of_a_step(
+    rank: int, world_size: int, policy: str, sequence_parallel: bool
+) -> tuple[Counter, list[str], list]:
+    """What the replays send, what the layers' forwards dispatch while results may be kept, and what
+    is kept of it."""
     watched, kept = [], []
     keeps = KeptResults.keeps
 
-    def noted(self: KeptResults, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def noted(
+        self: KeptResults, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         decision = keeps(self, operator, args, kwargs)
         watched.append(str(operator))
         if decision:
@@ -160,9 +211,13 @@ def collectives_of_a_step(rank: int, world_size: int, policy: str, sequence_para
 
     with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeptResults, "keeps", noted)
-        model = build(policy, parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1)
+        model = build(
+            policy, parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1
+        )
         loss = model.loss(*sample_tokens()).mean()
-        kept_again = build("*:none", parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1)
+        kept_again = build(
+            "*:none", parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1
+        )
         loss_again = kept_again.loss(*sample_tokens()).mean()
         with recorded_collectives() as sent:
             loss.backward()
@@ -171,14 +226,24 @@ def collectives_of_a_step(rank: int, world_size: int, policy: str, sequence_para
     return Counter(sent) - Counter(expected), watched, kept
 
 
-@pytest.mark.parametrize(("sequence_parallel", "again"), [
-    (False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})])
-def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(sequence_parallel: bool,
-                                                                               again: dict[str, int]) -> None:
-    """Repeated are, in each layer: the gathers before qkv and fc1, the sum after proj; that after fc2 is the tail."""
-    for repeated, _, kept in run_ranks(collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False):
-        assert repeated == {} and sum(name.startswith("_c10d") for name in kept) == NUM_LAYERS * sum(again.values())
-    for repeated, _, _ in run_ranks(collectives_of_a_step, 2, "*:ops(matmul)", sequence_parallel, detail=False):
+@pytest.mark.parametrize(
+    ("sequence_parallel", "again"),
+    [(False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})],
+)
+def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
+    sequence_parallel: bool, again: dict[str, int]
+) -> None:
+    """Repeated are, in each layer: the gathers before qkv and fc1, the sum after proj; that after
+    fc2 is the tail."""
+    for repeated, _, kept in run_ranks(
+        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
+    ):
+        assert repeated == {} and sum(
+            name.startswith("_c10d") for name in kept
+        ) == NUM_LAYERS * sum(again.values())
+    for repeated, _, _ in run_ranks(
+        collectives_of_a_step, 2, "*:ops(matmul)", sequence_parallel, detail=False
+    ):
         by_name = Counter()
         for sent, count in repeated.items():
             by_name[sent.name] += count
@@ -186,9 +251,14 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(s
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_collective_that_writes_in_place_runs_where_results_are_kept(sequence_parallel: bool) -> None:
-    """What it returns is no tensor, and what it writes is not seen: kept or not, it would spoil what was kept before it."""
-    for _, watched, _ in run_ranks(collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False):
+def test_no_collective_that_writes_in_place_runs_where_results_are_kept(
+    sequence_parallel: bool,
+) -> None:
+    """What it returns is no tensor, and what it writes is not seen: kept or not, it would spoil
+    what was kept before it."""
+    for _, watched, _ in run_ranks(
+        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
+    ):
         assert any(name.startswith("_c10d_functional.") for name in watched)
         assert not [name for name in watched if name.startswith("c10d.")]
 
@@ -196,15 +266,23 @@ def test_no_collective_that_writes_in_place_runs_where_results_are_kept(sequence
 def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
-            rebuild_saved(lambda x: collectives.all_reduce_(x * 2, parallel.tp_group), torch.ones(3, requires_grad=True),
-                         results=KeptResults(("matmul",), skip_tail=False), rng=parallel.rng)
+            rebuild_saved(
+                lambda x: collectives.all_reduce_(x * 2, parallel.tp_group),
+                torch.ones(3, requires_grad=True),
+                results=KeptResults(("matmul",), skip_tail=False),
+                rng=parallel.rng,
+            )
 
     with pytest.raises(RankFailure, match="does not see what a collective writes in place"):
         run_ranks(work, 2, detail=False)
 
 
-def test_with_collectives_in_place_a_kept_result_would_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why they are functional: the sum after proj overwrites the kept matmul, and a replay would sum it a second time."""
+def test_with_collectives_in_place_a_kept_result_would_be_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why they are functional: the sum after proj overwrites the kept matmul, and a replay would
+    sum it a second time."""
+
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
             loss_and_grads(build("*:ops(matmul)", parallel=parallel), parallel, micro_batches=1)
@@ -212,12 +290,16 @@ def test_with_collectives_in_place_a_kept_result_would_be_written_to(monkeypatch
     run_ranks(work, 2, detail=False)
     for module in (collectives, row_linear):
         monkeypatch.setattr(module, "results_may_be_kept", lambda: False)
-    with pytest.raises(RankFailure, match=r"layer 0: the result of aten\.mm\.default is to be kept .*, but was written to"):
+    with pytest.raises(
+        RankFailure,
+        match=r"layer 0: the result of aten\.mm\.default is to be kept .*, but was written to",
+    ):
         run_ranks(work, 2, detail=False)
 
 
 def gradients_under_a_foreign_checkpoint(rank: int, world_size: int) -> list[bool]:
-    """Of a sharded linear under torch's own selective checkpoint, put around it by somebody else, and of the same without."""
+    """Of a sharded linear under torch's own selective checkpoint, put around it by somebody else,
+    and of the same without."""
     names = [torch.ops.aten.mm.default, torch.ops._c10d_functional.all_reduce.default]
     found = []
     with tp_state(world_size) as parallel:
@@ -229,8 +311,16 @@ def gradients_under_a_foreign_checkpoint(rank: int, world_size: int) -> list[boo
             def run(x: Tensor, linear: Any = linear) -> Tensor:
                 return linear(x.sin()).cos()
 
-            output = checkpoint(run, leaf, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, names)
-                                ) if wrap else run(leaf)
+            output = (
+                checkpoint(
+                    run,
+                    leaf,
+                    use_reentrant=False,
+                    context_fn=partial(create_selective_checkpoint_contexts, names),
+                )
+                if wrap
+                else run(leaf)
+            )
             output.square().sum().backward()
             found.append((leaf.grad, linear.weight.grad, linear.bias.grad))
     return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
@@ -243,14 +333,20 @@ def test_the_layers_are_right_under_anybodys_selective_checkpoint() -> None:
 # What cannot be kept
 
 
-@pytest.mark.parametrize("name", ["aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"])
+@pytest.mark.parametrize(
+    "name", ["aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"]
+)
 def test_operators_that_draw_random_numbers_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"{name}.*draws random numbers"):
         find_operators((name,))
 
 
-def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(rng: RngStreams, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why they are refused: the replay skips the first draw, and the second one then gets its numbers."""
+def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(
+    rng: RngStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why they are refused: the replay skips the first draw, and the second one then gets its
+    numbers."""
+
     def two_draws(x: Tensor) -> Tensor:
         kept, repeated = (torch.native_dropout(x.sin(), 0.5, True)[0] for _ in range(2))
         return (kept.exp() * repeated.exp()).sum()
@@ -271,10 +367,14 @@ def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(rng: RngStre
     assert not torch.equal(gradient(), leaf.grad)
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in GROUPS["attention"] if kernel.startswith("aten.")])
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in GROUPS["attention"] if kernel.startswith("aten.")]
+)
 def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str) -> None:
     results = KeptResults(("attention/2",), skip_tail=True)
-    operator = next(operator for operator, name in find_operators((kernel,)).items() if name == kernel)
+    operator = next(
+        operator for operator, name in find_operators((kernel,)).items() if name == kernel
+    )
     position = [argument.name for argument in operator._schema.arguments].index("dropout_p")
     before = [None] * position
     assert not results.keeps(operator, (*before, 0.1), {})
@@ -283,25 +383,47 @@ def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str)
     assert not results.keeps(operator, (), {})
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("aten.nothing.default", "has no operator aten.nothing.default"), ("nobody.mm.default", "has no operator"),
-    ("aten.mm.nothing", "has no operator"), ("aten.mm.out", "writes into its argument"),
-    ("aten.native_batch_norm.out", "writes into its argument")])
-def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_built(name: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("aten.nothing.default", "has no operator aten.nothing.default"),
+        ("nobody.mm.default", "has no operator"),
+        ("aten.mm.nothing", "has no operator"),
+        ("aten.mm.out", "writes into its argument"),
+        ("aten.native_batch_norm.out", "writes into its argument"),
+    ],
+)
+def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_built(
+    name: str, message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         build(f"1:ops(matmul,{name})")
 
 
 def test_a_result_that_is_written_to_later_is_an_error_in_forward(rng: RngStreams) -> None:
     results = KeptResults(("matmul",), skip_tail=False)
-    with pytest.raises(RuntimeError, match=r"aten\.mm\.default is to be kept for backward, but was written to later"):
-        rebuild_saved(lambda x: torch.mm(x, x).mul_(2).sin(), torch.ones(2, 2, requires_grad=True), results=results, rng=rng)
+    with pytest.raises(
+        RuntimeError,
+        match=r"aten\.mm\.default is to be kept for backward, but was written to later",
+    ):
+        rebuild_saved(
+            lambda x: torch.mm(x, x).mul_(2).sin(),
+            torch.ones(2, 2, requires_grad=True),
+            results=results,
+            rng=rng,
+        )
 
 
-def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(rng: RngStreams) -> None:
+def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(
+    rng: RngStreams,
+) -> None:
     weight = torch.full((3, 3), 0.5, requires_grad=True)
-    output = rebuild_saved(lambda x: torch.mm(x.sin(), weight), torch.ones(2, 3, requires_grad=True), rng=rng,
-                          results=KeptResults(("matmul",), skip_tail=False))
+    output = rebuild_saved(
+        lambda x: torch.mm(x.sin(), weight),
+        torch.ones(2, 3, requires_grad=True),
+        rng=rng,
+        results=KeptResults(("matmul",), skip_tail=False),
+    )
     with torch.no_grad():
         output.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -309,9 +431,15 @@ def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(rng
 
 
 def test_the_groups_hold_every_fused_attention_kernel_of_this_torch() -> None:
-    apart = {"_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"}  # not fused; of no device here
-    names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()
-             if name.startswith("aten::_scaled_dot_product") and "backward" not in name and "." not in name}
+    # not fused; of no device here
+    apart = {"_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps"}
+    names = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::_scaled_dot_product")
+        and "backward" not in name
+        and "." not in name
+    }
     ours = {"megatron_lite.context_parallel_attention.default"}
     assert {f"aten.{name}.default" for name in names - apart} | ours == set(GROUPS["attention"])
     assert set(find_operators(tuple(GROUPS)).values()) == IN_GROUPS
@@ -332,7 +460,9 @@ def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams
         output.backward()
         return [x.grad, y.grad]
 
-    kept = partial(rebuild_saved, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
+    kept = partial(
+        rebuild_saved, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng
+    )
     assert all(map(torch.equal, gradients(kept), gradients(three_products)))
 
 
@@ -344,25 +474,37 @@ def test_a_replay_restores_streams_and_autocast_and_says_what_it_is(rng: RngStre
             noise = torch.rand_like(x)
         with rng.fork(DEFAULT):
             noise = noise + torch.rand_like(x)
-        seen.append((is_recomputing(), rng.current, torch.is_autocast_enabled("cpu"), noise.sum().item()))
+        seen.append(
+            (is_recomputing(), rng.current, torch.is_autocast_enabled("cpu"), noise.sum().item())
+        )
         return (torch.mm(x, x) * noise).exp().sin()
 
     leaf = torch.ones(3, 3, requires_grad=True)
     with rng.fork(TENSOR_PARALLEL), torch.autocast("cpu", torch.bfloat16):
-        output = rebuild_saved(layer, leaf, results=KeptResults(("matmul",), skip_tail=True), rng=rng)
+        output = rebuild_saved(
+            layer, leaf, results=KeptResults(("matmul",), skip_tail=True), rng=rng
+        )
     torch.rand(5)  # other draws in between
     before = rng.snapshot()
     output.float().sum().backward()
     after = rng.snapshot()
-    assert [one[0] for one in seen] == [False, True] and seen[0][1:] == seen[1][1:] == (TENSOR_PARALLEL, True, seen[0][3])
+    assert [one[0] for one in seen] == [False, True] and seen[0][1:] == seen[1][1:] == (
+        TENSOR_PARALLEL,
+        True,
+        seen[0][3],
+    )
     assert not is_recomputing() and after.current == before.current == DEFAULT
     assert all(torch.equal(before.states[name], after.states[name]) for name in before.states)
 
 
 def test_where_gradients_are_off_the_layer_runs_without_a_checkpoint(rng: RngStreams) -> None:
     with torch.no_grad():
-        output = rebuild_saved(lambda x: (x * 2, collectives.results_may_be_kept()), torch.ones(2, requires_grad=True),
-                              results=KeptResults(("matmul",), skip_tail=True), rng=rng)
+        output = rebuild_saved(
+            lambda x: (x * 2, collectives.results_may_be_kept()),
+            torch.ones(2, requires_grad=True),
+            results=KeptResults(("matmul",), skip_tail=True),
+            rng=rng,
+        )
     assert output[1] is False and not output[0].requires_grad
 
 
@@ -378,14 +520,25 @@ def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -
         with failing_in_replays():
             return torch.mm(x, x).sin().cos()
 
-    output = rebuild_saved(layer, torch.ones(2, 2, requires_grad=True), results=KeptResults(("max",), skip_tail=False), rng=rng)
+    output = rebuild_saved(
+        layer,
+        torch.ones(2, 2, requires_grad=True),
+        results=KeptResults(("max",), skip_tail=False),
+        rng=rng,
+    )
     before = rng.state()
     with pytest.raises(ValueError, match="not again"):
         output.sum().backward()
-    assert not is_recomputing() and not collectives.results_may_be_kept() and torch.equal(before, rng.state())
+    assert (
+        not is_recomputing()
+        and not collectives.results_may_be_kept()
+        and torch.equal(before, rng.state())
+    )
 
 
-def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(rng: RngStreams) -> None:
+def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results(
+    rng: RngStreams,
+) -> None:
     calls = []
 
     def layer(x: Tensor, regions: Regions) -> Tensor:
@@ -409,7 +562,9 @@ def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
     assert live.bytes_beside(grads | {loss.untyped_storage()._cdata}) == 0
 
 
-def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(rng: RngStreams) -> None:
+def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(
+    rng: RngStreams,
+) -> None:
     """Else nobody could count them or move them to the host."""
     packed, unpacked = [], []
 
@@ -423,9 +578,14 @@ def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(rng:
 
     x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        output = rebuild_saved(three_products, x, y, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng)
+        output = rebuild_saved(
+            three_products, x, y, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng
+        )
     products = [torch.mm(x, y), torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y)]
-    assert [any(torch.equal(one, product) for one in packed) for product in products] == [True, True]
+    assert [any(torch.equal(one, product) for one in packed) for product in products] == [
+        True,
+        True,
+    ]
     assert len(packed) == 2 + 2 + 2  # the inputs, the states of two streams, two products
     output.sum().backward()
     assert {id(one) for one in unpacked} == {id(one) for one in packed}

@@ -1,4 +1,5 @@
-"""The pool of host memory: it grows in the first step only, every buffer returns whatever happens, none is taken without need."""
+"""The pool of host memory: it grows in the first step only, every buffer returns whatever happens,
+none is taken without need."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tests.support.offload import CONTIGUOUS, NUM_LAYERS, POLICIES, Late, build,
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
-def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(policy: str, batches: tuple[int, ...]) -> None:
+def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(
+    policy: str, batches: tuple[int, ...]
+) -> None:
     model = build(policy)
     pool = model.decoder.stores.pool
     assert pool.num_bytes == 0
@@ -51,7 +54,9 @@ class Broken(Exception):
 
 @pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy: str, in_backward: bool) -> None:
+def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
+    policy: str, in_backward: bool
+) -> None:
     lanes = Late()
     model, plain = build(policy, lanes), build("*:none")
     step(model), step(plain)
@@ -64,12 +69,20 @@ def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(policy: str
             output.register_hook(breaks)
 
     mlp = model.decoder.layers[2].mlp
-    handle = mlp.register_forward_hook(breaks_in_backward) if in_backward else mlp.register_forward_pre_hook(breaks)
+    handle = (
+        mlp.register_forward_hook(breaks_in_backward)
+        if in_backward
+        else mlp.register_forward_pre_hook(breaks)
+    )
     try:
         step(model)
     except Broken:
         handle.remove()
-    assert not mlp._forward_hooks and not mlp._forward_pre_hooks and model.decoder.stores.host_bytes == 0
+    assert (
+        not mlp._forward_hooks
+        and not mlp._forward_pre_hooks
+        and model.decoder.stores.host_bytes == 0
+    )
     assert equal(step(model), step(plain)) and lanes.faults == []
 
 

@@ -1,4 +1,5 @@
-"""The masks that a backward draws again in a model: those of its forward, shared by the TP ranks or each rank's own."""
+"""The masks that a backward draws again in a model: those of its forward, shared by the TP ranks or
+each rank's own."""
 
 from __future__ import annotations
 
@@ -14,17 +15,32 @@ from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3
-UNITS_OF_TWO = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+UNITS_OF_TWO = RecomputeConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+)
 CORE_ATTENTION = RecomputeConfig(recompute_activations=True)
 POINTWISE = RecomputeConfig(recompute_granularity="selective", recompute_modules=("pointwise",))
 
 
-def masks_of_a_step(rank: int, world_size: int, sequence_parallel: bool, recompute: RecomputeConfig) -> Masks:
+def masks_of_a_step(
+    rank: int, world_size: int, sequence_parallel: bool, recompute: RecomputeConfig
+) -> Masks:
     """All that forward and backward draw on this rank."""
-    config = variant_config("gpt2", num_layers=NUM_LAYERS, hidden_dropout=0.5, attention_dropout=0.5, attention_backend="unfused")
+    config = variant_config(
+        "gpt2",
+        num_layers=NUM_LAYERS,
+        hidden_dropout=0.5,
+        attention_dropout=0.5,
+        attention_backend="unfused",
+    )
     with tp_state(world_size) as parallel:
-        model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32,
-                                 plan=plan_stage(recompute, NUM_LAYERS))
+        model = build_tiny_model(
+            config,
+            parallel,
+            sequence_parallel=sequence_parallel,
+            dtype=torch.float32,
+            plan=plan_stage(recompute, NUM_LAYERS),
+        )
         with recorded_masks() as masks:
             model.loss(*sample_tokens()).mean().backward()
     return masks
@@ -35,26 +51,45 @@ def same(drawn: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(("recompute", "residual_order", "attention_order"), [
-    (UNITS_OF_TWO, [5, 6, 1, 2, 3, 4], [2, 0, 1]),  # mask 0 is the embedding's, then two a layer; the last unit is first
-    (CORE_ATTENTION, [], [2, 1, 0]),
-    (POINTWISE, [6, 5, 4, 3, 2, 1], []),  # masks redrawn from a stream's state
-], ids=["units of two", "core_attn", "pointwise"])
-def test_a_replay_draws_the_masks_of_its_forward_on_the_stream_that_the_layout_asks_for(
-        sequence_parallel: bool, recompute: RecomputeConfig, residual_order: list[int], attention_order: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "residual_order", "attention_order"),
+    [
+        # mask 0 is the embedding's, then two a layer; the last unit is first
+        (UNITS_OF_TWO, [5, 6, 1, 2, 3, 4], [2, 0, 1]),
+        (CORE_ATTENTION, [], [2, 1, 0]),
+        (POINTWISE, [6, 5, 4, 3, 2, 1], []),  # masks redrawn from a stream's state
+    ],
+    ids=["units of two", "core_attn", "pointwise"],
+)
+def test_a_replay_draws_the_masks_of_its_forward_on_the_right_stream(
+    sequence_parallel: bool,
+    recompute: RecomputeConfig,
+    residual_order: list[int],
+    attention_order: list[int],
+) -> None:
     ranks = run_ranks(masks_of_a_step, 2, sequence_parallel, recompute, detail=False)
     for masks in ranks:
         forward = masks.residual[: 1 + 2 * NUM_LAYERS]
-        assert same(masks.residual[len(forward):], [forward[number] for number in residual_order])
-        assert same(masks.attention[NUM_LAYERS:], [masks.attention[number] for number in attention_order])
+        assert same(masks.residual[len(forward) :], [forward[number] for number in residual_order])
+        assert same(
+            masks.attention[NUM_LAYERS:], [masks.attention[number] for number in attention_order]
+        )
     assert mask_faults(*ranks, sequence_parallel=sequence_parallel) == set()
 
 
-@pytest.mark.parametrize("recompute", [UNITS_OF_TWO, CORE_ATTENTION, POINTWISE], ids=["units of two", "core_attn", "pointwise"])
+@pytest.mark.parametrize(
+    "recompute",
+    [UNITS_OF_TWO, CORE_ATTENTION, POINTWISE],
+    ids=["units of two", "core_attn", "pointwise"],
+)
 def test_backward_leaves_the_streams_as_it_found_them(recompute: RecomputeConfig) -> None:
-    config = variant_config("gpt2", num_layers=NUM_LAYERS, hidden_dropout=0.5, attention_dropout=0.5)
+    config = variant_config(
+        "gpt2", num_layers=NUM_LAYERS, hidden_dropout=0.5, attention_dropout=0.5
+    )
     with tp_state(1) as parallel:
-        model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS))
+        model = build_tiny_model(
+            config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS)
+        )
         loss = model.loss(*sample_tokens()).mean()
         model.loss(*sample_tokens(5))  # what is drawn again ends elsewhere
         before = parallel.rng.snapshot()

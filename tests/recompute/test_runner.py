@@ -1,5 +1,5 @@
-"""Units of layers: chained, counted from the stage's first, equal to none where weights or inputs are frozen, holding no tensors
-but those that torch knows to be kept."""
+"""Units of layers: chained, counted from the stage's first, equal to none where weights or inputs
+are frozen, holding no tensors but those that torch knows to be kept."""
 
 from __future__ import annotations
 
@@ -25,10 +25,18 @@ from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
 NUM_LAYERS = 3
-UNITS_OF_TWO = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
-FIRST_TWO = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
-UNITS_OF_ONE = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-REGIONS = RecomputeConfig(recompute_granularity="selective", recompute_modules=("core_attn", "pointwise"))
+UNITS_OF_TWO = RecomputeConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+)
+FIRST_TWO = RecomputeConfig(
+    recompute_granularity="full", recompute_method="block", recompute_num_layers=2
+)
+UNITS_OF_ONE = RecomputeConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+REGIONS = RecomputeConfig(
+    recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
+)
 MLP_REGION = RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",))
 
 
@@ -39,12 +47,19 @@ def rng() -> RngStreams:
 
 def build(recompute: RecomputeConfig, **overrides: object) -> GPTModel:
     with tp_state(1) as parallel:
-        return build_tiny_model(tiny_config(**{"num_layers": NUM_LAYERS, **overrides}), parallel, dtype=torch.float32,
-                                plan=plan_stage(recompute, NUM_LAYERS))
+        return build_tiny_model(
+            tiny_config(**{"num_layers": NUM_LAYERS, **overrides}),
+            parallel,
+            dtype=torch.float32,
+            plan=plan_stage(recompute, NUM_LAYERS),
+        )
 
 
-def test_every_layer_of_a_unit_gets_what_the_layer_before_it_returned_in_the_replay_too(rng: RngStreams) -> None:
-    calls: list[tuple[int, bool, float]] = []  # layer, whether in a replay, first number of its input
+def test_in_a_replay_too_every_layer_of_a_unit_gets_what_the_one_before_returned(
+    rng: RngStreams,
+) -> None:
+    # layer, whether in a replay, first number of its input
+    calls: list[tuple[int, bool, float]] = []
 
     def layer(number: int, hidden_states: Tensor, _: Regions) -> Tensor:
         calls.append((number, is_recomputing(), hidden_states[0].item()))
@@ -52,7 +67,9 @@ def test_every_layer_of_a_unit_gets_what_the_layer_before_it_returned_in_the_rep
 
     def run(plan: RecomputePlan) -> Tensor:
         leaf = torch.tensor([1.5, 2.0], requires_grad=True)
-        run_layers(plan, [partial(layer, number) for number in range(3)], leaf, rng=rng, tp_group=None).sum().backward()
+        run_layers(
+            plan, [partial(layer, number) for number in range(3)], leaf, rng=rng, tp_group=None
+        ).sum().backward()
         return leaf.grad
 
     kept = run(plan_stage(RecomputeConfig(), 3))
@@ -66,7 +83,9 @@ def replayed_layers(model: GPTModel) -> list[int]:
     """The layers that a backward runs again, in order."""
     replayed: list[int] = []
     for number, layer in enumerate(model.decoder.layers):
-        layer.register_forward_pre_hook(lambda *_, number=number: replayed.append(number) if is_recomputing() else None)
+        layer.register_forward_pre_hook(
+            lambda *_, number=number: replayed.append(number) if is_recomputing() else None
+        )
     model.loss(*sample_tokens()).mean().backward()
     return replayed
 
@@ -86,7 +105,9 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def gradients(recompute: RecomputeConfig, frozen: Callable[[str], bool]) -> dict[str, Tensor | None]:
+def gradients(
+    recompute: RecomputeConfig, frozen: Callable[[str], bool]
+) -> dict[str, Tensor | None]:
     model = build(recompute, hidden_dropout=0.1, untie_embeddings_and_output_weights=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
@@ -94,18 +115,31 @@ def gradients(recompute: RecomputeConfig, frozen: Callable[[str], bool]) -> dict
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("recompute", [UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO, REGIONS, MLP_REGION],
-                         ids=["units of one", "units of two", "block", "regions", "mlp"])
+@pytest.mark.parametrize(
+    "recompute",
+    [UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO, REGIONS, MLP_REGION],
+    ids=["units of one", "units of two", "block", "regions", "mlp"],
+)
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_frozen_weights_get_no_gradient_and_the_others_the_same(frozen: str, recompute: RecomputeConfig) -> None:
-    expected, actual = gradients(RecomputeConfig(), FROZEN[frozen]), gradients(recompute, FROZEN[frozen])
-    assert [name for name, grad in actual.items() if grad is None] == [name for name in expected if FROZEN[frozen](name)]
-    assert all(torch.equal(grad, expected[name]) for name, grad in actual.items() if grad is not None)  # type: ignore[arg-type]
+def test_frozen_weights_get_no_gradient_and_the_others_the_same(
+    frozen: str, recompute: RecomputeConfig
+) -> None:
+    expected, actual = (
+        gradients(RecomputeConfig(), FROZEN[frozen]),
+        gradients(recompute, FROZEN[frozen]),
+    )
+    assert [name for name, grad in actual.items() if grad is None] == [
+        name for name in expected if FROZEN[frozen](name)
+    ]
+    assert all(
+        torch.equal(grad, expected[name]) for name, grad in actual.items() if grad is not None
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS], ids=["units of two", "regions"])
 def test_what_runs_between_forward_and_backward_changes_nothing(recompute: RecomputeConfig) -> None:
     """Another micro-batch's forward, an evaluation; and the backwards in any order."""
+
     def outcome(recompute: RecomputeConfig, first: int) -> list[Tensor]:
         model = build(recompute, hidden_dropout=0.1, attention_dropout=0.1)
         losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
@@ -120,7 +154,8 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute: Recom
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors that `value` holds on to: in containers, closures, partials, bound arguments and attributes, modules aside."""
+    """Tensors that `value` holds on to: in containers, closures, partials, bound arguments and
+    attributes, modules aside."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, partial):
@@ -139,10 +174,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(value))
 
 
-@pytest.mark.parametrize("recompute", [UNITS_OF_TWO, REGIONS, MLP_REGION], ids=["units of two", "regions", "mlp"])
+@pytest.mark.parametrize(
+    "recompute", [UNITS_OF_TWO, REGIONS, MLP_REGION], ids=["units of two", "regions", "mlp"]
+)
 def test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward(
-        recompute: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a closure captured, or a context stashed, would escape recomputation, offloading and the count of bytes."""
+    recompute: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a closure captured, or a context stashed, would escape recomputation, offloading and the
+    count of bytes."""
     nodes = []
 
     def noting(function: Callable[..., Any], *args: Any, **facts: Any) -> Any:
@@ -153,7 +192,9 @@ def test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward(
     monkeypatch.setattr(runner, "checkpoint", noting)
     monkeypatch.setattr(regions, "checkpoint", noting)
     loss = build(recompute, hidden_dropout=0.1, attention_dropout=0.1).loss(*sample_tokens()).mean()
-    assert len(nodes) == {UNITS_OF_TWO: 2, REGIONS: 4 * NUM_LAYERS, MLP_REGION: NUM_LAYERS}[recompute]
+    assert (
+        len(nodes) == {UNITS_OF_TWO: 2, REGIONS: 4 * NUM_LAYERS, MLP_REGION: NUM_LAYERS}[recompute]
+    )
     for node in nodes:
         assert list(tensors_in(vars(node))) == []
         assert len(list(tensors_in(node.saved_tensors))) >= 1
@@ -180,9 +221,14 @@ def test_nested_plans_equal_none(rng: RngStreams) -> None:
             return run_layers(inside, layers, hidden_states, rng=rng, tp_group=None)
 
         leaf = torch.ones(3, 4, requires_grad=True)
-        output = run_layers(RecomputePlan(outer), [partial(pair, 0), partial(pair, 2)], leaf, rng=rng, tp_group=None)
+        output = run_layers(
+            RecomputePlan(outer), [partial(pair, 0), partial(pair, 2)], leaf, rng=rng, tp_group=None
+        )
         output.sum().backward()
-        grads = [leaf.grad, *(parameter.grad for linear in linears for parameter in linear.parameters())]
+        grads = [
+            leaf.grad,
+            *(parameter.grad for linear in linears for parameter in linear.parameters()),
+        ]
         for linear in linears:
             linear.zero_grad()
         rng.restore(start)
@@ -190,8 +236,19 @@ def test_nested_plans_equal_none(rng: RngStreams) -> None:
 
     keep = (Segment(first_layer=0), Segment(first_layer=1))
     expected = outcome(keep, keep)
-    for inner in ((Segment(first_layer=0, unit=True), Segment(first_layer=1, regions=frozenset({"core_attn"}))),
-                  (Segment(first_layer=0, num_layers=2, unit=True),)):
-        for outer in (keep, (Segment(first_layer=0, unit=True), Segment(first_layer=1, unit=True)),
-                      (Segment(first_layer=0, num_layers=2, unit=True),)):
-            assert all(torch.equal(mine, other) for mine, other in zip(outcome(inner, outer), expected, strict=True))
+    for inner in (
+        (
+            Segment(first_layer=0, unit=True),
+            Segment(first_layer=1, regions=frozenset({"core_attn"})),
+        ),
+        (Segment(first_layer=0, num_layers=2, unit=True),),
+    ):
+        for outer in (
+            keep,
+            (Segment(first_layer=0, unit=True), Segment(first_layer=1, unit=True)),
+            (Segment(first_layer=0, num_layers=2, unit=True),),
+        ):
+            assert all(
+                torch.equal(mine, other)
+                for mine, other in zip(outcome(inner, outer), expected, strict=True)
+            )

@@ -1,4 +1,5 @@
-"""Saved-tensor hooks that put something else in place of a tensor: what they exchange, what they let pass, what they hold."""
+"""Saved-tensor hooks that put something else in place of a tensor: what they exchange, what they
+let pass, what they hold."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def moved_grad(function: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, int]:
-    """The gradient of a leaf where everything that the function saves is moved, and how many storages were."""
+    """The gradient of a leaf where everything that the function saves is moved, and how many
+    storages were."""
     copies: list[int] = []
 
     def move(tensor: Tensor) -> Copied:
@@ -53,7 +55,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "every second": lambda x: (x * 2)[::2, 1::2].square(),
     "expanded": lambda x: (x * 2)[:1].expand(4, 6).square(),
     "a scalar of it": lambda x: (x * 2)[2, 3].square(),
-    "bits of another type": lambda x: x * (x.detach() * 2).view(torch.int32)[1:, :].view(torch.float32).sum(),
+    "bits of another type": lambda x: (
+        x * (x.detach() * 2).view(torch.int32)[1:, :].view(torch.float32).sum()
+    ),
     "half": lambda x: (x.bfloat16() * 2).t()[1:].square().float(),
     "integers": lambda x: x[torch.tensor([3, 1, 1])],
     "bools": lambda x: torch.where(x > 0, x * 2, x * 3),
@@ -67,9 +71,17 @@ def test_a_view_of_what_was_moved_is_what_it_was(name: str) -> None:
     assert torch.equal(grad, plain_grad(VIEWS[name], leaf)) and count >= 1
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: (x * 2).conj() * x.exp(), lambda x: (x * 2).conj().imag * x.real, lambda x: (x * 2j).conj().view(6, 4) @ x])
-def test_conjugated_and_negated_views_are_what_they_were(function: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2).conj() * x.exp(),
+        lambda x: (x * 2).conj().imag * x.real,
+        lambda x: (x * 2j).conj().view(6, 4) @ x,
+    ],
+)
+def test_conjugated_and_negated_views_are_what_they_were(
+    function: Callable[[Tensor], Tensor],
+) -> None:
     """Their bits lie in flags of the tensor, not in its memory."""
     leaf = numbers(4, 6, dtype=torch.complex64).requires_grad_()
     assert torch.equal(moved_grad(function, leaf)[0], plain_grad(function, leaf))

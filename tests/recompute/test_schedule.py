@@ -19,31 +19,68 @@ def keep(first: int) -> Segment:
     return Segment(first_layer=first)
 
 
-@pytest.mark.parametrize(("flags", "segments"), [
-    ({}, [keep(0), keep(1), keep(2), keep(3), keep(4)]),
-    (dict(**FULL, recompute_method="uniform"), [unit(0), unit(1), unit(2), unit(3), unit(4)]),
-    (dict(**FULL, recompute_method="uniform", recompute_num_layers=2), [unit(0, 2), unit(2, 2), unit(4, 1)]),
-    (dict(**FULL, recompute_method="uniform", recompute_num_layers=9), [unit(0, 5)]),
-    (dict(**FULL, recompute_method="block"), [unit(0), keep(1), keep(2), keep(3), keep(4)]),
-    (dict(**FULL, recompute_method="block", recompute_num_layers=3), [unit(0), unit(1), unit(2), keep(3), keep(4)]),
-    (dict(**FULL, recompute_method="block", recompute_num_layers=9), [unit(0), unit(1), unit(2), unit(3), unit(4)]),
-    (dict(**FULL, recompute_method="uniform", recompute_num_layers=3, distribute_saved_activations=True),
-     [unit(0, 3, "split"), unit(3, 2, "split")]),
-    (dict(**FULL, recompute_method="block", recompute_num_layers=2, distribute_saved_activations=True),
-     [unit(0, 1, "split"), unit(1, 1, "split"), keep(2), keep(3), keep(4)]),
-    (dict(recompute_activations=True), [Segment(first_layer=n, regions=frozenset({"core_attn"})) for n in range(5)]),
-    (dict(recompute_granularity="selective", recompute_modules=("mlp", "core_attn", "mlp")),
-     [Segment(first_layer=n, regions=frozenset({"mlp", "core_attn"})) for n in range(5)]),
-])
+@pytest.mark.parametrize(
+    ("flags", "segments"),
+    [
+        ({}, [keep(0), keep(1), keep(2), keep(3), keep(4)]),
+        (dict(**FULL, recompute_method="uniform"), [unit(0), unit(1), unit(2), unit(3), unit(4)]),
+        (
+            dict(**FULL, recompute_method="uniform", recompute_num_layers=2),
+            [unit(0, 2), unit(2, 2), unit(4, 1)],
+        ),
+        (dict(**FULL, recompute_method="uniform", recompute_num_layers=9), [unit(0, 5)]),
+        (dict(**FULL, recompute_method="block"), [unit(0), keep(1), keep(2), keep(3), keep(4)]),
+        (
+            dict(**FULL, recompute_method="block", recompute_num_layers=3),
+            [unit(0), unit(1), unit(2), keep(3), keep(4)],
+        ),
+        (
+            dict(**FULL, recompute_method="block", recompute_num_layers=9),
+            [unit(0), unit(1), unit(2), unit(3), unit(4)],
+        ),
+        (
+            dict(
+                **FULL,
+                recompute_method="uniform",
+                recompute_num_layers=3,
+                distribute_saved_activations=True,
+            ),
+            [unit(0, 3, "split"), unit(3, 2, "split")],
+        ),
+        (
+            dict(
+                **FULL,
+                recompute_method="block",
+                recompute_num_layers=2,
+                distribute_saved_activations=True,
+            ),
+            [unit(0, 1, "split"), unit(1, 1, "split"), keep(2), keep(3), keep(4)],
+        ),
+        (
+            dict(recompute_activations=True),
+            [Segment(first_layer=n, regions=frozenset({"core_attn"})) for n in range(5)],
+        ),
+        (
+            dict(recompute_granularity="selective", recompute_modules=("mlp", "core_attn", "mlp")),
+            [Segment(first_layer=n, regions=frozenset({"mlp", "core_attn"})) for n in range(5)],
+        ),
+    ],
+)
 def test_the_plan_of_five_layers(flags: dict[str, object], segments: list[Segment]) -> None:
     plan = plan_stage(RecomputeConfig(**flags), 5)  # type: ignore[arg-type]
     assert plan == RecomputePlan(tuple(segments)) and plan.num_layers == 5
 
 
 def test_a_plan_reads_as_runs_of_layers() -> None:
-    config = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    config = RecomputeConfig(
+        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
+    )
     assert str(plan_stage(config, 5)) == "0-1:full; 2-4:none"
-    config = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2,
-                             distribute_saved_activations=True)
+    config = RecomputeConfig(
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=2,
+        distribute_saved_activations=True,
+    )
     assert str(plan_stage(config, 5)) == "0-4:full/2@split"
     assert str(plan_stage(RecomputeConfig(recompute_activations=True), 2)) == "0-1:core_attn"

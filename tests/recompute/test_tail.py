@@ -1,4 +1,5 @@
-"""Tail skip: a replay leaves out exactly the matmuls and collectives that only its own output needs, and changes no gradient."""
+"""Tail skip: a replay leaves out exactly the matmuls and collectives that only its own output
+needs, and changes no gradient."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class _Matmuls(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[tuple[int, ...]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and func.overloadpacket.__name__ in MATMULS:
             self.counts[tuple(output.shape)] += 1
@@ -46,15 +49,20 @@ class Backward:
 
 
 def full(method: str, count: int, *, split: bool = False) -> dict[str, object]:
-    return dict(recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
-                distribute_saved_activations=split)
+    return dict(
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=count,
+        distribute_saved_activations=split,
+    )
 
 
 def selective(*modules: str) -> dict[str, object]:
     return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
-# Of the layers' linear_fc2 matmuls (with their collective), and of their unfused weights x value: how many are left out.
+# Of the layers' linear_fc2 matmuls (with their collective), and of their unfused weights x value:
+# how many are left out.
 POLICIES: dict[str, tuple[dict[str, object], int, int]] = {
     "uniform 2": (full("uniform", 2), 2, 0),
     "block 1": (full("block", 1), 1, 0),
@@ -66,19 +74,35 @@ POLICIES: dict[str, tuple[dict[str, object], int, int]] = {
 SPLIT = {"uniform 2 split": (full("uniform", 2, split=True), 2, 0)}
 
 
-def backward(recompute: RecomputeConfig, dropout: float, world_size: int, *, sequence_parallel: bool) -> Backward:
-    config = variant_config("gpt2", num_layers=NUM_LAYERS, hidden_dropout=dropout, attention_dropout=dropout,
-                            attention_backend="unfused")
+def backward(
+    recompute: RecomputeConfig, dropout: float, world_size: int, *, sequence_parallel: bool
+) -> Backward:
+    config = variant_config(
+        "gpt2",
+        num_layers=NUM_LAYERS,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        attention_backend="unfused",
+    )
     with tp_state(world_size) as parallel:
-        model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32,
-                                 plan=plan_stage(recompute, NUM_LAYERS))
+        model = build_tiny_model(
+            config,
+            parallel,
+            sequence_parallel=sequence_parallel,
+            dtype=torch.float32,
+            plan=plan_stage(recompute, NUM_LAYERS),
+        )
         loss = model.loss(*sample_tokens()).mean()
         with recorded_collectives() as sent, _Matmuls() as matmuls:
             loss.backward()
-    return Backward(matmuls.counts, Counter(sent), [parameter.grad for parameter in model.parameters()])  # type: ignore[misc]
+    return Backward(
+        matmuls.counts, Counter(sent), [parameter.grad for parameter in model.parameters()]
+    )  # type: ignore[misc]
 
 
-def faults(rank: int, world_size: int, sequence_parallel: bool, dropouts: tuple[float, ...] = (0.0, 0.1)) -> list[str]:
+def faults(
+    rank: int, world_size: int, sequence_parallel: bool, dropouts: tuple[float, ...] = (0.0, 0.1)
+) -> list[str]:
     """What is not as it should be."""
     found = []
     config = variant_config("gpt2")
@@ -88,19 +112,41 @@ def faults(rank: int, world_size: int, sequence_parallel: bool, dropouts: tuple[
     for dropout in dropouts:
         kept = backward(RecomputeConfig(), dropout, world_size, sequence_parallel=sequence_parallel)
         for name, (flags, tails, contexts) in named.items():
-            skipping, whole = (backward(RecomputeConfig(**flags, recompute_tail_skip=skip), dropout, world_size,  # type: ignore[arg-type]
-                                        sequence_parallel=sequence_parallel) for skip in (True, False))
-            matmuls = Counter({(tokens, hidden): tails, (heads, SEQ_LENGTH, config.head_dim): contexts})
+            skipping, whole = (
+                backward(
+                    RecomputeConfig(**flags, recompute_tail_skip=skip),
+                    dropout,
+                    world_size,  # type: ignore[arg-type]
+                    sequence_parallel=sequence_parallel,
+                )
+                for skip in (True, False)
+            )
+            matmuls = Counter(
+                {(tokens, hidden): tails, (heads, SEQ_LENGTH, config.head_dim): contexts}
+            )
             collective = "_reduce_scatter_base_" if sequence_parallel else "allreduce_"
-            sent = Counter({Sent(collective, (SEQ_LENGTH, BATCH, hidden)): tails}) if world_size > 1 else Counter()
-            facts = {"matmuls": whole.matmuls == skipping.matmuls + matmuls, "collectives": whole.sent == skipping.sent + sent,
-                     "gradients": all(map(torch.equal, kept.grads, skipping.grads)),
-                     "whole gradients": all(map(torch.equal, kept.grads, whole.grads))}
-            found += [f"dropout {dropout}, {name}: {fact}" for fact, right in facts.items() if not right]
+            sent = (
+                Counter({Sent(collective, (SEQ_LENGTH, BATCH, hidden)): tails})
+                if world_size > 1
+                else Counter()
+            )
+            facts = {
+                "matmuls": whole.matmuls == skipping.matmuls + matmuls,
+                "collectives": whole.sent == skipping.sent + sent,
+                "gradients": all(map(torch.equal, kept.grads, skipping.grads)),
+                "whole gradients": all(map(torch.equal, kept.grads, whole.grads)),
+            }
+            found += [
+                f"dropout {dropout}, {name}: {fact}" for fact, right in facts.items() if not right
+            ]
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [
-    (1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)])
-def test_exactly_the_tails_are_skipped_and_no_gradient_changes(tp_size: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+)
+def test_exactly_the_tails_are_skipped_and_no_gradient_changes(
+    tp_size: int, sequence_parallel: bool
+) -> None:
     assert run_ranks(faults, tp_size, sequence_parallel, detail=False) == [[]] * tp_size

@@ -1,4 +1,5 @@
-"""--recompute-verify: a replay that differs from its forward in whichever way raises an error that says where; no other does."""
+"""--recompute-verify: a replay that differs from its forward in whichever way raises an error that
+says where; no other does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from megatron_lite.recompute.verify import RecomputeMismatch, Record
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
-UNITS_OF_TWO = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+UNITS_OF_TWO = dict(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+)
 MODULES = ("core_attn", "layernorm", "activation", "dropout")
 NUM_LAYERS = 3
 
@@ -37,10 +40,14 @@ def rng() -> RngStreams:
 @contextmanager
 def gpt(flags: dict[str, object], *, check: bool = True, **overrides: object) -> Iterator[GPTModel]:
     """A GPT of three layers with dropout; its plan verified, or not."""
-    config = tiny_config(**{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides})
+    config = tiny_config(
+        **{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides}
+    )
     recompute = RecomputeConfig(**flags, recompute_verify=check)  # type: ignore[arg-type]
     with tp_state(1) as parallel:
-        yield build_tiny_model(config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS))
+        yield build_tiny_model(
+            config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS)
+        )
 
 
 def loss_of(model: GPTModel) -> Tensor:
@@ -64,36 +71,82 @@ REBUILT = "a replay is not what its forward was at "
 HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
 
 
-@pytest.mark.parametrize(("flags", "weight", "message"), [
-    (selective("layernorm"), "decoder.layers.1.input_layernorm.weight", f"layer 1, layernorm, output: tensor 0 {HIDDEN} differs"),
-    (selective("layernorm", "mlp"), "decoder.layers.2.pre_mlp_layernorm.weight",
-     f"layer 2, layernorm, output: tensor 0 {HIDDEN} differs"),
-    (selective("mlp"), "decoder.layers.0.mlp.linear_fc1.bias", f"layer 0, mlp, output: tensor 0 {HIDDEN} differs"),
-    (UNITS_OF_TWO, "decoder.layers.0.pre_mlp_layernorm.weight", f"layer 0, layernorm: tensor 0 {HIDDEN} differs"),
-    (UNITS_OF_TWO, "decoder.layers.1.self_attention.linear_qkv.weight", f"layer 1, core_attn: tensor 0 {HEADS} differs"),
-    (UNITS_OF_TWO, "decoder.layers.1.mlp.linear_fc1.weight", "layer 1, activation: tensor 0 [12, 3, 40] differs"),
-    (UNITS_OF_TWO, "decoder.layers.1.mlp.linear_fc2.weight", f"layer 1, mlp: tensor 0 {HIDDEN} differs"),
-    (UNITS_OF_TWO, "decoder.layers.2.mlp.linear_fc2.bias", f"layer 2, mlp: tensor 0 {HIDDEN} differs"),
-])
+@pytest.mark.parametrize(
+    ("flags", "weight", "message"),
+    [
+        (
+            selective("layernorm"),
+            "decoder.layers.1.input_layernorm.weight",
+            f"layer 1, layernorm, output: tensor 0 {HIDDEN} differs",
+        ),
+        (
+            selective("layernorm", "mlp"),
+            "decoder.layers.2.pre_mlp_layernorm.weight",
+            f"layer 2, layernorm, output: tensor 0 {HIDDEN} differs",
+        ),
+        (
+            selective("mlp"),
+            "decoder.layers.0.mlp.linear_fc1.bias",
+            f"layer 0, mlp, output: tensor 0 {HIDDEN} differs",
+        ),
+        (
+            UNITS_OF_TWO,
+            "decoder.layers.0.pre_mlp_layernorm.weight",
+            f"layer 0, layernorm: tensor 0 {HIDDEN} differs",
+        ),
+        (
+            UNITS_OF_TWO,
+            "decoder.layers.1.self_attention.linear_qkv.weight",
+            f"layer 1, core_attn: tensor 0 {HEADS} differs",
+        ),
+        (
+            UNITS_OF_TWO,
+            "decoder.layers.1.mlp.linear_fc1.weight",
+            "layer 1, activation: tensor 0 [12, 3, 40] differs",
+        ),
+        (
+            UNITS_OF_TWO,
+            "decoder.layers.1.mlp.linear_fc2.weight",
+            f"layer 1, mlp: tensor 0 {HIDDEN} differs",
+        ),
+        (
+            UNITS_OF_TWO,
+            "decoder.layers.2.mlp.linear_fc2.bias",
+            f"layer 2, mlp: tensor 0 {HIDDEN} differs",
+        ),
+    ],
+)
 def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_it(
-        flags: dict[str, object], weight: str, message: str) -> None:
+    flags: dict[str, object], weight: str, message: str
+) -> None:
     with gpt(flags) as model:
         parameter = dict(model.named_parameters())[weight]
         assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
 
 
-@pytest.mark.parametrize(("flags", "place"), [(selective("core_attn"), f"layer 2, core_attn, output: tensor 0 {HEADS} differs"),
-                                              (UNITS_OF_TWO, f"layer 2, core_attn: tensor 0 {HEADS} differs")])
-def test_dropout_switched_off_after_forward_names_the_stream_that_is_behind(flags: dict[str, object], place: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "place"),
+    [
+        (selective("core_attn"), f"layer 2, core_attn, output: tensor 0 {HEADS} differs"),
+        (UNITS_OF_TWO, f"layer 2, core_attn: tensor 0 {HEADS} differs"),
+    ],
+)
+def test_dropout_switched_off_after_forward_names_the_stream_that_is_behind(
+    flags: dict[str, object], place: str
+) -> None:
     with gpt(flags) as model:
         text = mismatch(model, model.eval)
-    assert text.startswith(REBUILT + place) and text.endswith("RNG stream tensor_parallel stood elsewhere than in forward")
+    assert text.startswith(REBUILT + place) and text.endswith(
+        "RNG stream tensor_parallel stood elsewhere than in forward"
+    )
 
 
 def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
     with gpt(selective("dropout")) as model:
-        assert mismatch(model).startswith(f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} differs")
+        assert mismatch(model).startswith(
+            f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} differs"
+        )
 
 
 def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: RngStreams) -> None:
@@ -102,8 +155,13 @@ def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: Rn
     def function(hidden: Tensor) -> Tensor:
         return hidden * torch.rand(3, generator=private)
 
-    output = checkpoint(Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng)
-    with pytest.raises(RecomputeMismatch, match=r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; the RNG streams agree"):
+    output = checkpoint(
+        Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng
+    )
+    with pytest.raises(
+        RecomputeMismatch,
+        match=r"at layer 4, mlp, output: tensor 0 \[3\] differs .*; the RNG streams agree",
+    ):
         output.sum().backward()
 
 
@@ -116,8 +174,13 @@ def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng: RngSt
             torch.rand(len(calls))
         return hidden * 2
 
-    output = checkpoint(Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng)
-    with pytest.raises(RecomputeMismatch, match="layer 4, mlp, output: the tensors agree, but RNG stream tensor_parallel"):
+    output = checkpoint(
+        Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng
+    )
+    with pytest.raises(
+        RecomputeMismatch,
+        match="layer 4, mlp, output: the tensors agree, but RNG stream tensor_parallel",
+    ):
         output.sum().backward()
 
 
@@ -150,7 +213,9 @@ def test_a_function_that_counts_its_runs_is_found(rng: RngStreams) -> None:
         runs.append(1)
         return hidden * len(runs)
 
-    output = checkpoint(Record("layer 0", rng).watch(function), torch.ones(2, requires_grad=True), rng=rng)
+    output = checkpoint(
+        Record("layer 0", rng).watch(function), torch.ones(2, requires_grad=True), rng=rng
+    )
     with pytest.raises(RecomputeMismatch, match="layer 0, output: tensor 0"):
         output.sum().backward()
 
@@ -158,7 +223,9 @@ def test_a_function_that_counts_its_runs_is_found(rng: RngStreams) -> None:
 def test_a_function_that_writes_into_its_argument_is_found() -> None:
     frozen = torch.ones(2)
     linear = nn.Linear(2, 2)
-    output = checkpoint(Record("layer 0", None).watch(lambda hidden: linear(hidden.mul_(2))), frozen, rng=None)
+    output = checkpoint(
+        Record("layer 0", None).watch(lambda hidden: linear(hidden.mul_(2))), frozen, rng=None
+    )
     with pytest.raises(RecomputeMismatch, match="layer 0, input: tensor 0"):
         output.sum().backward()
 
@@ -172,7 +239,10 @@ def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
 
     record = Record("layer 0", rng)
     output = checkpoint(record.watch(function), torch.ones(2, requires_grad=True), rng=rng)
-    with pytest.raises(RecomputeMismatch, match=r"another path: layer 0, output with shapes \(\(2,\),\).*with \(\(1,\),\)"):
+    with pytest.raises(
+        RecomputeMismatch,
+        match=r"another path: layer 0, output with shapes \(\(2,\),\).*with \(\(1,\),\)",
+    ):
         output.sum().backward()
 
     def branching(hidden: Tensor) -> Tensor:
@@ -192,20 +262,32 @@ def _wrong_gather(rank: int, world_size: int) -> str:
     flags = dict(UNITS_OF_TWO, distribute_saved_activations=True)
     plan = plan_stage(RecomputeConfig(**flags, recompute_verify=True), NUM_LAYERS)  # type: ignore[arg-type]
     with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
-        model = build_tiny_model(tiny_config(num_layers=NUM_LAYERS), parallel, dtype=torch.float32, plan=plan)
-        patch.setattr(engine, "start_all_gather_first_dim",
-                      lambda shard, group: start(shard.roll(1, 0) if group.rank() else shard, group))
+        model = build_tiny_model(
+            tiny_config(num_layers=NUM_LAYERS), parallel, dtype=torch.float32, plan=plan
+        )
+        patch.setattr(
+            engine,
+            "start_all_gather_first_dim",
+            lambda shard, group: start(shard.roll(1, 0) if group.rank() else shard, group),
+        )
         return mismatch(model)
 
 
 def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank() -> None:
-    assert all(message.startswith(f"{REBUILT}layer 2, input: tensor 0 {HIDDEN} differs")
-               for message in run_ranks(_wrong_gather, 2))
+    assert all(
+        message.startswith(f"{REBUILT}layer 2, input: tensor 0 {HIDDEN} differs")
+        for message in run_ranks(_wrong_gather, 2)
+    )
 
 
-@pytest.mark.parametrize("flags", [UNITS_OF_TWO, selective(*MODULES), selective("layernorm", "mlp")],
-                         ids=["units of two", "regions", "layernorm+mlp"])
-def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(flags: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [UNITS_OF_TWO, selective(*MODULES), selective("layernorm", "mlp")],
+    ids=["units of two", "regions", "layernorm+mlp"],
+)
+def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(
+    flags: dict[str, object],
+) -> None:
     def grads(flags: dict[str, object], check: bool) -> list[Tensor]:
         with gpt(flags, check=check) as model:
             loss = loss_of(model)
@@ -218,7 +300,9 @@ def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(flags: dict
 
 
 @pytest.mark.parametrize("flags", [UNITS_OF_TWO, selective(*MODULES), selective("mlp")])
-def test_without_the_flag_nothing_is_recorded(flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_flag_nothing_is_recorded(
+    flags: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def recorded(*_: object) -> None:
         raise AssertionError("recorded")
 

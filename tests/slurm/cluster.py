@@ -1,10 +1,12 @@
-"""A Slurm cluster of two nodes on this machine: `with Cluster(folder) as cluster: cluster.submit(...)`.
+"""A Slurm cluster of two nodes on this machine: `with Cluster(folder) as cluster:
+cluster.submit(...)`.
 
-As root, controller and nodes are namespaces of their own (network, host name, mounts; a node's processes too), joined by a bridge
-inside the controller's, so that a node can lose its power and be booted again. Otherwise two slurmd share the loopback interface,
-and their names lead nowhere.
-Every daemon is killed with this process, however it ends: by PR_SET_PDEATHSIG, and a node's processes with their namespace. (Only
-tasks on the loopback survive where this process is killed by SIGKILL.)
+As root, controller and nodes are namespaces of their own (network, host name, mounts; a node's
+processes too), joined by a bridge inside the controller's, so that a node can lose its power and be
+booted again. Otherwise two slurmd share the loopback interface, and their names lead nowhere.
+Every daemon is killed with this process, however it ends: by PR_SET_PDEATHSIG, and a node's
+processes with their namespace. (Only tasks on the loopback survive where this process is killed by
+SIGKILL.)
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ from types import TracebackType
 from tests.support.limits import HANG_S
 
 NODES = ("node1", "node2")
-NET = "198.18.77"  # for tests between networks (RFC 2544), and seen by nobody outside the namespaces
+# for tests between networks (RFC 2544), and seen by nobody outside the namespaces
+NET = "198.18.77"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "unshare", "nsenter", "setpriv")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 # A node's first process. Its processes are those of its namespace: they end with it.
 NODE_INIT = """
-hostname {name}; mount --bind {hosts} /etc/hosts; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; ip link set lo up
+hostname {name}; mount --bind {hosts} /etc/hosts; mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+ip link set lo up
 ip link add {link} type veth peer name eth0; ip addr add {address}/24 dev eth0; ip link set eth0 up
-until ip link set {link} netns {controller}; do sleep 0.1; done  # that of a node that was killed may still be there
+# The link of a node that was killed may still be there.
+until ip link set {link} netns {controller}; do sleep 0.1; done
 nsenter -t {controller} -n ip link set {link} master br0 up
-exec unshare --pid --fork --kill-child --mount-proc bash -c 'slurmd -D & while :; do sleep 3600 & wait $!; done'
+exec unshare --pid --fork --kill-child --mount-proc \\
+    bash -c 'slurmd -D & while :; do sleep 3600 & wait $!; done'
 """
 CONTROLLER_INIT = """
 hostname ctl; mount --bind {hosts} /etc/hosts; ip link set lo up
@@ -43,7 +49,8 @@ ip link add br0 type bridge; ip addr add {address}/24 dev br0; ip link set br0 u
 touch {ready}; exec sleep infinity
 """
 
-# cred_expire: a requeued job waits as long, by default two minutes. GraceTime: what a pre-empted job has for its checkpoint.
+# cred_expire: a requeued job waits as long, by default two minutes. GraceTime: what a pre-empted
+# job has for its checkpoint.
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={controller}
@@ -91,7 +98,8 @@ class Cluster:
     def __init__(self, folder: Path, *, namespaces: bool | None = None) -> None:
         self.folder = folder
         self.namespaces = can_use_namespaces() if namespaces is None else namespaces
-        # Sockets have paths of at most 107 bytes, and munge wants a directory that no other user can write.
+        # Sockets have paths of at most 107 bytes, and munge wants a directory that no other user
+        # can write.
         self._run = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))
         self._run.chmod(0o755)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -106,9 +114,15 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if "slurmctld" in self._processes:
-            with contextlib.suppress(subprocess.SubprocessError):  # tasks on the loopback have no namespace to die with
+            # tasks on the loopback have no namespace to die with
+            with contextlib.suppress(subprocess.SubprocessError):
                 self.run("scancel", "--full", "--user", getpass.getuser(), check=False, timeout=10)
                 until(lambda: not self.run("squeue", "--noheader", check=False, timeout=5), 10)
         for process in reversed(self._processes.values()):
@@ -116,16 +130,30 @@ class Cluster:
             process.wait()
         shutil.rmtree(self._run, ignore_errors=True)
 
-    def run(self, *command: str, check: bool = True, timeout: float = HANG_S, **variables: str) -> str:
+    def run(
+        self, *command: str, check: bool = True, timeout: float = HANG_S, **variables: str
+    ) -> str:
         """The output of a command on the login node, which is the controller's."""
-        done = subprocess.run([*self._with_controller(), *command], env={**self._env, **variables}, check=False,
-                              capture_output=True, text=True, timeout=timeout)
-        assert done.returncode == 0 or not check, f"{command}: status {done.returncode}\n{done.stderr}{done.stdout}"
+        done = subprocess.run(
+            [*self._with_controller(), *command],
+            env={**self._env, **variables},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0 or not check, (
+            f"{command}: status {done.returncode}\n{done.stderr}{done.stdout}"
+        )
         return done.stdout.strip()
 
     def submit(self, *arguments: str, **variables: str) -> int:
         """The number of a new job: `sbatch *arguments`, with these variables."""
-        meeting = {} if self.namespaces else dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_ports(1)[0]))
+        meeting = (
+            {}
+            if self.namespaces
+            else dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_ports(1)[0]))
+        )
         return int(self.run("sbatch", "--parsable", *arguments, **meeting, **variables))
 
     def job(self, number: int) -> dict[str, str]:
@@ -144,64 +172,124 @@ class Cluster:
         """Starts a node, also one that was killed."""
         number, command = NODES.index(name) + 1, ("slurmd", "-D", "-N", name)
         if self.namespaces:
-            script = NODE_INIT.format(name=name, hosts=self.folder / "hosts", link=f"v{number}",
-                                      address=self._address(number), controller=self._processes["ctl"].pid)
+            script = NODE_INIT.format(
+                name=name,
+                hosts=self.folder / "hosts",
+                link=f"v{number}",
+                address=self._address(number),
+                controller=self._processes["ctl"].pid,
+            )
             command = ("unshare", "-n", "-u", "-m", "bash", "-ec", script)
         self._spawn(name, *command)
 
     def _start(self) -> None:
         if self.namespaces:
             hosts, ready = self.folder / "hosts", self._run / "ready"
-            names = "".join(f"{self._address(number)} {name}\n" for number, name in enumerate(("ctl", *NODES)))
+            names = "".join(
+                f"{self._address(number)} {name}\n" for number, name in enumerate(("ctl", *NODES))
+            )
             hosts.write_text(f"127.0.0.1 localhost\n{names}")
-            self._spawn("ctl", "unshare", "-n", "-u", "-m", "sh", "-ec",
-                        CONTROLLER_INIT.format(hosts=hosts, address=self._address(0), ready=ready))
+            self._spawn(
+                "ctl",
+                "unshare",
+                "-n",
+                "-u",
+                "-m",
+                "sh",
+                "-ec",
+                CONTROLLER_INIT.format(hosts=hosts, address=self._address(0), ready=ready),
+            )
             self._await(ready.exists)
         key, sock = self._run / "key", self._run / "munge.sock"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         files = [f"--{name}-file={self._run}/munge.{name}" for name in ("pid", "log", "seed")]
-        self._spawn("munged", "munged", "--foreground", f"--key-file={key}", f"--socket={sock}", *files, "--num-threads=2")
+        self._spawn(
+            "munged",
+            "munged",
+            "--foreground",
+            f"--key-file={key}",
+            f"--socket={sock}",
+            *files,
+            "--num-threads=2",
+        )
         self._await(sock.exists)
         (self.folder / "slurm.conf").write_text(self._configuration(sock))
-        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")  # as good as GPUs, to Slurm
+        # as good as GPUs, to Slurm
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/tty[0-1]\n")
         (self._run / "state").mkdir()
         self._spawn("slurmctld", *self._with_controller(), "slurmctld", "-c", "-D")
         for name in NODES:
             self.boot_node(name)
-        self._await(lambda: self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split() == ["idle"] * len(NODES))
+        self._await(
+            lambda: (
+                self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).split()
+                == ["idle"] * len(NODES)
+            )
+        )
 
     def _with_controller(self) -> list[str]:
         """What runs a command where the controller is."""
         if not self.namespaces:
             return []
-        return ["nsenter", "-t", str(self._processes["ctl"].pid), "-n", "-u", "-m", f"--wd={os.getcwd()}", "--"]
+        return [
+            "nsenter",
+            "-t",
+            str(self._processes["ctl"].pid),
+            "-n",
+            "-u",
+            "-m",
+            f"--wd={os.getcwd()}",
+            "--",
+        ]
 
     def _spawn(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as log:
-            self._processes[name] = subprocess.Popen([*DIES_WITH_US, *command], env=self._env, stdin=subprocess.DEVNULL,
-                                                     stdout=log, stderr=log, start_new_session=True)
+            self._processes[name] = subprocess.Popen(
+                [*DIES_WITH_US, *command],
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def _await(self, ready: Callable[[], bool]) -> None:
         def watched() -> bool:
             for name, process in self._processes.items():
-                assert process.poll() is None, f"{name} ended with status {process.returncode}:\n{self.logs()}"
+                assert process.poll() is None, (
+                    f"{name} ended with status {process.returncode}:\n{self.logs()}"
+                )
             return ready()
 
         assert until(watched, HANG_S), f"the cluster did not start:\n{self.logs()}"
 
     def logs(self) -> str:
         """The last lines of each daemon's log."""
-        return "\n".join(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
-                         for path in sorted(self.folder.iterdir()) if path.suffix in (".out", ".log"))
+        return "\n".join(
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-12:])
+            for path in sorted(self.folder.iterdir())
+            if path.suffix in (".out", ".log")
+        )
 
     def _configuration(self, munge_socket: Path) -> str:
         host = "ctl" if self.namespaces else socket.gethostname().split(".")[0]
         ports = [6817, 6818, 6818] if self.namespaces else free_ports(3)
-        nodes = [f"NodeName={name} NodeHostname={name if self.namespaces else host} NodeAddr={self._address(number)} Port={port} "
-                 "CPUs=4 RealMemory=1000 Gres=gpu:2" for number, name, port in zip((1, 2), NODES, ports[1:], strict=True)]
-        return CONFIGURATION.format(controller=f"{host}({self._address(0)})", port=ports[0], user=getpass.getuser(),
-                                    munge=munge_socket, run=self._run, logs=self.folder, nodes="\n".join(nodes))
+        nodes = [
+            f"NodeName={name} NodeHostname={name if self.namespaces else host} "
+            f"NodeAddr={self._address(number)} Port={port} "
+            "CPUs=4 RealMemory=1000 Gres=gpu:2"
+            for number, name, port in zip((1, 2), NODES, ports[1:], strict=True)
+        ]
+        return CONFIGURATION.format(
+            controller=f"{host}({self._address(0)})",
+            port=ports[0],
+            user=getpass.getuser(),
+            munge=munge_socket,
+            run=self._run,
+            logs=self.folder,
+            nodes="\n".join(nodes),
+        )
 
     def _address(self, number: int) -> str:
         """Of the controller (0) or of a node."""
@@ -215,10 +303,25 @@ def missing() -> list[str]:
 
 def can_use_namespaces() -> bool:
     """Whether this process may make networks."""
-    tried = ["unshare", "-n", "-u", "-m", "-p", "-f", "sh", "-c",
-             "hostname there && ip link add br0 type bridge && ip link add v1 type veth peer name eth0"]
-    return os.geteuid() == 0 and shutil.which("ip", path=PATH) is not None and subprocess.run(
-        tried, env={**os.environ, "PATH": PATH}, capture_output=True, check=False).returncode == 0
+    tried = [
+        "unshare",
+        "-n",
+        "-u",
+        "-m",
+        "-p",
+        "-f",
+        "sh",
+        "-c",
+        "hostname there && ip link add br0 type bridge && ip link add v1 type veth peer name eth0",
+    ]
+    return (
+        os.geteuid() == 0
+        and shutil.which("ip", path=PATH) is not None
+        and subprocess.run(
+            tried, env={**os.environ, "PATH": PATH}, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def free_ports(count: int) -> list[int]:

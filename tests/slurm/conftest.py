@@ -15,8 +15,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Skips where Slurm is not installed, unless REQUIRE_SLURM says that it must be."""
     lacking = missing()
     if lacking:
-        reason = (f"needs Slurm ({', '.join(lacking)} not found): apt-get install --no-install-recommends slurmctld slurmd "
-                  "slurm-client munge iproute2")
+        reason = (
+            f"needs Slurm ({', '.join(lacking)} not found): apt-get install "
+            "--no-install-recommends slurmctld slurmd "
+            "slurm-client munge iproute2"
+        )
         assert not os.environ.get("REQUIRE_SLURM"), reason
         pytest.skip(reason)
     with Cluster(tmp_path_factory.mktemp("cluster")) as running:

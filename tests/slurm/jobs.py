@@ -1,4 +1,5 @@
-"""Runs of examples/slurm/ on the test cluster: the flags, the job, its end, and the same run without Slurm."""
+"""Runs of examples/slurm/ on the test cluster: the flags, the job, its end, and the same run
+without Slurm."""
 
 from __future__ import annotations
 
@@ -15,10 +16,34 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes
 
 SCRIPTS = {"torchrun": "train_multinode.sbatch", "srun": "train_multinode_srun.sbatch"}
-TINY = ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
-        "--max-position-embeddings", "16", "--vocab-size", "98", "--micro-batch-size", "1", "--global-batch-size", "4",
-        "--lr", "1e-2", "--eval-iters", "1", "--log-interval", "5", "--distributed-backend", "gloo",
-        "--distributed-timeout-minutes", "5"]
+TINY = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--vocab-size",
+    "98",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "4",
+    "--lr",
+    "1e-2",
+    "--eval-iters",
+    "1",
+    "--log-interval",
+    "5",
+    "--distributed-backend",
+    "gloo",
+    "--distributed-timeout-minutes",
+    "5",
+]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 
@@ -35,8 +60,12 @@ class Run:
     @property
     def variables(self) -> dict[str, str]:
         """What decides the flags of examples/slurm/workload.sh."""
-        return dict(TP=str(self.tp_size), PP=str(self.pp_size), CHECKPOINT_PATH=str(self.folder),
-                    RANKS_PER_NODE=str(self.ranks_per_node))
+        return dict(
+            TP=str(self.tp_size),
+            PP=str(self.pp_size),
+            CHECKPOINT_PATH=str(self.folder),
+            RANKS_PER_NODE=str(self.ranks_per_node),
+        )
 
     @property
     def iteration(self) -> int:
@@ -52,25 +81,47 @@ class Run:
     def submit(self, cluster: Cluster, launcher: str, *options: str) -> int:
         """The number of the job that runs it."""
         tasks = 1 if launcher == "torchrun" else self.ranks_per_node
-        return cluster.submit(f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--gpus-per-node=2", f"--output={self.log}",
-                              *options, str(ROOT / "examples" / "slurm" / SCRIPTS[launcher]), *TINY, *self.flags,
-                              **self.variables, VENV=sys.prefix, ROOT=str(ROOT))
+        return cluster.submit(
+            f"--ntasks-per-node={tasks}",
+            "--cpus-per-task=1",
+            "--gpus-per-node=2",
+            f"--output={self.log}",
+            *options,
+            str(ROOT / "examples" / "slurm" / SCRIPTS[launcher]),
+            *TINY,
+            *self.flags,
+            **self.variables,
+            VENV=sys.prefix,
+            ROOT=str(ROOT),
+        )
 
     def complete(self, cluster: Cluster, job: int, seconds: float = HANG_S) -> dict[str, str]:
         """What Slurm knows of the job once it is completed."""
         until(lambda: cluster.job(job)["JobState"] in ENDED, seconds)
         state = cluster.job(job)
-        assert state["JobState"] == "COMPLETED", f"{state}\n{self.log.read_text() if self.log.exists() else ''}\n{cluster.logs()}"
+        assert state["JobState"] == "COMPLETED", (
+            f"{state}\n{self.log.read_text() if self.log.exists() else ''}\n{cluster.logs()}"
+        )
         return state
 
     def without_slurm(self) -> None:
         """The same flags in as many processes of this machine."""
         script = 'source examples/slurm/workload.sh; printf "%s\\0" "${FLAGS[@]}"'
-        words = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True,
-                               env={**self.variables, "PATH": "/usr/bin:/bin", "SLURM_JOB_NAME": "gpt"}).stdout.split("\0")[:-1]
+        words = subprocess.run(
+            ["bash", "-c", script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**self.variables, "PATH": "/usr/bin:/bin", "SLURM_JOB_NAME": "gpt"},
+        ).stdout.split("\0")[:-1]
         config = parse_args([*words, *TINY, *self.flags]).config
         self.folder.mkdir()
-        run_ranks(lambda rank, world_size: run_to_end(config) and None, 2 * self.ranks_per_node, detail=False)
+        run_ranks(
+            lambda rank, world_size: run_to_end(config) and None,
+            2 * self.ranks_per_node,
+            detail=False,
+        )
 
     def results(self) -> tuple[dict[str, bytes], list[dict[str, object]]]:
         """The files of the last checkpoint, and every logged number."""

@@ -1,4 +1,5 @@
-"""examples/slurm/restarts.sh without Slurm: which end of a step ends the job, and which puts it back into the queue.
+"""examples/slurm/restarts.sh without Slurm: which end of a step ends the job, and which puts it
+back into the queue.
 
 scontrol and scancel are programs of the test that write down how they were called.
 """
@@ -25,17 +26,40 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.save, self.calls = folder, folder / "save", folder / "calls"
-        for name, text in (("scontrol", STATE), ("scancel", '#!/bin/bash\necho scancel "$@" >>"$CALLS"\n')):
+        for name, text in (
+            ("scontrol", STATE),
+            ("scancel", '#!/bin/bash\necho scancel "$@" >>"$CALLS"\n'),
+        ):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 
-    def start(self, step: str, state: str = "RUNNING", **variables: str) -> subprocess.CompletedProcess[str]:
+    def start(
+        self, step: str, state: str = "RUNNING", **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """What the job script does where the job's step is `bash -c STEP`."""
-        script = f'set -euo pipefail; source examples/slurm/restarts.sh; GOAL=40 SAVE={self.save}; train bash -c "$1"'
-        known = dict(root=str(ROOT), PATH=f"{self.folder}:/usr/bin:/bin", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]",
-                     SLURM_CPUS_PER_TASK="2", CALLS=str(self.calls), STATE=state, VENV=str(self.folder))
-        return subprocess.run(["bash", "-c", script, "job", step], cwd=ROOT, env={**known, **variables}, capture_output=True,
-                              text=True, timeout=HANG_S, check=False)
+        script = (
+            "set -euo pipefail; source examples/slurm/restarts.sh; GOAL=40 "
+            f'SAVE={self.save}; train bash -c "$1"'
+        )
+        known = dict(
+            root=str(ROOT),
+            PATH=f"{self.folder}:/usr/bin:/bin",
+            SLURM_JOB_ID="7",
+            SLURM_JOB_NODELIST="node[1-2]",
+            SLURM_CPUS_PER_TASK="2",
+            CALLS=str(self.calls),
+            STATE=state,
+            VENV=str(self.folder),
+        )
+        return subprocess.run(
+            ["bash", "-c", script, "job", step],
+            cwd=ROOT,
+            env={**known, **variables},
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
 
     def saved(self, iteration: int) -> str:
         """A step that saves."""
@@ -54,7 +78,10 @@ def job(tmp_path: Path) -> Job:
 
 def test_a_finished_run_ends_the_job(job: Job) -> None:
     done = job.start(job.saved(40))
-    assert (done.returncode, job.called()) == (0, []) and "finished: iteration 40 of 40, status 0" in done.stdout
+    assert (done.returncode, job.called()) == (
+        0,
+        [],
+    ) and "finished: iteration 40 of 40, status 0" in done.stdout
 
 
 def test_a_fault_after_the_last_checkpoint_fails_the_job_and_is_not_repeated(job: Job) -> None:
@@ -63,8 +90,11 @@ def test_a_fault_after_the_last_checkpoint_fails_the_job_and_is_not_repeated(job
 
 
 @pytest.mark.parametrize("status", [0, 1, 143])
-def test_a_step_that_ends_before_the_run_does_is_requeued_whatever_its_status(job: Job, status: int) -> None:
-    """0 too: ranks that were pre-empted, and saved, end with 0, and Slurm would take the job for completed."""
+def test_a_step_that_ends_before_the_run_does_is_requeued_whatever_its_status(
+    job: Job, status: int
+) -> None:
+    """0 too: ranks that were pre-empted, and saved, end with 0, and Slurm would take the job for
+    completed."""
     done = job.start(f"{job.saved(8)}; exit {status}")
     assert (done.returncode, job.called()) == (status, ["requeue 7"])
     assert "requeued: job 7 continues from iteration 8 of 40" in done.stdout
@@ -75,7 +105,10 @@ def test_what_fails_each_time_at_the_same_iteration_is_requeued_only_so_often(jo
         assert (job.start("exit 5").returncode, job.called()) == (5, ["requeue 7"])
     done = job.start("exit 5")
     assert (done.returncode, job.called()) == (5, [])
-    assert "error: start 3 from iteration 0 came no further (status 5): the job is not requeued" in done.stderr
+    assert (
+        "error: start 3 from iteration 0 came no further (status 5): the job is not requeued"
+        in done.stderr
+    )
     assert (job.start("exit 0", MAX_STARTS="1").returncode, job.called()) == (1, [])
 
 
@@ -83,7 +116,10 @@ def test_progress_begins_a_new_count_and_so_does_another_job(job: Job) -> None:
     for iteration in (8, 16):
         for _ in range(2):
             assert (job.start("exit 5").returncode, job.called()) == (5, ["requeue 7"])
-        assert (job.start(f"{job.saved(iteration)}; exit 5").returncode, job.called()) == (5, ["requeue 7"])
+        assert (job.start(f"{job.saved(iteration)}; exit 5").returncode, job.called()) == (
+            5,
+            ["requeue 7"],
+        )
     job.start("exit 5")
     job.start("exit 5")
     done = job.start("exit 5", SLURM_JOB_ID="9")
@@ -96,7 +132,9 @@ def test_a_job_that_was_cancelled_stays_so(job: Job, state: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["USR1", "TERM"])
-def test_a_signal_to_the_script_stops_the_ranks_waits_for_them_and_requeues(job: Job, name: str) -> None:
+def test_a_signal_to_the_script_stops_the_ranks_waits_for_them_and_requeues(
+    job: Job, name: str
+) -> None:
     """As often as it happens: it says nothing against the run."""
     step = f"kill -{name} $PPID; sleep 0.3; {job.saved(3)}; exit 1"
     for _ in range(5):
@@ -111,7 +149,10 @@ def test_a_second_signal_changes_nothing(job: Job) -> None:
 
 
 def test_ranks_that_do_not_stop_in_time_do_not_keep_the_job_from_the_queue(job: Job) -> None:
-    step = f"kill -USR1 $PPID; for _ in $(seq 100); do grep -q requeue {job.calls} && exit; sleep 0.1; done"
+    step = (
+        f"kill -USR1 $PPID; for _ in $(seq 100); do grep -q requeue {job.calls} && exit; "
+        "sleep 0.1; done"
+    )
     done = job.start(step, SAVE_SECONDS="0")
     assert job.called()[:2] == ["scancel --signal=TERM 7", "requeue 7"]
     assert "the ranks did not stop within 0 s" in done.stdout
@@ -123,39 +164,85 @@ def test_a_damaged_pointer_counts_as_no_checkpoint(job: Job) -> None:
     assert "start 1 from iteration 0 of 40" in job.start("exit 1").stdout
 
 
-@pytest.mark.parametrize(("flags", "status", "told"), [
-    ("", 0, "40 of {save}"),
-    ("--train-iters 8", 0, "8 of {save}"),
-    ("--num-heads 3", 2, "--num-heads"),
-    ("--train-iters 8 --lr -1", 2, "--lr must be at least"),
-])
-def test_wrong_flags_end_the_job_before_a_rank_starts(tmp_path: Path, flags: str, status: int, told: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    [
+        ("", 0, "40 of {save}"),
+        ("--train-iters 8", 0, "8 of {save}"),
+        ("--num-heads 3", 2, "--num-heads"),
+        ("--train-iters 8 --lr -1", 2, "--lr must be at least"),
+    ],
+)
+def test_wrong_flags_end_the_job_before_a_rank_starts(
+    tmp_path: Path, flags: str, status: int, told: str
+) -> None:
     """`check_flags` reads where the run ends from the flags, the last of which win."""
-    script = ('set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; '
-              'check_flags "${FLAGS[@]}" --train-iters 40 "$@"; echo "$GOAL of $SAVE"')
-    done = subprocess.run(["bash", "-c", script, "job", *flags.split()], cwd=ROOT, capture_output=True, text=True, check=False,
-                          env=dict(root=str(ROOT), PATH="/usr/bin:/bin", VENV=sys.prefix, RANKS_PER_NODE="2",
-                                   SLURM_JOB_NAME="gpt", SLURM_CPUS_PER_TASK="2", CHECKPOINT_PATH=str(tmp_path / "a b")))
-    assert done.returncode == status and told.format(save=tmp_path / "a b") in done.stdout + done.stderr
+    script = (
+        "set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
+        'check_flags "${FLAGS[@]}" --train-iters 40 "$@"; echo "$GOAL of $SAVE"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script, "job", *flags.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(
+            root=str(ROOT),
+            PATH="/usr/bin:/bin",
+            VENV=sys.prefix,
+            RANKS_PER_NODE="2",
+            SLURM_JOB_NAME="gpt",
+            SLURM_CPUS_PER_TASK="2",
+            CHECKPOINT_PATH=str(tmp_path / "a b"),
+        ),
+    )
+    assert (
+        done.returncode == status
+        and told.format(save=tmp_path / "a b") in done.stdout + done.stderr
+    )
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
 def test_any_save_path_is_read_as_it_was_given(tmp_path: Path, locale: str) -> None:
     """A finished job must be seen as finished: its pointer lies below this path."""
     given = os.fsencode(tmp_path) + 'Läufe/東京 "a"\\b\tc\nd $(e) ünï'.encode() + b"\xff "
-    script = ('set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; '
-              'check_flags "${FLAGS[@]}" --train-iters 40; printf "%s\\0%s" "$GOAL" "$SAVE"')
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False,
-                          env={b"root": os.fsencode(ROOT), b"PATH": b"/usr/bin:/bin", b"VENV": os.fsencode(sys.prefix),
-                               b"RANKS_PER_NODE": b"2", b"SLURM_JOB_NAME": b"gpt", b"SLURM_CPUS_PER_TASK": b"2",
-                               b"CHECKPOINT_PATH": given, b"LC_ALL": locale.encode()})
+    script = (
+        "set -euo pipefail; source examples/slurm/workload.sh; source examples/slurm/restarts.sh; "
+        'check_flags "${FLAGS[@]}" --train-iters 40; printf "%s\\0%s" "$GOAL" "$SAVE"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+        env={
+            b"root": os.fsencode(ROOT),
+            b"PATH": b"/usr/bin:/bin",
+            b"VENV": os.fsencode(sys.prefix),
+            b"RANKS_PER_NODE": b"2",
+            b"SLURM_JOB_NAME": b"gpt",
+            b"SLURM_CPUS_PER_TASK": b"2",
+            b"CHECKPOINT_PATH": given,
+            b"LC_ALL": locale.encode(),
+        },
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split(b"\0") == [b"40", given]
 
 
 def test_a_job_without_a_length_in_iterations_is_refused(tmp_path: Path) -> None:
-    script = 'source examples/slurm/restarts.sh; check_flags --num-layers 2 --hidden-size 32 --num-attention-heads 4 ' \
-             '--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --vocab-size 98 --save x'
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False,
-                          env=dict(root=str(ROOT), PATH="/usr/bin:/bin", VENV=sys.prefix, SLURM_CPUS_PER_TASK="2"))
+    script = (
+        "source examples/slurm/restarts.sh; check_flags --num-layers 2 --hidden-size 32 "
+        "--num-attention-heads 4 "
+        "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --vocab-size 98 --save x"
+    )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(root=str(ROOT), PATH="/usr/bin:/bin", VENV=sys.prefix, SLURM_CPUS_PER_TASK="2"),
+    )
     assert done.returncode == 2 and "needs --train-iters and --save" in done.stderr

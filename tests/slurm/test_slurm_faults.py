@@ -1,4 +1,5 @@
-"""A job that loses a task, a node or its place continues by itself, and ends with the bytes of a run that lost nothing."""
+"""A job that loses a task, a node or its place continues by itself, and ends with the bytes of a
+run that lost nothing."""
 
 from __future__ import annotations
 
@@ -38,10 +39,16 @@ def in_its_middle(run: Run) -> None:
 
 def processes(run: Run, **variables: str) -> Iterator[int]:
     """The ids of the run's processes with these variables."""
-    wanted = {f"{name}={value}" for name, value in {**variables, "CHECKPOINT_PATH": str(run.folder)}.items()}
+    wanted = {
+        f"{name}={value}"
+        for name, value in {**variables, "CHECKPOINT_PATH": str(run.folder)}.items()
+    }
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted <= set((path / "environ").read_text().split("\0")) and b"pretrain_gpt" in (path / "cmdline").read_bytes():
+            if (
+                wanted <= set((path / "environ").read_text().split("\0"))
+                and b"pretrain_gpt" in (path / "cmdline").read_bytes()
+            ):
                 yield int(path.name)
         except OSError:  # it has ended
             continue
@@ -51,8 +58,15 @@ def continues(run: Run, cluster: Cluster, job: int, whole: Run) -> str:
     """Checks that the job started twice and ends as if nothing had happened. Returns its log."""
     assert run.complete(cluster, job)["Restarts"] == "1"
     log = run.log.read_text()
-    begun = [int(number) for number in re.findall(rf"job {job} on .*: start 1 from iteration (\d+) of 40", log)]
-    assert len(begun) == 2 and begun[0] == 0 < begun[1] and f"loaded the checkpoint of iteration {begun[1]}" in log
+    begun = [
+        int(number)
+        for number in re.findall(rf"job {job} on .*: start 1 from iteration (\d+) of 40", log)
+    ]
+    assert (
+        len(begun) == 2
+        and begun[0] == 0 < begun[1]
+        and f"loaded the checkpoint of iteration {begun[1]}" in log
+    )
     assert "finished: iteration 40 of 40, status 0" in log
     assert run.results() == whole.results()
     return log
@@ -71,7 +85,9 @@ def test_a_killed_task(cluster: Cluster, run: Run, whole: Run) -> None:
 def test_a_lost_node(cluster: Cluster, run: Run, whole: Run) -> None:
     """The one where rank 0 and the job's script run, so that Slurm has to notice it by itself."""
     if not cluster.namespaces:
-        pytest.skip("needs root and network namespaces: on the loopback interface a node cannot be killed")
+        pytest.skip(
+            "needs root and network namespaces: on the loopback interface a node cannot be killed"
+        )
     job = run.submit(cluster, "srun")
     in_its_middle(run)
     cluster.kill_node("node1")
@@ -83,10 +99,13 @@ def test_a_lost_node(cluster: Cluster, run: Run, whole: Run) -> None:
 
 
 def test_a_pre_empted_job(cluster: Cluster, run: Run, whole: Run) -> None:
-    """Slurm sends SIGTERM to the tasks. They save and end with status 0, and the job must not count as completed."""
+    """Slurm sends SIGTERM to the tasks. They save and end with status 0, and the job must not count
+    as completed."""
     job = run.submit(cluster, "srun")
     in_its_middle(run)
-    urgent = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    urgent = cluster.submit(
+        "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    )
     log = continues(run, cluster, job, whole)
     assert cluster.job(urgent)["JobState"] == "COMPLETED"
     saved = re.search(r"exiting at iteration (\d+): SIGTERM", log)
@@ -94,7 +113,8 @@ def test_a_pre_empted_job(cluster: Cluster, run: Run, whole: Run) -> None:
 
 
 def test_a_job_at_its_time_limit(cluster: Cluster, run: Run, whole: Run) -> None:
-    """`--signal=B:USR1@180` signals the job's script alone; here a command does so, which need not wait for a minute to pass."""
+    """`--signal=B:USR1@180` signals the job's script alone; here a command does so, which need not
+    wait for a minute to pass."""
     job = run.submit(cluster, "torchrun")
     in_its_middle(run)
     cluster.run("scancel", "--batch", "--signal=USR1", str(job))

@@ -1,4 +1,5 @@
-"""A run that is told to stop stops after the same iteration on every rank, saves, and goes on as if nothing had happened."""
+"""A run that is told to stop stops after the same iteration on every rank, saves, and goes on as if
+nothing had happened."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
 
 
-def _run(rank: int, world_size: int, config: RunConfig, signalled: int | None = None, name: str = "SIGTERM") -> int:
-    """signalled: the rank that gets the signal in its third step. Returns the iteration that it came to."""
+def _run(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    signalled: int | None = None,
+    name: str = "SIGTERM",
+) -> int:
+    """signalled: the rank that gets the signal in its third step. Returns the iteration that it
+    came to."""
     if rank == signalled:
         step, count = loop.train_step, iter(range(100))
 
@@ -32,16 +40,23 @@ def _run(rank: int, world_size: int, config: RunConfig, signalled: int | None = 
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGUSR2"])
-def test_a_signal_to_one_rank_ends_the_run_on_all_and_nothing_is_lost(tmp_path: Path, name: str) -> None:
+def test_a_signal_to_one_rank_ends_the_run_on_all_and_nothing_is_lost(
+    tmp_path: Path, name: str
+) -> None:
     config = tiny_run(training=dict(train_iters=6), tp_size=2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    logged = {where: replace(config.logging, metrics_jsonl=str(tmp_path / where)) for where in ("a.jsonl", "b.jsonl")}
+    logged = {
+        where: replace(config.logging, metrics_jsonl=str(tmp_path / where))
+        for where in ("a.jsonl", "b.jsonl")
+    }
     run_ranks(_run, 2, with_checkpoint(replace(config, logging=logged["a.jsonl"]), save=str(whole)))
     training = replace(config.training, exit_signal_handler=True, exit_signal=name)
     stops = replace(config, training=training, logging=logged["b.jsonl"])
     assert run_ranks(_run, 2, with_checkpoint(stops, save=str(parts)), 1, name) == [3, 3]
     assert run_ranks(_run, 2, with_checkpoint(stops, save=str(parts), load=str(parts))) == [6, 6]
-    assert step_bytes(parts, 6) == step_bytes(whole, 6) and rows(tmp_path / "a.jsonl") == rows(tmp_path / "b.jsonl")
+    assert step_bytes(parts, 6) == step_bytes(whole, 6) and rows(tmp_path / "a.jsonl") == rows(
+        tmp_path / "b.jsonl"
+    )
 
 
 def test_without_the_handler_the_signal_kills() -> None:
@@ -49,15 +64,27 @@ def test_without_the_handler_the_signal_kills() -> None:
         run_ranks(_run, 2, tiny_run(training=dict(train_iters=6), tp_size=2), 1)
 
 
-def test_a_run_ends_after_its_duration_and_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_ends_after_its_duration_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = time.monotonic()
-    times = iter([now, now + 59.0, now + 60.0, now + 61.0])  # the start, then the end of each iteration
-    monkeypatch.setattr(exits, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(times))}))
-    assert run_to_end(tiny_run(training=dict(train_iters=9, exit_duration_in_mins=1))).progress.iteration == 3
+    # the start, then the end of each iteration
+    times = iter([now, now + 59.0, now + 60.0, now + 61.0])
+    monkeypatch.setattr(
+        exits, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(times))})
+    )
+    assert (
+        run_to_end(
+            tiny_run(training=dict(train_iters=9, exit_duration_in_mins=1))
+        ).progress.iteration
+        == 3
+    )
     assert "exiting at iteration 3: --exit-duration-in-mins 1" in capsys.readouterr().out
 
 
 def test_the_handler_is_gone_after_the_run() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    run_to_end(tiny_run(training=dict(train_iters=1, exit_signal_handler=True, exit_signal="SIGUSR1")))
+    run_to_end(
+        tiny_run(training=dict(train_iters=1, exit_signal_handler=True, exit_signal="SIGUSR1"))
+    )
     assert signal.getsignal(signal.SIGUSR1) is before

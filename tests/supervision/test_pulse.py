@@ -17,7 +17,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it(clock: list[float]) -> None:
+def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it(
+    clock: list[float],
+) -> None:
     pulse = Pulse()
     pulse.at("iteration 1", limited=False)
     clock[0] += 50.0
@@ -45,8 +47,16 @@ def test_a_larger_batch_may_take_longer_by_its_factor(clock: list[float]) -> Non
 def test_the_loop_tells_how_the_batch_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     at = Pulse.at
-    monkeypatch.setattr(Pulse, "at", lambda self, where, *, limited=True, growth=1.0: (
-        told.append(growth), at(self, where, limited=limited, growth=growth)))
-    config = tiny_run(training=dict(global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0))
+    monkeypatch.setattr(
+        Pulse,
+        "at",
+        lambda self, where, *, limited=True, growth=1.0: (
+            told.append(growth),
+            at(self, where, limited=limited, growth=growth),
+        ),
+    )
+    config = tiny_run(
+        training=dict(global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0)
+    )
     run_to_end(replace(config, logging=replace(config.logging, log_interval=4)))
     assert [growth for growth in told if growth != 1.0] == [2.0, 1.5]  # batches of 1, 1, 2 and 3

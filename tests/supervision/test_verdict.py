@@ -1,4 +1,5 @@
-"""What a rank concludes from two beats of every other one: each cause of trouble, with ranks that are silent, gone or behind."""
+"""What a rank concludes from two beats of every other one: each cause of trouble, with ranks that
+are silent, gone or behind."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ MOVES = {1: "5 3 iteration 2", 2: "7 4 iteration 3"}  # BEATS MOVES WHERE
 OWN = "6 4 iteration 3"
 
 
-def judged(what: str, later: dict[int, str], *, number: int = 0, graceful: bool = False) -> Verdict | None:
-    return judge(Trouble(what, number, before=dict(MOVES)), later, OWN, 0, timeout=2.0, graceful=graceful)
+def judged(
+    what: str, later: dict[int, str], *, number: int = 0, graceful: bool = False
+) -> Verdict | None:
+    return judge(
+        Trouble(what, number, before=dict(MOVES)), later, OWN, 0, timeout=2.0, graceful=graceful
+    )
 
 
 ALIVE = {1: "6 3 iteration 2", 2: "8 4 iteration 3"}
@@ -22,34 +27,50 @@ BOTH_STOPPED = dict(MOVES)
 ENDED = {**ALIVE, 2: LEFT}
 
 
-@pytest.mark.parametrize(("what", "later", "text"), [
-    ("lost", STOPPED, "rank 1 is gone"), ("lost", BOTH_STOPPED, "ranks 1, 2 are gone"),
-    ("lost", ENDED, "rank 2 has ended, with a message"),
-    ("lost", ALIVE, "a connection to another rank broke, though all are alive"),
-    ("late", STOPPED, "no progress for more than 2 s: rank 1 gives no sign of life"),
-    ("late", BOTH_STOPPED, "no progress for more than 2 s: ranks 1, 2 give no sign of life"),
-    ("late", ENDED, "no progress for more than 2 s: rank 2 has ended"),
-    ("late", ALIVE, "no progress for more than 2 s: rank 1 is behind, at iteration 2"),
-    ("late", {**ALIVE, 1: "6 4 iteration 3"}, "no progress for more than 2 s: every rank is alive, and none is behind"),
-])
-def test_the_text_names_who_is_missing_or_behind(what: str, later: dict[int, str], text: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "later", "text"),
+    [
+        ("lost", STOPPED, "rank 1 is gone"),
+        ("lost", BOTH_STOPPED, "ranks 1, 2 are gone"),
+        ("lost", ENDED, "rank 2 has ended, with a message"),
+        ("lost", ALIVE, "a connection to another rank broke, though all are alive"),
+        ("late", STOPPED, "no progress for more than 2 s: rank 1 gives no sign of life"),
+        ("late", BOTH_STOPPED, "no progress for more than 2 s: ranks 1, 2 give no sign of life"),
+        ("late", ENDED, "no progress for more than 2 s: rank 2 has ended"),
+        ("late", ALIVE, "no progress for more than 2 s: rank 1 is behind, at iteration 2"),
+        (
+            "late",
+            {**ALIVE, 1: "6 4 iteration 3"},
+            "no progress for more than 2 s: every rank is alive, and none is behind",
+        ),
+    ],
+)
+def test_the_text_names_who_is_missing_or_behind(
+    what: str, later: dict[int, str], text: str
+) -> None:
     assert judged(what, later) == Verdict(0, 1, text, with_stacks=what == "late")
 
 
 def test_a_rank_that_had_ended_before_is_not_silent() -> None:
     before = {1: LEFT, 2: MOVES[2]}
-    verdict = judge(Trouble("lost", before=before), {1: LEFT, 2: ALIVE[2]}, OWN, 0, timeout=2.0, graceful=False)
+    verdict = judge(
+        Trouble("lost", before=before), {1: LEFT, 2: ALIVE[2]}, OWN, 0, timeout=2.0, graceful=False
+    )
     assert verdict == Verdict(0, 1, "rank 1 has ended, with a message")
 
 
 @pytest.mark.parametrize("graceful", [False, True])
 def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(graceful: bool) -> None:
     stop = Verdict(0, 128 + signal.SIGTERM, "SIGTERM; no checkpoint is written")
-    assert judged("signal", ALIVE, number=signal.SIGTERM, graceful=graceful) == (None if graceful else stop)
+    assert judged("signal", ALIVE, number=signal.SIGTERM, graceful=graceful) == (
+        None if graceful else stop
+    )
 
 
 def test_a_signal_with_a_rank_missing_is_no_way_to_stop() -> None:
-    assert judged("signal", STOPPED, number=signal.SIGTERM, graceful=True) == Verdict(0, 1, "rank 1 is gone")
+    assert judged("signal", STOPPED, number=signal.SIGTERM, graceful=True) == Verdict(
+        0, 1, "rank 1 is gone"
+    )
 
 
 def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals() -> None:

@@ -34,7 +34,9 @@ def allocations() -> Iterator[Allocations]:
         event = pending.pop()
         pending += event.children
         if type(event.extra_fields).__name__.endswith("Allocation"):
-            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            events.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
     # The profiler keeps events as a tree of calls. In the order of time a negative size is a free.
     alive: dict[int, int] = {}
     total = 0

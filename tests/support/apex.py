@@ -61,13 +61,23 @@ def apex_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def _modules(calls: Calls) -> dict[str, dict[str, Any]]:
-    kernels = {"fused_weight_gradient_mlp_cuda": _weight_gradient_kernels(), "fused_layer_norm_cuda": _norm_kernels(),
-               "amp_C": _adam_kernels()}
-    counted = {module: {name: _counting(calls, name, function) for name, function in functions.items()}
-               for module, functions in kernels.items()}
+    kernels = {
+        "fused_weight_gradient_mlp_cuda": _weight_gradient_kernels(),
+        "fused_layer_norm_cuda": _norm_kernels(),
+        "amp_C": _adam_kernels(),
+    }
+    counted = {
+        module: {name: _counting(calls, name, function) for name, function in functions.items()}
+        for module, functions in kernels.items()
+    }
     norms = _norm_functions(counted["fused_layer_norm_cuda"])
-    return {**counted, "apex": {}, "apex.normalization": {}, "apex.normalization.fused_layer_norm": norms,
-            "apex.optimizers": {"FusedAdam": _fused_adam(counted["amp_C"])}}
+    return {
+        **counted,
+        "apex": {},
+        "apex.normalization": {},
+        "apex.normalization.fused_layer_norm": norms,
+        "apex.optimizers": {"FusedAdam": _fused_adam(counted["amp_C"])},
+    }
 
 
 def _counting(calls: Calls, name: str, function: Any) -> Any:
@@ -85,14 +95,25 @@ def _check(condition: bool, message: str) -> None:
 
 # --- fused_weight_gradient_mlp_cuda ---
 
+
 def _weight_gradient_kernels() -> dict[str, Any]:
-    def accumulate(input: Tensor, d_output: Tensor, d_weight: Tensor, total_dtypes: Sequence[torch.dtype]) -> None:
+    def accumulate(
+        input: Tensor, d_output: Tensor, d_weight: Tensor, total_dtypes: Sequence[torch.dtype]
+    ) -> None:
         _check(d_weight.dtype in total_dtypes, f"the sum is {d_weight.dtype}")
         _check(input.dtype == d_output.dtype, f"operands are {input.dtype} and {d_output.dtype}")
-        _check(all(operand.is_contiguous() for operand in (input, d_output, d_weight)), "an operand is not contiguous")
+        _check(
+            all(operand.is_contiguous() for operand in (input, d_output, d_weight)),
+            "an operand is not contiguous",
+        )
         rows, grad_rows = input.flatten(0, -2), d_output.flatten(0, -2)
-        _check(d_weight.shape == (grad_rows.shape[1], rows.shape[1]) and len(rows) == len(grad_rows),
-               f"a sum {tuple(d_weight.shape)} of {tuple(input.shape)} and {tuple(d_output.shape)} is out of bounds")
+        _check(
+            d_weight.shape == (grad_rows.shape[1], rows.shape[1]) and len(rows) == len(grad_rows),
+            (
+                f"a sum {tuple(d_weight.shape)} of {tuple(input.shape)} and "
+                f"{tuple(d_output.shape)} is out of bounds"
+            ),
+        )
         if d_weight.dtype == torch.float32:
             d_weight.addmm_(grad_rows.t().float(), rows.float())
         else:
@@ -106,56 +127,110 @@ def _weight_gradient_kernels() -> dict[str, Any]:
         _check(input.dtype in HALVES, f"operands are {input.dtype}")
         accumulate(input, d_output, d_weight, (input.dtype,))
 
-    return dict(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16=wgrad_gemm_accum_fp16)
+    return dict(
+        wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16=wgrad_gemm_accum_fp16
+    )
 
 
 # --- fused_layer_norm_cuda and apex.normalization ---
 
+
 def _norm_kernels() -> dict[str, Any]:
     def rows_of(input: Tensor, normalized_shape: Sequence[int], *affine: Tensor) -> Tensor:
         shape = tuple(normalized_shape)
-        _check(len(shape) > 0 and tuple(input.shape[-len(shape):]) == shape, f"{tuple(input.shape)} does not end in {shape}")
+        _check(
+            len(shape) > 0 and tuple(input.shape[-len(shape) :]) == shape,
+            f"{tuple(input.shape)} does not end in {shape}",
+        )
         for operand in (input, *affine):
             _check(operand.is_contiguous(), "an operand is not contiguous")
         for parameter in affine:
-            _check(tuple(parameter.shape) == shape, f"a parameter of shape {tuple(parameter.shape)}, not {shape}")
-            _check(parameter.dtype == input.dtype, f"a parameter of {parameter.dtype} for an input of {input.dtype}")
+            _check(
+                tuple(parameter.shape) == shape,
+                f"a parameter of shape {tuple(parameter.shape)}, not {shape}",
+            )
+            _check(
+                parameter.dtype == input.dtype,
+                f"a parameter of {parameter.dtype} for an input of {input.dtype}",
+            )
         return _wide(input).view(-1, affine[0].numel())
 
-    def forward_affine(input: Tensor, normalized_shape: Sequence[int], gamma: Tensor, beta: Tensor,
-                       epsilon: float) -> list[Tensor]:
+    def forward_affine(
+        input: Tensor, normalized_shape: Sequence[int], gamma: Tensor, beta: Tensor, epsilon: float
+    ) -> list[Tensor]:
         rows = rows_of(input, normalized_shape, gamma, beta)
-        output, mean, invvar = torch.native_layer_norm(rows, rows.shape[1:], _wide(gamma).flatten(), _wide(beta).flatten(),
-                                                       epsilon)
-        return [output.to(input.dtype).view(input.shape), mean.flatten().clone(), invvar.flatten().clone()]
+        output, mean, invvar = torch.native_layer_norm(
+            rows, rows.shape[1:], _wide(gamma).flatten(), _wide(beta).flatten(), epsilon
+        )
+        return [
+            output.to(input.dtype).view(input.shape),
+            mean.flatten().clone(),
+            invvar.flatten().clone(),
+        ]
 
-    def backward_affine(dout: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor,
-                        normalized_shape: Sequence[int], gamma: Tensor, beta: Tensor, epsilon: float,
-                        memory_efficient: bool) -> list[Tensor]:
+    def backward_affine(
+        dout: Tensor,
+        mean: Tensor | None,
+        invvar: Tensor,
+        input_or_output: Tensor,
+        normalized_shape: Sequence[int],
+        gamma: Tensor,
+        beta: Tensor,
+        epsilon: float,
+        memory_efficient: bool,
+    ) -> list[Tensor]:
         _check(not memory_efficient and mean is not None, "memory_efficient is not modelled")
-        rows, grad_rows = (rows_of(x, normalized_shape, gamma, beta) for x in (input_or_output, dout))
+        rows, grad_rows = (
+            rows_of(x, normalized_shape, gamma, beta) for x in (input_or_output, dout)
+        )
         grads = torch.ops.aten.native_layer_norm_backward(
-            grad_rows, rows, rows.shape[1:], mean.view(-1, 1), invvar.view(-1, 1), _wide(gamma).flatten(), _wide(beta).flatten(),
-            [True, True, True])
-        return [grad.to(dout.dtype).view(like.shape) for grad, like in zip(grads, (dout, gamma, beta), strict=True)]
+            grad_rows,
+            rows,
+            rows.shape[1:],
+            mean.view(-1, 1),
+            invvar.view(-1, 1),
+            _wide(gamma).flatten(),
+            _wide(beta).flatten(),
+            [True, True, True],
+        )
+        return [
+            grad.to(dout.dtype).view(like.shape)
+            for grad, like in zip(grads, (dout, gamma, beta), strict=True)
+        ]
 
-    def rms_forward_affine(input: Tensor, normalized_shape: Sequence[int], gamma: Tensor, epsilon: float) -> list[Tensor]:
+    def rms_forward_affine(
+        input: Tensor, normalized_shape: Sequence[int], gamma: Tensor, epsilon: float
+    ) -> list[Tensor]:
         rows = rows_of(input, normalized_shape, gamma)
         invvar = rows.square().mean(1).add(epsilon).rsqrt()
         output = rows * invvar[:, None] * _wide(gamma).flatten()
         return [output.to(input.dtype).view(input.shape), invvar]
 
-    def rms_backward_affine(dout: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Sequence[int], gamma: Tensor,
-                            epsilon: float, memory_efficient: bool) -> list[Tensor]:
+    def rms_backward_affine(
+        dout: Tensor,
+        invvar: Tensor,
+        input_or_output: Tensor,
+        normalized_shape: Sequence[int],
+        gamma: Tensor,
+        epsilon: float,
+        memory_efficient: bool,
+    ) -> list[Tensor]:
         _check(not memory_efficient, "memory_efficient is not modelled")
         rows, grad_rows = (rows_of(x, normalized_shape, gamma) for x in (input_or_output, dout))
         normed = rows * invvar[:, None]
         scaled = grad_rows * _wide(gamma).flatten()
         grad_input = (scaled - normed * (scaled * normed).mean(1, keepdim=True)) * invvar[:, None]
-        return [grad_input.to(dout.dtype).view(dout.shape), (grad_rows * normed).sum(0).to(gamma.dtype).view(gamma.shape)]
+        return [
+            grad_input.to(dout.dtype).view(dout.shape),
+            (grad_rows * normed).sum(0).to(gamma.dtype).view(gamma.shape),
+        ]
 
-    return dict(forward_affine=forward_affine, backward_affine=backward_affine, rms_forward_affine=rms_forward_affine,
-                rms_backward_affine=rms_backward_affine)
+    return dict(
+        forward_affine=forward_affine,
+        backward_affine=backward_affine,
+        rms_forward_affine=rms_forward_affine,
+        rms_backward_affine=rms_backward_affine,
+    )
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -165,10 +240,19 @@ def _wide(tensor: Tensor) -> Tensor:
 def _norm_functions(cuda: dict[str, Any]) -> dict[str, Any]:
     class FusedLayerNormAffineFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Sequence[int], eps: float,
-                    memory_efficient: bool = False) -> Tensor:
+        def forward(
+            ctx: Any,
+            input: Tensor,
+            weight: Tensor,
+            bias: Tensor,
+            normalized_shape: Sequence[int],
+            eps: float,
+            memory_efficient: bool = False,
+        ) -> Tensor:
             operands = input.contiguous(), weight.contiguous(), bias.contiguous()
-            output, mean, invvar = cuda["forward_affine"](operands[0], normalized_shape, *operands[1:], eps)
+            output, mean, invvar = cuda["forward_affine"](
+                operands[0], normalized_shape, *operands[1:], eps
+            )
             ctx.save_for_backward(*operands, mean, invvar)
             ctx.facts = normalized_shape, eps, memory_efficient
             return output
@@ -177,16 +261,33 @@ def _norm_functions(cuda: dict[str, Any]) -> dict[str, Any]:
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             input, weight, bias, mean, invvar = ctx.saved_tensors
             shape, eps, memory_efficient = ctx.facts
-            grads = cuda["backward_affine"](grad_output.contiguous(), mean, invvar, input, shape, weight, bias, eps,
-                                            memory_efficient)
+            grads = cuda["backward_affine"](
+                grad_output.contiguous(),
+                mean,
+                invvar,
+                input,
+                shape,
+                weight,
+                bias,
+                eps,
+                memory_efficient,
+            )
             return *grads, None, None, None
 
     class FusedRMSNormAffineFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Sequence[int], eps: float,
-                    memory_efficient: bool = False) -> Tensor:
+        def forward(
+            ctx: Any,
+            input: Tensor,
+            weight: Tensor,
+            normalized_shape: Sequence[int],
+            eps: float,
+            memory_efficient: bool = False,
+        ) -> Tensor:
             operands = input.contiguous(), weight.contiguous()
-            output, invvar = cuda["rms_forward_affine"](operands[0], normalized_shape, operands[1], eps)
+            output, invvar = cuda["rms_forward_affine"](
+                operands[0], normalized_shape, operands[1], eps
+            )
             ctx.save_for_backward(*operands, invvar)
             ctx.facts = normalized_shape, eps, memory_efficient
             return output
@@ -195,13 +296,19 @@ def _norm_functions(cuda: dict[str, Any]) -> dict[str, Any]:
         def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
             input, weight, invvar = ctx.saved_tensors
             shape, eps, memory_efficient = ctx.facts
-            grads = cuda["rms_backward_affine"](grad_output.contiguous(), invvar, input, shape, weight, eps, memory_efficient)
+            grads = cuda["rms_backward_affine"](
+                grad_output.contiguous(), invvar, input, shape, weight, eps, memory_efficient
+            )
             return *grads, None, None, None
 
-    return dict(FusedLayerNormAffineFunction=FusedLayerNormAffineFunction, FusedRMSNormAffineFunction=FusedRMSNormAffineFunction)
+    return dict(
+        FusedLayerNormAffineFunction=FusedLayerNormAffineFunction,
+        FusedRMSNormAffineFunction=FusedRMSNormAffineFunction,
+    )
 
 
 # --- amp_C and apex.optimizers ---
+
 
 def _adam_kernels() -> dict[str, Any]:
     def check(noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> None:
@@ -211,55 +318,144 @@ def _adam_kernels() -> dict[str, Any]:
             _check(len(tensors) == len(tensor_lists[0]), "Size mismatch among tensor lists")
             for tensor, first in zip(tensors, tensor_lists[0], strict=True):
                 _check(tensor.is_contiguous(), "A tensor was not contiguous.")
-                _check(tensor.numel() == first.numel() and tensor.dtype == first.dtype, "Size mismatch")
+                _check(
+                    tensor.numel() == first.numel() and tensor.dtype == first.dtype, "Size mismatch"
+                )
 
-    def update(tensor_lists: Sequence[Sequence[Tensor]], lr: Tensor, betas: tuple[float, float], epsilon: float, step: int,
-               mode: int, bias_correction: int, weight_decay: float) -> None:
+    def update(
+        tensor_lists: Sequence[Sequence[Tensor]],
+        lr: Tensor,
+        betas: tuple[float, float],
+        epsilon: float,
+        step: int,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+    ) -> None:
         _check(mode == 1, "only AdamW is modelled")
         corrections = [torch.tensor(1.0 - beta**step if bias_correction else 1.0) for beta in betas]
         for grad, weight, mean, square in zip(*tensor_lists, strict=True):
             mean.copy_(betas[0] * mean + (1.0 - betas[0]) * grad)
             square.copy_(betas[1] * square + (1.0 - betas[1]) * grad * grad)
-            change = mean / corrections[0] / ((square / corrections[1]).sqrt() + epsilon) + weight_decay * weight
+            change = (
+                mean / corrections[0] / ((square / corrections[1]).sqrt() + epsilon)
+                + weight_decay * weight
+            )
             weight.copy_(weight - lr * change)
 
     @torch.no_grad()
-    def multi_tensor_adam(chunk_size: int, noop_flag: Tensor, tensor_lists: Any, lr: float, beta1: float, beta2: float,
-                          epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
+    def multi_tensor_adam(
+        chunk_size: int,
+        noop_flag: Tensor,
+        tensor_lists: Any,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        step: int,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+    ) -> None:
         check(noop_flag, tensor_lists)
-        update(tensor_lists, torch.tensor(lr), (beta1, beta2), epsilon, step, mode, bias_correction, weight_decay)
+        update(
+            tensor_lists,
+            torch.tensor(lr),
+            (beta1, beta2),
+            epsilon,
+            step,
+            mode,
+            bias_correction,
+            weight_decay,
+        )
 
     @torch.no_grad()
-    def multi_tensor_adam_capturable(chunk_size: int, noop_flag: Tensor, tensor_lists: Any, lr: Tensor, beta1: float,
-                                     beta2: float, epsilon: float, step: Tensor, mode: int, bias_correction: int,
-                                     weight_decay: float, inv_scale: Tensor) -> None:
+    def multi_tensor_adam_capturable(
+        chunk_size: int,
+        noop_flag: Tensor,
+        tensor_lists: Any,
+        lr: Tensor,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        step: Tensor,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+        inv_scale: Tensor,
+    ) -> None:
         check(noop_flag, tensor_lists)
-        _check(lr.dtype == inv_scale.dtype == torch.float32 and step.dtype == torch.int32, "expected float, float and int")
+        _check(
+            lr.dtype == inv_scale.dtype == torch.float32 and step.dtype == torch.int32,
+            "expected float, float and int",
+        )
         if noop_flag.item() == 1:
             return
         for grad in tensor_lists[0]:
             grad.mul_(inv_scale)
-        update(tensor_lists, lr, (beta1, beta2), epsilon, int(step), mode, bias_correction, weight_decay)
+        update(
+            tensor_lists,
+            lr,
+            (beta1, beta2),
+            epsilon,
+            int(step),
+            mode,
+            bias_correction,
+            weight_decay,
+        )
 
-    return dict(multi_tensor_adam=multi_tensor_adam, multi_tensor_adam_capturable=multi_tensor_adam_capturable)
+    return dict(
+        multi_tensor_adam=multi_tensor_adam,
+        multi_tensor_adam_capturable=multi_tensor_adam_capturable,
+    )
 
 
 def _fused_adam(amp_c: dict[str, Any]) -> type:
     class FusedAdam(torch.optim.Optimizer):
-        def __init__(self, params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,
-                     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
-                     weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
-                     master_weights: bool = False) -> None:
-            _check(not amsgrad and not master_weights, "amsgrad and master_weights are not modelled")
+        def __init__(
+            self,
+            params: Iterable[Any],
+            lr: float = 1e-3,
+            bias_correction: bool = True,
+            betas: tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            adam_w_mode: bool = True,
+            weight_decay: float = 0.0,
+            amsgrad: bool = False,
+            set_grad_none: bool = True,
+            capturable: bool = False,
+            master_weights: bool = False,
+        ) -> None:
+            _check(
+                not amsgrad and not master_weights, "amsgrad and master_weights are not modelled"
+            )
             rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
-            super().__init__(params, dict(lr=rate, bias_correction=bias_correction, betas=betas, eps=eps,
-                                          weight_decay=weight_decay))
+            super().__init__(
+                params,
+                dict(
+                    lr=rate,
+                    bias_correction=bias_correction,
+                    betas=betas,
+                    eps=eps,
+                    weight_decay=weight_decay,
+                ),
+            )
             self.adam_w_mode, self.capturable = int(adam_w_mode), capturable
             self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
 
-        def step(self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None,
-                 grad_norms: Any = None, grad_scaler: Any = None) -> None:
-            _check(all(one is None for one in (closure, grads, output_params, scale, grad_norms)), "FusedAdam has been updated.")
+        def step(
+            self,
+            closure: Any = None,
+            grads: Any = None,
+            output_params: Any = None,
+            scale: Any = None,
+            grad_norms: Any = None,
+            grad_scaler: Any = None,
+        ) -> None:
+            _check(
+                all(one is None for one in (closure, grads, output_params, scale, grad_norms)),
+                "FusedAdam has been updated.",
+            )
             for group in self.param_groups:
                 # With capturable, the flag is that of the step before, as in apex.
                 made = (self._dummy_overflow_buf != 1).to(torch.int) if self.capturable else 1
@@ -277,19 +473,42 @@ def _fused_adam(amp_c: dict[str, Any]) -> type:
                 _check(parameter.dtype == torch.float32, "FusedAdam only support fp16 and fp32.")
                 state = self.state[parameter]
                 if len(state) == 0:
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                for one, tensor in zip(lists, (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"]),
-                                       strict=True):
+                    state["exp_avg"], state["exp_avg_sq"] = (
+                        torch.zeros_like(parameter),
+                        torch.zeros_like(parameter),
+                    )
+                for one, tensor in zip(
+                    lists,
+                    (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"]),
+                    strict=True,
+                ):
                     one.append(tensor)
-            settings = (group["lr"], *group["betas"], group["eps"], group["step"], self.adam_w_mode,
-                        int(group["bias_correction"]), group["weight_decay"])
+            settings = (
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["step"],
+                self.adam_w_mode,
+                int(group["bias_correction"]),
+                group["weight_decay"],
+            )
             if not self.capturable:
                 amp_c["multi_tensor_adam"](2048 * 32, self._dummy_overflow_buf, lists, *settings)
                 return
             device = group["params"][0].device
-            found_inf = torch.zeros(1) if grad_scaler is None else grad_scaler._check_inf_per_device(self)[device]
+            found_inf = (
+                torch.zeros(1)
+                if grad_scaler is None
+                else grad_scaler._check_inf_per_device(self)[device]
+            )
             self._dummy_overflow_buf.copy_(found_inf)
-            inv_scale = torch.ones(1) if grad_scaler is None else grad_scaler._get_scale_async().double().reciprocal().float()
-            amp_c["multi_tensor_adam_capturable"](2048 * 32, self._dummy_overflow_buf, lists, *settings, inv_scale)
+            inv_scale = (
+                torch.ones(1)
+                if grad_scaler is None
+                else grad_scaler._get_scale_async().double().reciprocal().float()
+            )
+            amp_c["multi_tensor_adam_capturable"](
+                2048 * 32, self._dummy_overflow_buf, lists, *settings, inv_scale
+            )
 
     return FusedAdam

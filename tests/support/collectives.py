@@ -26,8 +26,11 @@ class Sent(NamedTuple):
     shape: tuple[int, ...]
 
 
-FUNCTIONAL = {"all_reduce": "allreduce_", "all_gather_into_tensor": "_allgather_base_",
-              "reduce_scatter_tensor": "_reduce_scatter_base_"}
+FUNCTIONAL = {
+    "all_reduce": "allreduce_",
+    "all_gather_into_tensor": "_allgather_base_",
+    "reduce_scatter_tensor": "_reduce_scatter_base_",
+}
 
 
 class _Recorder(TorchDispatchMode):
@@ -35,16 +38,27 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.sent = sent
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func.namespace == "megatron_lite":  # our one operator: torch does not dispatch its parts
             with self:
                 return attention._attend_in_named_group(*args, **(kwargs or {}))
         results = func(*args, **(kwargs or {}))
         name = func.name().split("::")[1]
-        if func.namespace == "c10d" or (func.namespace == "_c10d_functional" and name != "wait_tensor"):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, results)) if isinstance(leaf, Tensor)]
+        if func.namespace == "c10d" or (
+            func.namespace == "_c10d_functional" and name != "wait_tensor"
+        ):
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs, results)) if isinstance(leaf, Tensor)
+            ]
             largest = max(tensors, key=Tensor.numel)
-            self.sent.append(Sent(FUNCTIONAL[name] if func.namespace == "_c10d_functional" else name, tuple(largest.shape)))
+            self.sent.append(
+                Sent(
+                    FUNCTIONAL[name] if func.namespace == "_c10d_functional" else name,
+                    tuple(largest.shape),
+                )
+            )
         return results
 
 

@@ -11,10 +11,35 @@ from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SMALL_MODEL = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
-               "--max-position-embeddings", "16"]
-SMALL_RUN = [*SMALL_MODEL, "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "12", "--lr", "1e-2",
-             "--eval-iters", "1", "--log-interval", "4", "--distributed-backend", "gloo"]
+SMALL_MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+]
+SMALL_RUN = [
+    *SMALL_MODEL,
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    "12",
+    "--lr",
+    "1e-2",
+    "--eval-iters",
+    "1",
+    "--log-interval",
+    "4",
+    "--distributed-backend",
+    "gloo",
+]
 MOCK = ["--mock-data", "--vocab-size", "98"]
 
 
@@ -23,18 +48,50 @@ def environment(**variables: str) -> dict[str, str]:
 
     variables: variables to add.
     """
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
-            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "TORCHELASTIC"))
+        and name
+        not in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        )
+    }
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 
 def command(*arguments: str, ranks: int = 1) -> list[str]:
     """Returns the command `python pretrain_gpt.py ...`, under torchrun for more than one rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return [*(launcher if ranks > 1 else [sys.executable]), str(ROOT / "pretrain_gpt.py"), *arguments]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+    ]
+    return [
+        *(launcher if ranks > 1 else [sys.executable]),
+        str(ROOT / "pretrain_gpt.py"),
+        *arguments,
+    ]
 
 
-def run_command(*arguments: str, ranks: int = 1, timeout: float = HANG_S) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: str, ranks: int = 1, timeout: float = HANG_S
+) -> subprocess.CompletedProcess[str]:
     """Runs the program to its end. Returns its status and output."""
-    return subprocess.run(command(*arguments, ranks=ranks), env=environment(), cwd=ROOT, capture_output=True, text=True,
-                          timeout=timeout, check=False)
+    return subprocess.run(
+        command(*arguments, ranks=ranks),
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )

@@ -45,8 +45,12 @@ def recorded_masks() -> Iterator[Masks]:
 
 def masks_of_one_forward(parallel: ParallelState, *, sequence_parallel: bool) -> Masks:
     """Returns this rank's masks of a forward of a two-layer GPT-2 with dropout 0.5."""
-    config = variant_config("gpt2", hidden_dropout=0.5, attention_dropout=0.5, attention_backend="unfused")
-    model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32)
+    config = variant_config(
+        "gpt2", hidden_dropout=0.5, attention_dropout=0.5, attention_backend="unfused"
+    )
+    model = build_tiny_model(
+        config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32
+    )
     with recorded_masks() as masks:
         model.loss(*sample_tokens())
     return masks

@@ -24,19 +24,36 @@ from tests.support.models import (
     whole_tensor,
 )
 
-LLAMA = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False)
-GQA = dict(num_attention_heads=8, group_query_attention=True, num_query_groups=4)  # 4 groups: one per rank at TP 4
+LLAMA = dict(
+    position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False
+)
+# 4 groups: one per rank at TP 4
+GQA = dict(num_attention_heads=8, group_query_attention=True, num_query_groups=4)
 
 # Each name is the published model that the variant resembles. Sizes: hidden 32, ffn 40, heads of 6
 # channels, 61 token ids.
 VARIANTS: dict[str, dict[str, object]] = {
     "gpt2": dict(attention_backend="flash"),
-    "llama": dict(LLAMA, **GQA, untie_embeddings_and_output_weights=True, attention_backend="flash"),
+    "llama": dict(
+        LLAMA, **GQA, untie_embeddings_and_output_weights=True, attention_backend="flash"
+    ),
     "qwen": dict(LLAMA, **GQA, add_qkv_bias=True, qk_layernorm=True, attention_backend="unfused"),
-    "neox": dict(position_embedding_type="rope", rotary_percent=0.67, bias_gelu_fusion=False, qk_layernorm=True,
-                 untie_embeddings_and_output_weights=True, attention_backend="unfused", attention_softmax_in_fp32=True),
-    "nemotron": dict(GQA, position_embedding_type="none", squared_relu=True, add_bias_linear=False,
-                     untie_embeddings_and_output_weights=True),
+    "neox": dict(
+        position_embedding_type="rope",
+        rotary_percent=0.67,
+        bias_gelu_fusion=False,
+        qk_layernorm=True,
+        untie_embeddings_and_output_weights=True,
+        attention_backend="unfused",
+        attention_softmax_in_fp32=True,
+    ),
+    "nemotron": dict(
+        GQA,
+        position_embedding_type="none",
+        squared_relu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+    ),
 }
 
 
@@ -54,28 +71,55 @@ def variant_config(name: str, **overrides: object) -> ModelConfig:
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
 
 
-def gradients(name: str, parallel: ParallelState, *, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64,
-              cp_comm_type: str = "p2p", seq_length: int = SEQ_LENGTH) -> Outcome:
+def gradients(
+    name: str,
+    parallel: ParallelState,
+    *,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float64,
+    cp_comm_type: str = "p2p",
+    seq_length: int = SEQ_LENGTH,
+) -> Outcome:
     """Returns the loss and the whole gradients of a variant over two micro-batches."""
-    model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
-                             cp_comm_type=cp_comm_type)
+    model = build_tiny_model(
+        variant_config(name),
+        parallel,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        cp_comm_type=cp_comm_type,
+    )
     return loss_and_grads(model, parallel, seq_length=seq_length)
 
 
-def unsharded_gradients(name: str, dtype: torch.dtype = torch.float64, seq_length: int = SEQ_LENGTH) -> Outcome:
+def unsharded_gradients(
+    name: str, dtype: torch.dtype = torch.float64, seq_length: int = SEQ_LENGTH
+) -> Outcome:
     """Returns `gradients` computed in this process alone, without groups and collectives."""
     with tp_state(1) as parallel:
         return gradients(name, parallel, dtype=dtype, seq_length=seq_length)
 
 
-def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64,
-          clip_grad: float = 1.0, cp_comm_type: str = "p2p") -> Training:
+def train(
+    name: str,
+    parallel: ParallelState,
+    *,
+    steps: int,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float64,
+    clip_grad: float = 1.0,
+    cp_comm_type: str = "p2p",
+) -> Training:
     """Trains a variant by `steps` AdamW updates.
 
     Each uses the same 4 sequences, split over the data-parallel and context-parallel ranks.
     """
-    model = build_tiny_model(variant_config(name), parallel, sequence_parallel=sequence_parallel, dtype=dtype,
-                             cp_comm_type=cp_comm_type)
+    model = build_tiny_model(
+        variant_config(name),
+        parallel,
+        sequence_parallel=sequence_parallel,
+        dtype=dtype,
+        cp_comm_type=cp_comm_type,
+    )
     optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
     losses, grad_norms = [], []
     for _ in range(steps):
@@ -87,7 +131,10 @@ def train(name: str, parallel: ParallelState, *, steps: int, sequence_parallel: 
 
 def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> float:
     optimizer.zero_grad()
-    tokens, labels = (x.chunk(parallel.dp_size)[parallel.dp_rank] for x in sample_tokens(batch=4, parallel=parallel))
+    tokens, labels = (
+        x.chunk(parallel.dp_size)[parallel.dp_rank]
+        for x in sample_tokens(batch=4, parallel=parallel)
+    )
     loss = model.loss(tokens, labels).mean() / parallel.dp_cp_size
     loss.backward()
     return all_reduce_(loss.detach().double(), parallel.dp_cp_group).item()
@@ -107,5 +154,7 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 def differences(expected: Outcome, actual: Outcome) -> dict[str, float]:
     """Returns the difference of the loss, as "loss", and of each gradient, by parameter name."""
     assert expected.grads.keys() == actual.grads.keys()
-    return {"loss": difference(expected.loss, actual.loss),
-            **{name: difference(grad, actual.grads[name]) for name, grad in expected.grads.items()}}
+    return {
+        "loss": difference(expected.loss, actual.loss),
+        **{name: difference(grad, actual.grads[name]) for name, grad in expected.grads.items()},
+    }

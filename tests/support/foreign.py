@@ -1,7 +1,7 @@
 """Models that are not ours: how to train them, and the exact comparison of two trainings.
 
     foreign_families.py    models of transformers, called as by default
-    foreign_layers.py      layers of plain torch with every kind of output, argument and side channel
+    foreign_layers.py      layers of plain torch with every kind of output, argument, side channel
     this file              `train` runs a model in a situation: twice into the same gradients, under
                            autocast, with most parameters frozen, through functional_call and so on.
                            `differences` compares two outcomes bit for bit.
@@ -60,7 +60,9 @@ Situation = Callable[[nn.Module, Foreign], Outcome]
 Prepare = Callable[[nn.Module], nn.Module | None]
 
 
-def train(foreign: Foreign, situation: str = "two micro-batches", prepare: Prepare | None = None) -> Outcome:
+def train(
+    foreign: Foreign, situation: str = "two micro-batches", prepare: Prepare | None = None
+) -> Outcome:
     """Builds the model from a fixed seed and trains it in the situation. Returns the outcome.
 
     prepare: changes the model before the training, or returns another one.
@@ -77,13 +79,25 @@ def train(foreign: Foreign, situation: str = "two micro-batches", prepare: Prepa
 
 def differences(expected: Outcome, found: Outcome) -> list[str]:
     """Returns one line for everything that is not equal to the bit."""
-    lines = [f"loss {number}" for number, (one, other) in enumerate(zip(expected.losses, found.losses, strict=True))
-             if not torch.equal(one, other)]
+    lines = [
+        f"loss {number}"
+        for number, (one, other) in enumerate(zip(expected.losses, found.losses, strict=True))
+        if not torch.equal(one, other)
+    ]
     assert expected.gradients.keys() == found.gradients.keys()
-    lines += [f"gradient of {name}: {error}" for name, one in expected.gradients.items()
-              if (error := _unequal(one, found.gradients[name]))]
-    lines += [f"buffer {name}" for name, one in expected.buffers.items() if not torch.equal(one, found.buffers[name])]
-    return lines + ([] if torch.equal(expected.generator, found.generator) else ["torch's generator"])
+    lines += [
+        f"gradient of {name}: {error}"
+        for name, one in expected.gradients.items()
+        if (error := _unequal(one, found.gradients[name]))
+    ]
+    lines += [
+        f"buffer {name}"
+        for name, one in expected.buffers.items()
+        if not torch.equal(one, found.buffers[name])
+    ]
+    return lines + (
+        [] if torch.equal(expected.generator, found.generator) else ["torch's generator"]
+    )
 
 
 def error_of(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
@@ -104,15 +118,23 @@ def _unequal(one: Tensor | None, other: Tensor | None) -> str | None:
     return None if torch.equal(one, other) else f"off by {error_of(one, other):.1e}"
 
 
-def outcome(model: nn.Module, losses: list[Tensor], gradients: dict[str, Tensor | None] | None = None) -> Outcome:
+def outcome(
+    model: nn.Module, losses: list[Tensor], gradients: dict[str, Tensor | None] | None = None
+) -> Outcome:
     """Returns the outcome of a training, under the names that the model has without wrappers.
 
     gradients: by default those in the parameters' `.grad`.
     """
     if gradients is None:
-        gradients = {clean(name): _copy(parameter.grad) for name, parameter in model.named_parameters()}
-    return Outcome([loss.detach().clone() for loss in losses], gradients,
-                   {clean(name): buffer.clone() for name, buffer in model.named_buffers()}, torch.get_rng_state())
+        gradients = {
+            clean(name): _copy(parameter.grad) for name, parameter in model.named_parameters()
+        }
+    return Outcome(
+        [loss.detach().clone() for loss in losses],
+        gradients,
+        {clean(name): buffer.clone() for name, buffer in model.named_buffers()},
+        torch.get_rng_state(),
+    )
 
 
 def clean(name: str) -> str:
@@ -158,7 +180,11 @@ def _two_backwards(model: nn.Module, foreign: Foreign) -> Outcome:
 
 def _autograd_grad(model: nn.Module, foreign: Foreign) -> Outcome:
     """Computes the gradients by torch.autograd.grad, which accumulates nothing."""
-    named = {clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        clean(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     one = foreign.loss(model, 0)
     found = torch.autograd.grad(one, list(named.values()), allow_unused=True)
     return outcome(model, [one], dict(zip(named, found, strict=True)))
@@ -169,7 +195,9 @@ def _second_order(model: nn.Module, foreign: Foreign) -> Outcome:
     one = foreign.loss(model, 0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     first = torch.autograd.grad(one, trained, create_graph=True, allow_unused=True)
-    penalty = sum((gradient.square().sum() for gradient in first if gradient is not None), torch.zeros(()))
+    penalty = sum(
+        (gradient.square().sum() for gradient in first if gradient is not None), torch.zeros(())
+    )
     (one + penalty).backward()
     return outcome(model, [one, penalty])
 
@@ -188,9 +216,13 @@ class _Whole(nn.Module):
 
 def _functional_call(model: nn.Module, foreign: Foreign) -> Outcome:
     """Calls the model with other weights. When backward runs, the module holds its own again."""
-    weights = {name: (parameter.detach() * 1.25).requires_grad_(parameter.requires_grad)
-               for name, parameter in model.named_parameters()}
-    one = functional_call(_Whole(model, foreign), {f"model.{name}": weight for name, weight in weights.items()}, (0,))
+    weights = {
+        name: (parameter.detach() * 1.25).requires_grad_(parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    one = functional_call(
+        _Whole(model, foreign), {f"model.{name}": weight for name, weight in weights.items()}, (0,)
+    )
     one.backward()
     return outcome(model, [one], {clean(name): weight.grad for name, weight in weights.items()})
 
@@ -221,11 +253,14 @@ SITUATIONS: dict[str, Situation] = {
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer and a trained low-rank update beside it, with dropout on the update's input (LoRA)."""
+    """A frozen linear layer and a trained low-rank update beside it, with dropout on the update's
+    input (LoRA)."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        rows, columns = base.weight.shape if isinstance(base, Conv1D) else reversed(base.weight.shape)
+        rows, columns = (
+            base.weight.shape if isinstance(base, Conv1D) else reversed(base.weight.shape)
+        )
         self.base, self.dropout = base, nn.Dropout(0.1)
         self.down, self.up = nn.Linear(rows, 2, bias=False), nn.Linear(2, columns, bias=False)
 
@@ -243,9 +278,15 @@ ADAPTED = frozenset({"c_attn", "q_proj", "v_proj", "q", "v", "query", "value", "
 
 
 def freeze_all_but_adapters(model: nn.Module) -> None:
-    """Freezes every parameter, embeddings included, and puts adapters beside the projections of queries and values."""
+    """Freezes every parameter, embeddings included, and puts adapters beside the projections of
+    queries and values."""
     model.requires_grad_(False)
-    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if name in ADAPTED]
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name in ADAPTED
+    ]
     assert found, "nothing to adapt"
     for parent, name, child in found:
         setattr(parent, name, Adapter(child))
@@ -253,7 +294,8 @@ def freeze_all_but_adapters(model: nn.Module) -> None:
 
 
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
-    name: freeze_all_but_adapters for name in SITUATIONS if name.startswith("adapters")}
+    name: freeze_all_but_adapters for name in SITUATIONS if name.startswith("adapters")
+}
 
 
 def count_unequal(expected: Outcome, found: Outcome, tolerance: float) -> dict[str, int]:
@@ -265,7 +307,11 @@ def count_unequal(expected: Outcome, found: Outcome, tolerance: float) -> dict[s
     that are 0 except for rounding, such as that of a key's bias.
     """
     kinds = {"wrong": 0, "rounded": 0, "lost": 0, "made up": 0}
-    largest = [one.abs().max().item() for one in expected.gradients.values() if one is not None and one.numel()]
+    largest = [
+        one.abs().max().item()
+        for one in expected.gradients.values()
+        if one is not None and one.numel()
+    ]
     floor = 1e-4 * max(largest, default=0.0)
     for name, one in expected.gradients.items():
         other = found.gradients[name]

@@ -38,15 +38,31 @@ from tests.support.foreign import Foreign
 
 VOCAB, LENGTH = 61, 9
 IDS: dict[str, Any] = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-DECODER: dict[str, Any] = dict(IDS, num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-                               intermediate_size=48, max_position_embeddings=32, attention_dropout=0.1)
-ENCODER: dict[str, Any] = dict(num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=48,
-                               hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+DECODER: dict[str, Any] = dict(
+    IDS,
+    num_hidden_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=32,
+    attention_dropout=0.1,
+)
+ENCODER: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    intermediate_size=48,
+    hidden_dropout_prob=0.1,
+    attention_probs_dropout_prob=0.1,
+)
 
 
 def tokens(number: int) -> Tensor:
     """Returns token ids [2, 9] without special tokens. Equal numbers give equal ids."""
-    return torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(40 + number))
+    return torch.randint(
+        3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(40 + number)
+    )
 
 
 def language_loss(model: nn.Module, number: int) -> Tensor:
@@ -56,7 +72,9 @@ def language_loss(model: nn.Module, number: int) -> Tensor:
 
 def gpt2(**options: Any) -> nn.Module:
     """Returns GPT-2."""
-    return GPT2LMHeadModel(GPT2Config(**IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32, **options)).train()
+    return GPT2LMHeadModel(
+        GPT2Config(**IDS, n_layer=3, n_embd=32, n_head=4, n_positions=32, **options)
+    ).train()
 
 
 def llama(**options: Any) -> nn.Module:
@@ -71,36 +89,66 @@ def qwen3() -> nn.Module:
 
 def gemma2() -> nn.Module:
     """Returns Gemma 2, with local and global attention in turn and capped scores."""
-    return Gemma2ForCausalLM(Gemma2Config(**DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)).train()
+    return Gemma2ForCausalLM(
+        Gemma2Config(**DECODER, head_dim=8, sliding_window=4, query_pre_attn_scalar=8)
+    ).train()
 
 
 def mixtral() -> nn.Module:
     """Returns Mixtral. Its routers have their own loss, which leaves layers by a side channel."""
-    return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, router_jitter_noise=0.1, output_router_logits=True,
-                                            router_aux_loss_coef=0.5)).train()
+    return MixtralForCausalLM(
+        MixtralConfig(
+            **DECODER,
+            num_local_experts=4,
+            router_jitter_noise=0.1,
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+        )
+    ).train()
 
 
 def t5() -> nn.Module:
     """Returns T5. Decoder layers read the encoder's output and the first one's position bias."""
-    return T5ForConditionalGeneration(T5Config(
-        vocab_size=VOCAB, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, num_layers=3, d_model=32, d_kv=8, d_ff=48,
-        num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=12)).train()
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB,
+            pad_token_id=0,
+            eos_token_id=2,
+            decoder_start_token_id=0,
+            num_layers=3,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_heads=4,
+            relative_attention_num_buckets=8,
+            relative_attention_max_distance=12,
+        )
+    ).train()
 
 
 def bert(**options: Any) -> nn.Module:
     """Returns BERT with its masked-language head."""
-    return BertForMaskedLM(BertConfig(**ENCODER, vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32, **options)).train()
+    return BertForMaskedLM(
+        BertConfig(
+            **ENCODER, vocab_size=VOCAB, pad_token_id=0, max_position_embeddings=32, **options
+        )
+    ).train()
 
 
 def vit() -> nn.Module:
     """Returns ViT with 2 x 2 patches."""
-    return ViTForImageClassification(ViTConfig(**ENCODER, image_size=8, patch_size=4, num_labels=5)).train()
+    return ViTForImageClassification(
+        ViTConfig(**ENCODER, image_size=8, patch_size=4, num_labels=5)
+    ).train()
 
 
 def mamba() -> nn.Module:
     """Returns Mamba. It runs in its reference form, which works on every device."""
-    return MambaForCausalLM(MambaConfig(**IDS, num_hidden_layers=3, hidden_size=32, state_size=4, expand=1,
-                                        time_step_rank=4)).train()
+    return MambaForCausalLM(
+        MambaConfig(
+            **IDS, num_hidden_layers=3, hidden_size=32, state_size=4, expand=1, time_step_rank=4
+        )
+    ).train()
 
 
 def image_loss(model: nn.Module, number: int) -> Tensor:
@@ -135,16 +183,27 @@ class Prefixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = llama()
-        self.prefix = nn.Parameter(torch.randn(3, 2, 1, 2, 4, 8))  # [layer, key or value, batch, heads, positions, channels]
+        # [layer, key or value, batch, heads, positions, channels]
+        self.prefix = nn.Parameter(torch.randn(3, 2, 1, 2, 4, 8))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Returns the loss."""
-        cache = DynamicCache([(layer[0].expand(2, -1, -1, -1), layer[1].expand(2, -1, -1, -1)) for layer in self.prefix])
+        cache = DynamicCache(
+            [
+                (layer[0].expand(2, -1, -1, -1), layer[1].expand(2, -1, -1, -1))
+                for layer in self.prefix
+            ]
+        )
         return self.model(input_ids=input_ids, labels=input_ids, past_key_values=cache).loss
 
 
-def family(build: Callable[[], nn.Module], *lists: str, loss: Callable[[nn.Module, int], Tensor] = language_loss,
-           may_refuse: bool = False, inner: str | None = None) -> Foreign:
+def family(
+    build: Callable[[], nn.Module],
+    *lists: str,
+    loss: Callable[[nn.Module, int], Tensor] = language_loss,
+    may_refuse: bool = False,
+    inner: str | None = None,
+) -> Foreign:
     """Returns the description of a model of transformers."""
     return Foreign(build=build, loss=loss, lists=lists, may_refuse=may_refuse, inner=inner)
 
@@ -166,9 +225,17 @@ VARIANTS: dict[str, Foreign] = {
     "Llama, padded batch": family(llama, "model.layers", loss=masked_loss),
     "BERT, padded batch": family(bert, "bert.encoder.layer", loss=masked_loss),
     "GPT-2, eager attention": family(lambda: gpt2(attn_implementation="eager"), "transformer.h"),
-    "GPT-2, attentions in the loss": family(lambda: gpt2(attn_implementation="eager"), "transformer.h", loss=attentions_loss),
-    "BERT, attentions in the loss": family(lambda: bert(attn_implementation="eager"), "bert.encoder.layer", loss=attentions_loss),
+    "GPT-2, attentions in the loss": family(
+        lambda: gpt2(attn_implementation="eager"), "transformer.h", loss=attentions_loss
+    ),
+    "BERT, attentions in the loss": family(
+        lambda: bert(attn_implementation="eager"), "bert.encoder.layer", loss=attentions_loss
+    ),
     "Llama, hidden states in the loss": family(llama, "model.layers", loss=hidden_states_loss),
-    "Llama, learned prefix in the cache": family(Prefixed, "model.model.layers", may_refuse=True,
-                                                 loss=lambda model, number: model(tokens(number))),
+    "Llama, learned prefix in the cache": family(
+        Prefixed,
+        "model.model.layers",
+        may_refuse=True,
+        loss=lambda model, number: model(tokens(number)),
+    ),
 }

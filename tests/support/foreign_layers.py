@@ -50,7 +50,13 @@ class Chain(nn.Module):
     memory: a value that `follow` keeps from layer to layer of one forward.
     """
 
-    def __init__(self, layer: Callable[[], nn.Module], follow: Follow = plainly, *, frozen_embedding: bool = False) -> None:
+    def __init__(
+        self,
+        layer: Callable[[], nn.Module],
+        follow: Follow = plainly,
+        *,
+        frozen_embedding: bool = False,
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, WIDTH).requires_grad_(not frozen_embedding)
         self.side = nn.Linear(WIDTH, WIDTH)
@@ -72,17 +78,30 @@ class Chain(nn.Module):
 
 def chain_loss(model: nn.Module, number: int) -> Tensor:
     """Returns the loss on 6 tokens."""
-    return model(torch.randint(0, 20, (ROWS,), generator=torch.Generator().manual_seed(60 + number)))
+    return model(
+        torch.randint(0, 20, (ROWS,), generator=torch.Generator().manual_seed(60 + number))
+    )
 
 
-def chain(layer: Callable[[], nn.Module], follow: Follow = plainly, *, frozen_embedding: bool = False, may_refuse: bool = False,
-          inner: str | None = None) -> Foreign:
+def chain(
+    layer: Callable[[], nn.Module],
+    follow: Follow = plainly,
+    *,
+    frozen_embedding: bool = False,
+    may_refuse: bool = False,
+    inner: str | None = None,
+) -> Foreign:
     """Returns the description of a chain of such layers."""
-    return Foreign(build=lambda: Chain(layer, follow, frozen_embedding=frozen_embedding).train(), loss=chain_loss,
-                   may_refuse=may_refuse, inner=inner)
+    return Foreign(
+        build=lambda: Chain(layer, follow, frozen_embedding=frozen_embedding).train(),
+        loss=chain_loss,
+        may_refuse=may_refuse,
+        inner=inner,
+    )
 
 
 # ---- outputs
+
 
 @dataclass
 class Hidden:
@@ -176,6 +195,7 @@ class Halves(Mlp):
 
 
 # ---- state
+
 
 class Normalised(Mlp):
     """A layer with BatchNorm, which updates its statistics in each forward."""
@@ -288,6 +308,7 @@ def with_context(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 
 # ---- arguments
 
+
 class Writing(Mlp):
     """A layer that writes into its argument and returns another tensor."""
 
@@ -357,6 +378,7 @@ class Adding(nn.Module):
 
 # ---- calls
 
+
 def twice(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
     """Runs each layer twice, with the same weights."""
     return layer(layer(x))
@@ -394,6 +416,7 @@ def trying_again(chain: Chain, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 # ---- randomness and inner engines
+
 
 class OwnGenerator(Mlp):
     """A layer that draws from its own generator, which no engine can know."""
@@ -473,14 +496,22 @@ class Recurrent(nn.Module):
 
 LAYERS: dict[str, Foreign] = {
     "a tensor": chain(Mlp),
-    "dictionary": chain(lambda: Returning(lambda x, y: {"x": x, "extra": y}), reading(lambda out: (out["x"], out["extra"]))),
+    "dictionary": chain(
+        lambda: Returning(lambda x, y: {"x": x, "extra": y}),
+        reading(lambda out: (out["x"], out["extra"])),
+    ),
     "list": chain(lambda: Returning(lambda x, y: [x, y]), reading(lambda out: (out[0], out[1]))),
     "dataclass": chain(lambda: Returning(Hidden), reading(lambda out: (out.x, out.extra))),
     "named tuple": chain(lambda: Returning(Pair), reading(lambda out: (out.x, out.extra))),
-    "nested tuple": chain(lambda: Returning(lambda x, y: ((x,), ({"y": y},))), reading(lambda out: (out[0][0], out[1][0]["y"]))),
+    "nested tuple": chain(
+        lambda: Returning(lambda x, y: ((x,), ({"y": y},))),
+        reading(lambda out: (out[0][0], out[1][0]["y"])),
+    ),
     "integers, masks, None beside the tensor": chain(Chosen, choosing),
     "an output that nobody reads": chain(WithUnused, lambda chain, layer, x: layer(x)[0]),
-    "its argument and a parameter": chain(Unchanged, lambda chain, layer, x: layer(x)[0] * layer(x)[1]),
+    "its argument and a parameter": chain(
+        Unchanged, lambda chain, layer, x: layer(x)[0] * layer(x)[1]
+    ),
     "two views of one tensor": chain(Halves, lambda chain, layer, x: torch.cat(layer(x)[::-1], -1)),
     "BatchNorm": chain(Normalised),
     "spectral norm": chain(Spectral),
@@ -490,7 +521,9 @@ LAYERS: dict[str, Foreign] = {
     "a tensor on self, put there by the caller": chain(Attended, with_context),
     "tensors by keyword, inside a dictionary": chain(Given, giving),
     "a cache: a list that layers append to": chain(Remembering, remembering, may_refuse=True),
-    "an argument written in place": chain(Writing, lambda chain, layer, x: layer(x * 1.0), may_refuse=True),
+    "an argument written in place": chain(
+        Writing, lambda chain, layer, x: layer(x * 1.0), may_refuse=True
+    ),
     "a frozen embedding written in place": chain(Writing, frozen_embedding=True, may_refuse=True),
     "a frozen embedding": chain(Mlp, frozen_embedding=True),
     "the output written by the caller": chain(Mlp, writing_output),

@@ -16,8 +16,17 @@ from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS, UNSEEN
 
 MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
-POLICIES = ("*:full", "every-2:full", "*:ops(matmul)", "*:ops(matmul,attention)", "0:full; *:ops(matmul/2,attention)",
-            "*:ops(aten.addmm.default,aten.mm.default)", "*:none@host", "*:full@host", "*:ops(matmul)@host")
+POLICIES = (
+    "*:full",
+    "every-2:full",
+    "*:ops(matmul)",
+    "*:ops(matmul,attention)",
+    "0:full; *:ops(matmul/2,attention)",
+    "*:ops(aten.addmm.default,aten.mm.default)",
+    "*:none@host",
+    "*:full@host",
+    "*:ops(matmul)@host",
+)
 # Plain torch itself refuses the first. An engine need not support the others.
 MUST_REFUSE = "weights written before backward"
 MAY_REFUSE = ("second-order gradients", "functional_call")
@@ -38,11 +47,16 @@ def plain(name: str, situation: str = "two micro-batches") -> Outcome | str:
     """Returns the outcome without a policy, or the reason why plain torch fails."""
     try:
         return train(MODELS[name], situation)
-    except (RuntimeError, AssertionError) as reason:  # an in-place write, or a model without layers to adapt
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as reason:  # an in-place write, or a model without layers to adapt
         return str(reason)
 
 
-def faults(name: str, text: str, situation: str = "two micro-batches", *, verify: bool = False) -> list[str]:
+def faults(
+    name: str, text: str, situation: str = "two micro-batches", *, verify: bool = False
+) -> list[str]:
     """Returns everything that differs from the model without a policy.
 
     If the training ends in an error, the result is one line if the error is not allowed or not
@@ -70,6 +84,10 @@ def unclear(error: Exception) -> list[str]:
     characters.
     """
     message = str(error)
-    if not re.search(r"\.\d+\b|recomput|apply_policy_|policy", message) or "--" in message or len(message) > 800:
+    if (
+        not re.search(r"\.\d+\b|recomput|apply_policy_|policy", message)
+        or "--" in message
+        or len(message) > 800
+    ):
         return [f"an error that is not clear: {type(error).__name__}: {message}"]
     return []

@@ -14,7 +14,9 @@ from tests.support.foreign import SEED, Foreign, Outcome, Prepare, outcome
 Wrap = Callable[[nn.Module, Foreign, str], nn.Module]
 
 
-def train_in_ddp(foreign: Foreign, prepare: Prepare | None, *, find_unused: bool, static: bool = False) -> Outcome:
+def train_in_ddp(
+    foreign: Foreign, prepare: Prepare | None, *, find_unused: bool, static: bool = False
+) -> Outcome:
     """Trains two steps of two micro-batches each. Every rank must call this, and has its own data.
 
     DDP reduces the gradients in the backward of every micro-batch.
@@ -22,7 +24,9 @@ def train_in_ddp(foreign: Foreign, prepare: Prepare | None, *, find_unused: bool
     torch.manual_seed(SEED)
     model = foreign.build()
     model = (prepare(model) if prepare is not None else None) or model
-    wrapped = DistributedDataParallel(model, find_unused_parameters=find_unused, static_graph=static)
+    wrapped = DistributedDataParallel(
+        model, find_unused_parameters=find_unused, static_graph=static
+    )
     torch.manual_seed(SEED + 1 + dist.get_rank())
     losses = []
     for step in range(2):  # two, since DDP rebuilds its buckets after the first
@@ -55,7 +59,9 @@ def compile_forwards(model: nn.Module, foreign: Foreign, backend: str) -> nn.Mod
     return model
 
 
-def train_compiled(foreign: Foreign, prepare: Prepare | None, *, wrap: Wrap, backend: str, first: bool = False) -> Outcome:
+def train_compiled(
+    foreign: Foreign, prepare: Prepare | None, *, wrap: Wrap, backend: str, first: bool = False
+) -> Outcome:
     """Trains two micro-batches of a compiled model.
 
     backend: "aot_eager" keeps the arithmetic of eager mode.

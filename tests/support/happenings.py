@@ -47,7 +47,11 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
             action()
         return original(*args, **options)
 
-    setattr(owner, name, staticmethod(patched) if place in ("forward", "backward", "replay") else patched)
+    setattr(
+        owner,
+        name,
+        staticmethod(patched) if place in ("forward", "backward", "replay") else patched,
+    )
     train_step = loop.train_step
 
     def counted(*args: Any, **options: Any) -> Any:

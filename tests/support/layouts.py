@@ -27,10 +27,16 @@ LAYOUTS = {
     "replicated": DataParallelConfig(),
     "overlap": DataParallelConfig(**SMALL),
     "zero1": DataParallelConfig(use_distributed_optimizer=True),
-    "zero1, overlap": DataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, **SMALL),
+    "zero1, overlap": DataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, **SMALL
+    ),
     "fsdp2": DataParallelConfig(use_torch_fsdp2=True),
-    "fsdp2, no reshard": DataParallelConfig(use_torch_fsdp2=True, torch_fsdp2_reshard_after_forward=False),
-    "fsdp2, memory-efficient": DataParallelConfig(use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=True),
+    "fsdp2, no reshard": DataParallelConfig(
+        use_torch_fsdp2=True, torch_fsdp2_reshard_after_forward=False
+    ),
+    "fsdp2, memory-efficient": DataParallelConfig(
+        use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=True
+    ),
 }
 
 
@@ -54,30 +60,52 @@ class Run:
     piece_elements: int
 
 
-def build(name: str, parallel: ParallelState, config: DataParallelConfig, *, clip_grad: float = 1e9,
-          loss_scale: LossScale | None = None, optimizer_impl: str = "torch", settings: OptimizerConfig | None = None,
-          **model: object) -> tuple[GPTModel, Optimizer]:
+def build(
+    name: str,
+    parallel: ParallelState,
+    config: DataParallelConfig,
+    *,
+    clip_grad: float = 1e9,
+    loss_scale: LossScale | None = None,
+    optimizer_impl: str = "torch",
+    settings: OptimizerConfig | None = None,
+    **model: object,
+) -> tuple[GPTModel, Optimizer]:
     """Returns a tiny model of a variant in the layout, and its optimizer.
 
     The first weights and the random numbers are the same every time.
     settings: the optimizer's config, instead of clip_grad and optimizer_impl.
     """
-    fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank))
+    fresh = replace(
+        parallel,
+        rng=RngStreams(
+            parallel.device, seed=7, tp_rank=parallel.tp_rank, dp_rank=parallel.dp_cp_rank
+        ),
+    )
     built = build_tiny_model(variant_config(name), fresh, **model)
     shard_model_(built, fresh, config)
     settings = settings or OptimizerConfig(clip_grad=clip_grad, optimizer_impl=optimizer_impl)
     return built, Optimizer(built, settings, fresh, config, loss_scale=loss_scale)
 
 
-def backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, step: int, *, sequences: int = 12,
-             micro_batches: int = 2) -> float:
+def backward(
+    model: GPTModel,
+    optimizer: Optimizer,
+    parallel: ParallelState,
+    step: int,
+    *,
+    sequences: int = 12,
+    micro_batches: int = 2,
+) -> float:
     """Computes one step's gradients, in micro-batches. Returns the mean loss.
 
     The sequences are the same for any number of ranks that share them.
     """
     optimizer.zero_grad()
-    mine = [part.chunk(parallel.dp_cp_size)[parallel.dp_cp_rank].chunk(micro_batches)
-            for part in sample_tokens(step, batch=sequences)]
+    mine = [
+        part.chunk(parallel.dp_cp_size)[parallel.dp_cp_rank].chunk(micro_batches)
+        for part in sample_tokens(step, batch=sequences)
+    ]
     total = torch.zeros((), dtype=torch.float64)
     for number, (tokens, labels) in enumerate(zip(*mine, strict=True)):
         if number == micro_batches - 1:
@@ -88,8 +116,17 @@ def backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState, ste
     return all_reduce_(total, parallel.dp_cp_group).item()
 
 
-def train(name: str, parallel: ParallelState, config: DataParallelConfig, *, steps: int, clip_grad: float = 1e9,
-          rate: float = 0.003, micro_batches: int = 2, **model_options: object) -> Run:
+def train(
+    name: str,
+    parallel: ParallelState,
+    config: DataParallelConfig,
+    *,
+    steps: int,
+    clip_grad: float = 1e9,
+    rate: float = 0.003,
+    micro_batches: int = 2,
+    **model_options: object,
+) -> Run:
     """Trains a tiny model by `steps` updates in the layout."""
     model, optimizer = build(name, parallel, config, clip_grad=clip_grad, **model_options)
     losses, norms, zeros = [], [], []
@@ -105,17 +142,28 @@ def train(name: str, parallel: ParallelState, config: DataParallelConfig, *, ste
         marked.parameter_spec = specs[key]  # type: ignore[attr-defined]
         return whole_tensor(marked, marked, parallel)
 
-    return Run(losses, norms, zeros, optimizer.params_norm().item(),
-               weights={key: whole(optimizer.weight(key), key) for key in specs},
-               grads={key: whole(optimizer.layout.whole(key, held.get(key)), key) for key in specs},
-               states={key: {kind: whole(value, key) for kind, value in optimizer.whole_states(key).items()} for key in specs},
-               piece_elements=sum(piece.stop - piece.start for piece in optimizer.layout.pieces))
+    return Run(
+        losses,
+        norms,
+        zeros,
+        optimizer.params_norm().item(),
+        weights={key: whole(optimizer.weight(key), key) for key in specs},
+        grads={key: whole(optimizer.layout.whole(key, held.get(key)), key) for key in specs},
+        states={
+            key: {kind: whole(value, key) for kind, value in optimizer.whole_states(key).items()}
+            for key in specs
+        },
+        piece_elements=sum(piece.stop - piece.start for piece in optimizer.layout.pieces),
+    )
 
 
 def differing(expected: Run, actual: Run) -> list[str]:
     """Returns the names of gradients, weights and states that are not equal to the bit."""
     pairs = [(f"grad of {key}", value, actual.grads[key]) for key, value in expected.grads.items()]
     pairs += [(key, value, actual.weights[key]) for key, value in expected.weights.items()]
-    pairs += [(f"{key}/{kind}", value, actual.states[key][kind]) for key, state in expected.states.items()
-              for kind, value in state.items()]
+    pairs += [
+        (f"{key}/{kind}", value, actual.states[key][kind])
+        for key, state in expected.states.items()
+        for kind, value in state.items()
+    ]
     return [key for key, mine, other in pairs if not torch.equal(mine, other)]

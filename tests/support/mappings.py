@@ -32,4 +32,5 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad_output, ctx.tp_group), None  # out of place: autograd may share grad_output
+        # out of place: autograd may share grad_output
+        return all_reduce(grad_output, ctx.tp_group), None

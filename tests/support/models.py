@@ -27,16 +27,28 @@ SEQ_LENGTH, BATCH = 12, 3
 
 def tiny_config(**overrides: object) -> ModelConfig:
     """Returns the config of a GPT of unequal small sizes, without dropout."""
-    values: dict[str, object] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=40, kv_channels=6,
-                                     max_position_embeddings=17, hidden_dropout=0.0, attention_dropout=0.0,
-                                     init_method_std=0.2)
+    values: dict[str, object] = dict(
+        num_layers=3,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=40,
+        kv_channels=6,
+        max_position_embeddings=17,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.2,
+    )
     return ModelConfig(**{**values, **overrides})  # type: ignore[arg-type]
 
 
 @contextmanager
 def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7) -> Iterator[ParallelState]:
     """Yields this process's parallel state in the initialised default group, if one exists."""
-    config = ParallelConfig(tensor_model_parallel_size=tp_size, context_parallel_size=cp_size, distributed_backend="gloo")
+    config = ParallelConfig(
+        tensor_model_parallel_size=tp_size,
+        context_parallel_size=cp_size,
+        distributed_backend="gloo",
+    )
     with parallel_state(config, seed=seed) as parallel:
         yield parallel
 
@@ -49,16 +61,33 @@ def padded_vocab_size(tp_size: int) -> int:
     return -(-VOCAB_SIZE // (12 * tp_size)) * 12 * tp_size
 
 
-def build_tiny_model(config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool = False,
-                     dtype: torch.dtype = torch.float64, seed: int = 7, plan=None,
-                     loss_chunk_size: int | None = None, stage: Stage | None = None, cp_comm_type: str = "p2p",
-                     vocab_size: int = VOCAB_SIZE) -> GPTModel:
+def build_tiny_model(
+    config: ModelConfig,
+    parallel: ParallelState,
+    *,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 7,
+    plan=None,
+    loss_chunk_size: int | None = None,
+    stage: Stage | None = None,
+    cp_comm_type: str = "p2p",
+    vocab_size: int = VOCAB_SIZE,
+) -> GPTModel:
     """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ."""
-    context = RankContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=dtype,
-                                       cp_comm_type=cp_comm_type)
+    context = RankContext.of(
+        parallel, sequence_parallel=sequence_parallel, params_dtype=dtype, cp_comm_type=cp_comm_type
+    )
     padded = padded_vocab_size(parallel.tp_size) if vocab_size == VOCAB_SIZE else vocab_size
-    model = GPTModel(config, context, vocab_size=vocab_size, padded_vocab_size=padded, plan=plan,
-                     loss_chunk_size=loss_chunk_size, stage=stage)
+    model = GPTModel(
+        config,
+        context,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded,
+        plan=plan,
+        loss_chunk_size=loss_chunk_size,
+        stage=stage,
+    )
     initialize_parameters_(model, seed=seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     perturb_constant_parameters_(model, parallel)
     return model
@@ -74,18 +103,30 @@ def perturb_constant_parameters_(model: GPTModel, parallel: ParallelState) -> No
         spec = spec_of(parameter)
         if spec.init_std is not None:
             continue
-        whole = 0.3 * torch.sin(torch.arange(spec.global_shape[0], dtype=parameter.dtype) + 1.0) + spec.init_value
+        whole = (
+            0.3 * torch.sin(torch.arange(spec.global_shape[0], dtype=parameter.dtype) + 1.0)
+            + spec.init_value
+        )
         if spec.tp_dim is None:
             parameter.copy_(whole)
         else:
             for span in spec.spans(parallel.tp_rank, parallel.tp_size):
-                parameter[span.local_start : span.local_start + span.length] = whole[span.global_start :][: span.length]
+                parameter[span.local_start : span.local_start + span.length] = whole[
+                    span.global_start :
+                ][: span.length]
 
 
-def sample_tokens(seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH,
-                  parallel: ParallelState | None = None) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    seed: int = 3,
+    *,
+    batch: int = BATCH,
+    seq_length: int = SEQ_LENGTH,
+    parallel: ParallelState | None = None,
+) -> tuple[Tensor, Tensor]:
     """Returns (tokens, labels): each [b, s], or with `parallel` this rank's chunks [b, s/c]."""
-    text = torch.randint(0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed))
+    text = torch.randint(
+        0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed)
+    )
     rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
     spans = spans_of(seq_length, rank=rank, size=size)
     return select(text[:, :-1], spans, 1), select(text[:, 1:], spans, 1)
@@ -105,7 +146,8 @@ def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: Parall
         parameter.zero_()
         for span in spec.spans(parallel.tp_rank, parallel.tp_size):
             parameter.narrow(spec.tp_dim, span.local_start, span.length).copy_(
-                weights[name].narrow(spec.tp_dim, span.global_start, span.length))
+                weights[name].narrow(spec.tp_dim, span.global_start, span.length)
+            )
 
 
 def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> Tensor:
@@ -121,7 +163,8 @@ def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> T
     for rank in range(parallel.tp_size):
         for span in spec.spans(rank, parallel.tp_size):
             whole.narrow(spec.tp_dim, span.global_start, span.length).copy_(
-                shards[rank].narrow(spec.tp_dim, span.local_start, span.length))
+                shards[rank].narrow(spec.tp_dim, span.local_start, span.length)
+            )
     return whole
 
 
@@ -133,7 +176,13 @@ class Outcome:
     grads: dict[str, Tensor]
 
 
-def loss_and_grads(model: GPTModel, parallel: ParallelState, *, micro_batches: int = 2, seq_length: int = SEQ_LENGTH) -> Outcome:
+def loss_and_grads(
+    model: GPTModel,
+    parallel: ParallelState,
+    *,
+    micro_batches: int = 2,
+    seq_length: int = SEQ_LENGTH,
+) -> Outcome:
     """Runs micro-batches forward and backward through the product's own gradient buffer."""
     parameters = dict(model.named_parameters())
     buffer = GradBuffer(parameters, parallel)
@@ -144,5 +193,10 @@ def loss_and_grads(model: GPTModel, parallel: ParallelState, *, micro_batches: i
         loss.backward()
         total += loss.detach()
     buffer.reduce_()
-    return Outcome(all_reduce_(total, parallel.cp_group), {name: whole_tensor(buffer.grads[name], parameter, parallel)
-                           for name, parameter in parameters.items()})
+    return Outcome(
+        all_reduce_(total, parallel.cp_group),
+        {
+            name: whole_tensor(buffer.grads[name], parameter, parallel)
+            for name, parameter in parameters.items()
+        },
+    )

@@ -35,13 +35,24 @@ class Mutant(NamedTuple):
 
 def parameters(mutants: Iterable[Mutant]) -> list[Any]:
     """Returns the mutants as a test's parameters, with their names and marks."""
-    return [pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * mutant.long) for mutant in mutants]
+    return [
+        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * mutant.long)
+        for mutant in mutants
+    ]
 
 
 def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, **more_fixtures: Any) -> None:
     """Asserts that the test fails with the fault. Ranks that the test forks inherit the fault."""
-    fixtures = {"rng": RngStreams(torch.device("cpu"), seed=3), "monkeypatch": monkeypatch, **more_fixtures}
-    wanted = {name: value for name, value in fixtures.items() if name in inspect.signature(mutant.test).parameters}
+    fixtures = {
+        "rng": RngStreams(torch.device("cpu"), seed=3),
+        "monkeypatch": monkeypatch,
+        **more_fixtures,
+    }
+    wanted = {
+        name: value
+        for name, value in fixtures.items()
+        if name in inspect.signature(mutant.test).parameters
+    }
     mutant.fault(monkeypatch)
     failure = RuntimeError if mutant.error else (AssertionError, pytest.fail.Exception)
     with pytest.raises(failure, match=mutant.error or None):

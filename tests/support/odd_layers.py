@@ -148,7 +148,9 @@ class HostGenerators(Block):
 
     def forward(self, hidden: Tensor) -> Tensor:
         scale = float(np.random.normal())
-        return hidden * scale + (self.body(hidden) if random.random() < 0.8 else hidden.sin()) * random.gauss(1.0, 0.1)
+        return hidden * scale + (
+            self.body(hidden) if random.random() < 0.8 else hidden.sin()
+        ) * random.gauss(1.0, 0.1)
 
 
 class UnusedOutput(Block):
@@ -169,14 +171,31 @@ class Differentiates(Block):
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.enable_grad():
             point = hidden.detach().requires_grad_()
-            force, = torch.autograd.grad(torch.tanh(self.first(point)).square().sum(), point, create_graph=True)
+            (force,) = torch.autograd.grad(
+                torch.tanh(self.first(point)).square().sum(), point, create_graph=True
+            )
         return self.body(hidden) + force.sin()
 
 
-LAYERS: list[type[Block]] = [Block, ReturnsDict, ReturnsList, ReturnsDataclass, ReturnsNamedTuple, ReturnsNestedTuple, Norms,
-                             Spectral, OldSpectral, Counts, Remembers, SetsAux, WritesArgument, OwnGenerator, HostGenerators,
-                             UnusedOutput,
-                             Differentiates]
+LAYERS: list[type[Block]] = [
+    Block,
+    ReturnsDict,
+    ReturnsList,
+    ReturnsDataclass,
+    ReturnsNamedTuple,
+    ReturnsNestedTuple,
+    Norms,
+    Spectral,
+    OldSpectral,
+    Counts,
+    Remembers,
+    SetsAux,
+    WritesArgument,
+    OwnGenerator,
+    HostGenerators,
+    UnusedOutput,
+    Differentiates,
+]
 POLICIES = ["*:full", "every-2:full", "*:ops(matmul)", "0:ops(matmul/2); 1:full@host; *:none@host"]
 
 
@@ -213,8 +232,12 @@ def batches() -> list[Tensor]:
     return [torch.randn(5, 6, generator=generator) for _ in range(3)]
 
 
-def outcome(make: Callable[[], nn.Module], policy: str | None, run: Callable[[nn.Module], list[Tensor]],
-            **options: Any) -> list[Any]:
+def outcome(
+    make: Callable[[], nn.Module],
+    policy: str | None,
+    run: Callable[[nn.Module], list[Tensor]],
+    **options: Any,
+) -> list[Any]:
     """Trains a model. Returns the result of `run`, gradients, buffers and the next random numbers.
 
     The gradient of a parameter without one is None.
@@ -226,8 +249,13 @@ def outcome(make: Callable[[], nn.Module], policy: str | None, run: Callable[[nn
     if policy is not None:
         apply_policy_(model, layers_fqn="layers", policy=policy, **options)
     results = [value.detach().clone() for value in run(model)]
-    return [*results, *(parameter.grad for parameter in model.parameters()), *(buffer.clone() for buffer in model.buffers()),
-            torch.rand(3), torch.tensor([random.random(), np.random.random()])]
+    return [
+        *results,
+        *(parameter.grad for parameter in model.parameters()),
+        *(buffer.clone() for buffer in model.buffers()),
+        torch.rand(3),
+        torch.tensor([random.random(), np.random.random()]),
+    ]
 
 
 def step(model: nn.Module) -> list[Tensor]:

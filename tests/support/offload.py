@@ -22,8 +22,15 @@ from tests.support.models import build_tiny_model, sample_tokens, tiny_config, t
 
 NUM_LAYERS = 5
 CPU = torch.device("cpu")
-POLICIES = ("*:full@host", "*:full/2@host", "*:none@host", "*:pointwise@host", "*:core_attn+mlp@host", "*:ops(matmul)@host",
-            "0:full; 1:none@host; 2:none; *:full@host")
+POLICIES = (
+    "*:full@host",
+    "*:full/2@host",
+    "*:none@host",
+    "*:pointwise@host",
+    "*:core_attn+mlp@host",
+    "*:ops(matmul)@host",
+    "0:full; 1:none@host; 2:none; *:full@host",
+)
 CONTIGUOUS = "*:full@host, contiguous"
 
 
@@ -97,14 +104,20 @@ class Noting(Lanes):
 
 
 def config_of(policy: str) -> RecomputeConfig:
-    return RecomputeConfig(recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS)
+    return RecomputeConfig(
+        recompute_policy=policy.partition(",")[0], contiguous_saved_activations=policy == CONTIGUOUS
+    )
 
 
 def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTModel:
     dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
     with tp_state(1) as parallel:
-        model = build_tiny_model(tiny_config(**{"num_layers": NUM_LAYERS, **dropout, **overrides}), parallel, dtype=torch.float32,
-                                 plan=plan_stage(config_of(policy), NUM_LAYERS))
+        model = build_tiny_model(
+            tiny_config(**{"num_layers": NUM_LAYERS, **dropout, **overrides}),
+            parallel,
+            dtype=torch.float32,
+            plan=plan_stage(config_of(policy), NUM_LAYERS),
+        )
     if lanes is not None:
         model.decoder.stores.lanes = lanes
     return model

@@ -26,7 +26,8 @@ Case = tuple[Any, ...]
 
 
 def pairs(*axes: Iterable[Any], ids: Any = None) -> list[Any]:
-    """Returns the parameters of the whole grid, in its order. ids: a function from a case's values to its name."""
+    """Returns the parameters of the whole grid, in its order. ids: a function from a case's values
+    to its name."""
     return thinned(itertools.product(*axes), ids=ids)
 
 
@@ -37,8 +38,14 @@ def thinned(cases: Iterable[Case], *, ids: Any = None) -> list[Any]:
     """
     cases = list(cases)
     kept = covering(cases)
-    return [pytest.param(*case, id=None if ids is None else ids(*case), marks=() if number in kept else pytest.mark.long)
-            for number, case in enumerate(cases)]
+    return [
+        pytest.param(
+            *case,
+            id=None if ids is None else ids(*case),
+            marks=() if number in kept else pytest.mark.long,
+        )
+        for number, case in enumerate(cases)
+    ]
 
 
 def some(cases: Iterable[Case]) -> list[Case]:
@@ -61,13 +68,18 @@ def thirds(cases: Iterable[Case]) -> list[Any]:
 
     It is for many cheap cases with similar neighbours.
     """
-    return [pytest.param(*case, marks=[pytest.mark.long] * (number % 3 > 0)) for number, case in enumerate(cases)]
+    return [
+        pytest.param(*case, marks=[pytest.mark.long] * (number % 3 > 0))
+        for number, case in enumerate(cases)
+    ]
 
 
 def covering(cases: Sequence[Case]) -> frozenset[int]:
-    """Returns the numbers of the cases to keep: each pair of values that occurs in some case occurs in one of them.
+    """Returns the numbers of the cases to keep: each pair of values that occurs in some case occurs
+    in one of them.
 
-    Values are the same if their types are and `==` holds, so they need not be hashable. Cases of one value each are all kept.
+    Values are the same if their types are and `==` holds, so they need not be hashable. Cases of
+    one value each are all kept.
     """
     numbered = _numbered(cases)
     if any(len(case) == 1 for case in cases):
@@ -96,7 +108,11 @@ def _numbered(cases: Sequence[Case]) -> list[tuple[tuple[int, int], ...]]:
         row = []
         for axis, value in enumerate(case):
             known = values.setdefault(axis, [])
-            same = (index for index, one in enumerate(known) if type(one) is type(value) and one == value)
+            same = (
+                index
+                for index, one in enumerate(known)
+                if type(one) is type(value) and one == value
+            )
             number = next(same, len(known))
             if number == len(known):
                 known.append(value)

@@ -45,14 +45,31 @@ class Layout:
 
     @property
     def config(self) -> ParallelConfig:
-        return ParallelConfig(tensor_model_parallel_size=self.tp, pipeline_model_parallel_size=self.pp,
-                              num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
-                              decoder_first_pipeline_num_layers=self.first, sequence_parallel=self.sequence_parallel,
-                              distributed_backend="gloo")
+        return ParallelConfig(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
+            decoder_first_pipeline_num_layers=self.first,
+            sequence_parallel=self.sequence_parallel,
+            distributed_backend="gloo",
+        )
 
     def __str__(self) -> str:
-        parts = [f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "chunks") if getattr(self, name) > 1]
-        return "-".join([*parts, *["sp"] * self.sequence_parallel, *[f"first{self.first}"] * (self.first is not None)]) or "alone"
+        parts = [
+            f"{name}{getattr(self, name)}"
+            for name in ("tp", "pp", "dp", "chunks")
+            if getattr(self, name) > 1
+        ]
+        return (
+            "-".join(
+                [
+                    *parts,
+                    *["sp"] * self.sequence_parallel,
+                    *[f"first{self.first}"] * (self.first is not None),
+                ]
+            )
+            or "alone"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +104,57 @@ class Samples:
 
 
 @contextmanager
-def runner_of(layout: Layout, config: ModelConfig, *, dtype: torch.dtype = torch.float64, num_kept: int = 0, overlap: bool = True,
-              recompute: RecomputeConfig | None = None, loss_chunk_size: int | None = None) -> Iterator[StageRunner]:
+def runner_of(
+    layout: Layout,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float64,
+    num_kept: int = 0,
+    overlap: bool = True,
+    recompute: RecomputeConfig | None = None,
+    loss_chunk_size: int | None = None,
+) -> Iterator[StageRunner]:
     """Yields the runner of this rank's stages, in the initialised default group, if one exists."""
     with parallel_state(layout.config, seed=7) as parallel:
-        chunks = [build_tiny_model(config, parallel, sequence_parallel=layout.sequence_parallel, dtype=dtype, stage=stage,
-                                   plan=plan_stage(recompute or RecomputeConfig(), stage.num_layers, stage.number),
-                                   loss_chunk_size=loss_chunk_size)
-                  for stage in stages_of_rank(layout.config, config.num_layers, parallel.pp_rank)]
+        chunks = [
+            build_tiny_model(
+                config,
+                parallel,
+                sequence_parallel=layout.sequence_parallel,
+                dtype=dtype,
+                stage=stage,
+                plan=plan_stage(recompute or RecomputeConfig(), stage.num_layers, stage.number),
+                loss_chunk_size=loss_chunk_size,
+            )
+            for stage in stages_of_rank(layout.config, config.num_layers, parallel.pp_rank)
+        ]
         seq_length = SEQ_LENGTH // layout.tp if layout.sequence_parallel else SEQ_LENGTH
-        links = None if layout.pp == 1 else Links(parallel.pp_lanes, shape=(seq_length, BATCH, config.hidden_size), dtype=dtype,
-                                                  device=parallel.device)
-        yield StageRunner(ModelStages(chunks), parallel, links=links, num_kept=num_kept, overlap=overlap)
+        links = (
+            None
+            if layout.pp == 1
+            else Links(
+                parallel.pp_lanes,
+                shape=(seq_length, BATCH, config.hidden_size),
+                dtype=dtype,
+                device=parallel.device,
+            )
+        )
+        yield StageRunner(
+            ModelStages(chunks), parallel, links=links, num_kept=num_kept, overlap=overlap
+        )
 
 
-def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int, observer: Observer | None = None,
-          after: Callable[[Action], None] | None = None, data_parallel: DataParallelConfig | None = None,
-          **options: object) -> Trained:
+def train(
+    layout: Layout,
+    config: ModelConfig,
+    *,
+    steps: int,
+    micro_batches: int,
+    observer: Observer | None = None,
+    after: Callable[[Action], None] | None = None,
+    data_parallel: DataParallelConfig | None = None,
+    **options: object,
+) -> Trained:
     """Trains by AdamW over `micro_batches` micro-batches in all, the same in each step.
 
     data_parallel: the layout of the optimizer. With it the result has no first gradients, since the
@@ -116,16 +167,30 @@ def train(layout: Layout, config: ModelConfig, *, steps: int, micro_batches: int
         losses, grad_norms, first_grads = [], [], {}
         for step in range(steps):
             optimizer.zero_grad()
-            loss = runner.train(samples, share=1.0 / micro_batches, observer=observer or Observer(), after=after,
-                                before_last=optimizer.sync_next_backward)
-            losses.append(all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group).item())
+            loss = runner.train(
+                samples,
+                share=1.0 / micro_batches,
+                observer=observer or Observer(),
+                after=after,
+                before_last=optimizer.sync_next_backward,
+            )
+            losses.append(
+                all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group).item()
+            )
             if step == 0 and data_parallel is None:
                 optimizer.buffer.reduce_()
-                first_grads = {name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
-                               for name, parameter in runner.model.named_parameters()}
+                first_grads = {
+                    name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
+                    for name, parameter in runner.model.named_parameters()
+                }
                 optimizer.zero_grad()
                 runner.train(samples, share=1.0 / micro_batches, observer=Observer())
             grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
         optimizer.finish()
-        weights = {name: whole_tensor(value, value, parallel) for name, value in runner.model.named_parameters()}
-        return Trained(losses=losses, grad_norms=grad_norms, first_grads=first_grads, weights=weights)
+        weights = {
+            name: whole_tensor(value, value, parallel)
+            for name, value in runner.model.named_parameters()
+        }
+        return Trained(
+            losses=losses, grad_norms=grad_norms, first_grads=first_grads, weights=weights
+        )

@@ -62,7 +62,9 @@ class Program:
                 if pid:
                     self.statuses[rank] = os.waitstatus_to_exitcode(status)
                 else:
-                    assert time.monotonic() < deadline, f"rank {rank} has not ended in {timeout:g} s:\n{self.everything()}"
+                    assert time.monotonic() < deadline, (
+                        f"rank {rank} has not ended in {timeout:g} s:\n{self.everything()}"
+                    )
                     time.sleep(0.01)
         return [self.statuses[rank] for rank in ranks or range(len(self.pids))]
 
@@ -76,13 +78,21 @@ class Program:
 
     def everything(self) -> str:
         """Returns the output of all ranks, for the message of a failing test."""
-        outputs = [self.output(rank).rpartition("end of arguments")[2] for rank in range(len(self.pids))]
-        return "".join(f"--- rank {rank}\n{text}{self.errors(rank)}" for rank, text in enumerate(outputs))
+        outputs = [
+            self.output(rank).rpartition("end of arguments")[2] for rank in range(len(self.pids))
+        ]
+        return "".join(
+            f"--- rank {rank}\n{text}{self.errors(rank)}" for rank, text in enumerate(outputs)
+        )
 
     def messages(self) -> list[str]:
         """Returns the lines of all ranks in which the program states why it ends."""
-        return [line for rank in range(len(self.pids)) for line in self.errors(rank).splitlines()
-                if line.startswith("pretrain_gpt.py: ")]
+        return [
+            line
+            for rank in range(len(self.pids))
+            for line in self.errors(rank).splitlines()
+            if line.startswith("pretrain_gpt.py: ")
+        ]
 
     def wait_for(self, happened: Callable[[], bool], timeout: float = HANG_S) -> None:
         """Returns as soon as `happened()` is true. Raises AssertionError after the timeout."""
@@ -93,8 +103,14 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(arguments: list[str] | Callable[[int], list[str]], *, ranks: int, prepare: Callable[[int], None] = lambda rank: None,
-            rank_0_owns_store: bool = False, main: Callable[[list[str]], int] | None = None) -> Iterator[Program]:
+def program(
+    arguments: list[str] | Callable[[int], list[str]],
+    *,
+    ranks: int,
+    prepare: Callable[[int], None] = lambda rank: None,
+    rank_0_owns_store: bool = False,
+    main: Callable[[list[str]], int] | None = None,
+) -> Iterator[Program]:
     """Starts the program. No rank outlives the block.
 
     arguments: the arguments of all ranks, or a function of the rank.
@@ -102,7 +118,9 @@ def program(arguments: list[str] | Callable[[int], list[str]], *, ranks: int, pr
         process has it, as torchrun does.
     main: the main function of another program than pretrain_gpt.py.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANG_S))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANG_S)
+    )
     launch = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     if rank_0_owns_store:
         del store  # frees its port, on which rank 0 opens its own store
@@ -112,8 +130,20 @@ def program(arguments: list[str] | Callable[[int], list[str]], *, ranks: int, pr
         folder = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
-        run = Program(folder, [_start(rank, arguments(rank) if callable(arguments) else arguments, {**launch, "RANK": str(rank)},
-                                      prepare, main or pretrain_gpt.main, folder) for rank in range(ranks)])
+        run = Program(
+            folder,
+            [
+                _start(
+                    rank,
+                    arguments(rank) if callable(arguments) else arguments,
+                    {**launch, "RANK": str(rank)},
+                    prepare,
+                    main or pretrain_gpt.main,
+                    folder,
+                )
+                for rank in range(ranks)
+            ],
+        )
         try:
             yield run
         finally:
@@ -122,8 +152,12 @@ def program(arguments: list[str] | Callable[[int], list[str]], *, ranks: int, pr
             run.wait()
 
 
-def run_program(*arguments: str, ranks: int = 1, prepare: Callable[[int], None] = lambda rank: None,
-                main: Callable[[list[str]], int] | None = None) -> subprocess.CompletedProcess[str]:
+def run_program(
+    *arguments: str,
+    ranks: int = 1,
+    prepare: Callable[[int], None] = lambda rank: None,
+    main: Callable[[list[str]], int] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """Runs the program to its end. Returns the first status that is not 0, if any, and the output.
 
     The ranks' outputs follow each other. commands.run_command does this with new processes, which
@@ -135,8 +169,14 @@ def run_program(*arguments: str, ranks: int = 1, prepare: Callable[[int], None] 
         return subprocess.CompletedProcess(arguments, status, outputs, errors)
 
 
-def _start(rank: int, arguments: list[str], variables: dict[str, str], prepare: Callable[[int], None],
-           main: Callable[[list[str]], int], folder: Path) -> int:
+def _start(
+    rank: int,
+    arguments: list[str],
+    variables: dict[str, str],
+    prepare: Callable[[int], None],
+    main: Callable[[list[str]], int],
+    folder: Path,
+) -> int:
     for kind in ("out", "err"):
         (folder / f"{rank}.{kind}").touch()
     pid = os.fork()

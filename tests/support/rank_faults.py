@@ -42,10 +42,19 @@ SHAPES = {
     "pp2": Shape(2, {"pipeline_model_parallel_size": 2}),
     "cp2": Shape(2, {"context_parallel_size": 2}),
     "dp2": Shape(2),
-    "dp2-overlap": Shape(2, data_parallel=DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000)),
+    "dp2-overlap": Shape(
+        2, data_parallel=DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000)
+    ),
     "zero1": Shape(2, data_parallel=DataParallelConfig(use_distributed_optimizer=True)),
-    "zero1-overlap": Shape(2, data_parallel=DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True,
-                                                               overlap_param_gather=True, ddp_bucket_size=3000)),
+    "zero1-overlap": Shape(
+        2,
+        data_parallel=DataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            ddp_bucket_size=3000,
+        ),
+    ),
     "fsdp2": Shape(2, data_parallel=DataParallelConfig(use_torch_fsdp2=True)),
 }
 
@@ -53,10 +62,16 @@ SHAPES = {
 def in_shape(config: RunConfig, name: str) -> RunConfig:
     """Returns the run's config in a layout of SHAPES."""
     shape = SHAPES[name]
-    return replace(config, parallel=replace(config.parallel, **shape.parallel), data_parallel=shape.data_parallel)
+    return replace(
+        config,
+        parallel=replace(config.parallel, **shape.parallel),
+        data_parallel=shape.data_parallel,
+    )
 
 
-def run_until_it_ends(config: RunConfig, prepare: Callable[[Trainer], Any] | None = None) -> tuple[Trainer, Exception | None]:
+def run_until_it_ends(
+    config: RunConfig, prepare: Callable[[Trainer], Any] | None = None
+) -> tuple[Trainer, Exception | None]:
     """Runs the config on this rank. Returns its trainer, and the error that ended it or None.
 
     After an error the rank leaves the default group, as the program does.
@@ -75,7 +90,9 @@ def run_until_it_ends(config: RunConfig, prepare: Callable[[Trainer], Any] | Non
     return trainer, error
 
 
-def during_iteration(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], hook: Callable[[], Any]) -> None:
+def during_iteration(
+    monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], hook: Callable[[], Any]
+) -> None:
     """Puts `hook()`, a context manager, around the train_step of these iterations.
 
     The run must start at iteration 0.
@@ -120,8 +137,15 @@ class Poison:
             nonlocal spoiled
             found = true_hidden_states(model, *inputs)
             if not self.where.startswith("loss") and not spoiled:
-                target = found if self.where == "gradient" else next(
-                    value for name, value in model.named_parameters() if name.endswith(self.where))
+                target = (
+                    found
+                    if self.where == "gradient"
+                    else next(
+                        value
+                        for name, value in model.named_parameters()
+                        if name.endswith(self.where)
+                    )
+                )
                 handle = target.register_hook(lambda grad: (handle.remove(), self._spoil(grad))[1])
                 spoiled = True
             return found
@@ -134,19 +158,41 @@ class Poison:
         self._monkeypatch.undo()
 
     def _spoil(self, grad: Tensor) -> Tensor:
-        return torch.where(torch.arange(grad.numel(), device=grad.device).view_as(grad) == 3, self.value, grad)
+        return torch.where(
+            torch.arange(grad.numel(), device=grad.device).view_as(grad) == 3, self.value, grad
+        )
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Returns copies of this rank's weights and optimizer states."""
     optimizer = trainer.optimizer
     optimizer.finish()
-    local = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in trainer.model.named_parameters()}
-    return {name: value.detach().clone() for name, value in (
-        *local.items(), *((f"{name}/{key}", value) for name, state in optimizer.states.items() for key, value in state.items()))}
+    local = {
+        name: value.to_local() if hasattr(value, "to_local") else value
+        for name, value in trainer.model.named_parameters()
+    }
+    return {
+        name: value.detach().clone()
+        for name, value in (
+            *local.items(),
+            *(
+                (f"{name}/{key}", value)
+                for name, state in optimizer.states.items()
+                for key, value in state.items()
+            ),
+        )
+    }
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Returns the names of tensors that are not equal to the bit."""
-    return sorted({*one.keys() ^ other.keys(), *(name for name in one.keys() & other.keys()
-                                                 if not torch.equal(one[name], other[name]))})
+    return sorted(
+        {
+            *one.keys() ^ other.keys(),
+            *(
+                name
+                for name in one.keys() & other.keys()
+                if not torch.equal(one[name], other[name])
+            ),
+        }
+    )

@@ -1,4 +1,5 @@
-"""Runs a function on several CPU ranks of one machine: `results = run_ranks(fn, world_size, *args)`.
+"""Runs a function on several CPU ranks of one machine: `results = run_ranks(fn, world_size,
+*args)`.
 
 Each rank is a fork of the test process, so `fn` may be a closure over anything. Four ranks start in
 about 0.2 s. They meet through a file and communicate through gloo.
@@ -35,8 +36,13 @@ class RankFailure(RuntimeError):
     """A rank raised, died or did not return in time. The message holds the rank's own traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = HANG_S,
-              detail: bool = FULL_GRIDS) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = HANG_S,
+    detail: bool = FULL_GRIDS,
+) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` in `world_size` processes that share a gloo group.
 
     Returns the results in rank order. Results come back pickled, tensors by value. Every rank
@@ -48,20 +54,25 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     message has the place where each rank hangs.
     """
     _import_once()
-    assert torch.get_num_threads() == 1, "the parent must be limited to one thread before it forks (tests/conftest.py)"
+    assert torch.get_num_threads() == 1, (
+        "the parent must be limited to one thread before it forks (tests/conftest.py)"
+    )
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         processes, readers = [], []
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_run_rank,
-                                          args=(fn, rank, world_size, args, timeout, detail, Path(folder), writer))
+                process = context.Process(
+                    target=_run_rank,
+                    args=(fn, rank, world_size, args, timeout, detail, Path(folder), writer),
+                )
                 # Python 3.12 warns about a fork beside any other thread, even an idle one.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
-                writer.close()  # the rank now holds the only writing end: its death reads as end of file
+                # the rank now holds the only writing end: its death reads as end of file
+                writer.close()
                 processes.append(process)
                 readers.append(reader)
             return _collect(processes, readers, time.monotonic() + timeout, timeout, Path(folder))
@@ -83,21 +94,28 @@ def _import_once() -> None:
     importlib.import_module("torch.distributed.fsdp")
 
 
-def _collect(processes: list[Any], readers: list[Connection], deadline: float, timeout: float, folder: Path) -> list[Any]:
+def _collect(
+    processes: list[Any], readers: list[Connection], deadline: float, timeout: float, folder: Path
+) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(readers):
         waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             stacks = _stacks(processes, list(waiting.values()), folder)
-            raise RankFailure(f"ranks {sorted(waiting.values())} of {len(readers)} did not return in {timeout:g} s\n{stacks}")
+            raise RankFailure(
+                f"ranks {sorted(waiting.values())} of {len(readers)} did not return in "
+                f"{timeout:g} s\n{stacks}"
+            )
         for reader in ready:
             rank = waiting[reader]
             try:
                 succeeded, result = pickle.loads(reader.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                raise RankFailure(f"rank {rank} of {len(readers)} died with exit code {processes[rank].exitcode}") from None
+                raise RankFailure(
+                    f"rank {rank} of {len(readers)} died with exit code {processes[rank].exitcode}"
+                ) from None
             if not succeeded:
                 raise RankFailure(f"rank {rank} of {len(readers)} failed:\n{result}")
             results[rank] = result
@@ -111,14 +129,28 @@ def _stacks(processes: list[Any], ranks: list[int], folder: Path) -> str:
         os.kill(processes[rank].pid, signal.SIGUSR1)
     files = [folder / f"stack_{rank}" for rank in ranks]
     deadline = time.monotonic() + 30.0
-    while time.monotonic() < deadline and not all(path.exists() and path.stat().st_size for path in files):
+    while time.monotonic() < deadline and not all(
+        path.exists() and path.stat().st_size for path in files
+    ):
         time.sleep(0.05)  # the handlers write as soon as the ranks are scheduled
     time.sleep(0.3)  # a stack is written in several pieces
-    return "\n".join(f"rank {rank}:\n{path.read_text()}" for rank, path in zip(ranks, files, strict=True) if path.exists())
+    return "\n".join(
+        f"rank {rank}:\n{path.read_text()}"
+        for rank, path in zip(ranks, files, strict=True)
+        if path.exists()
+    )
 
 
-def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], timeout: float, detail: bool,
-              folder: Path, writer: Connection) -> None:
+def _run_rank(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    timeout: float,
+    detail: bool,
+    folder: Path,
+    writer: Connection,
+) -> None:
     """Runs one child. multiprocessing ends it with os._exit: no exit handler of pytest runs."""
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
@@ -126,11 +158,17 @@ def _run_rank(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[An
             torch.manual_seed(1234)
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if detail else "OFF"
             dist.set_debug_level_from_env()
-            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size,
-                                    timeout=datetime.timedelta(seconds=timeout))
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
             result = pickle.dumps((True, fn(rank, world_size, *args)))
             if dist.is_initialized():
-                dist.barrier()  # with DETAIL: a collective that not every rank reached is an error here
+                # with DETAIL: a collective that not every rank reached is an error here
+                dist.barrier()
             writer.send_bytes(result)
         except BaseException:  # must reach the parent before other ranks see that this one is gone
             writer.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -26,27 +26,49 @@ from megatron_lite.training.loop import Trainer
 TIMINGS = ("iteration_ms", "tokens_per_second")
 
 
-def tiny_run(*, tp_size: int = 1, sequence_parallel: bool = False, model: dict[str, Any] | None = None,
-             training: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
-             metrics: Path | None = None, learning_rate: float | None = None,
-             data_parallel: DataParallelConfig | None = None) -> RunConfig:
+def tiny_run(
+    *,
+    tp_size: int = 1,
+    sequence_parallel: bool = False,
+    model: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    metrics: Path | None = None,
+    learning_rate: float | None = None,
+    data_parallel: DataParallelConfig | None = None,
+) -> RunConfig:
     """Returns the config of a run of 20 iterations of 4 samples, with dropout.
 
     The vocabulary has 98 + 1 ids and is padded to a multiple of 64 x TP.
     """
     return RunConfig(
-        model=ModelConfig(**{**dict(num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16),
-                             **(model or {})}),
-        training=TrainingConfig(**{**dict(micro_batch_size=1, global_batch_size=4, train_iters=20, eval_iters=1),
-                                   **(training or {})}),
-        parallel=ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel,
-                                distributed_backend="gloo"),
+        model=ModelConfig(
+            **{
+                **dict(
+                    num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=16
+                ),
+                **(model or {}),
+            }
+        ),
+        training=TrainingConfig(
+            **{
+                **dict(micro_batch_size=1, global_batch_size=4, train_iters=20, eval_iters=1),
+                **(training or {}),
+            }
+        ),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            distributed_backend="gloo",
+        ),
         data_parallel=data_parallel or DataParallelConfig(),
         data=DataConfig(seq_length=16, mock_data=True),
         tokenizer=TokenizerConfig(vocab_size=98, make_vocab_size_divisible_by=64),
         lr_schedule=_schedule(learning_rate, by_samples="train_samples" in (training or {})),
         checkpoint=CheckpointConfig(**(checkpoint or {})),
-        logging=LoggingConfig(log_interval=5, metrics_jsonl=None if metrics is None else str(metrics)),
+        logging=LoggingConfig(
+            log_interval=5, metrics_jsonl=None if metrics is None else str(metrics)
+        ),
     )
 
 
@@ -76,10 +98,15 @@ def with_checkpoint(config: RunConfig, **fields: Any) -> RunConfig:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics file without their timings."""
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS}
-            for line in path.read_text().splitlines()]
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMINGS}
+        for line in path.read_text().splitlines()
+    ]
 
 
 def step_bytes(root: Path, iteration: int) -> dict[str, bytes]:
     """Returns the bytes of every tensor file of a checkpoint, by name."""
-    return {path.name: path.read_bytes() for path in sorted((root / f"iter_{iteration:07d}").glob("*.safetensors"))}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted((root / f"iter_{iteration:07d}").glob("*.safetensors"))
+    }

@@ -41,12 +41,28 @@ class Saved:
     def at(self, iteration: int) -> Snapshot:
         metadata = json.loads(self._snapshot.texts[METADATA])
         metadata["progress"]["iteration"] = iteration
-        return replace(self._snapshot, iteration=iteration, texts={**self._snapshot.texts, METADATA: json.dumps(metadata)})
+        return replace(
+            self._snapshot,
+            iteration=iteration,
+            texts={**self._snapshot.texts, METADATA: json.dumps(metadata)},
+        )
 
     def start(self, root: Path, number: int, iterations: list[int], **options: object) -> Began:
         """Runs one start of a job: locks the directory, reads the newest good step, and saves."""
-        starts = [origin.start for step in saved_steps(root) if (origin := origin_of(step_directory(root, step)))]
-        holder = Holder(job="7", run="r", requeues=0, restarts=number, host="node1", pid=42, token=f"token{number}")
+        starts = [
+            origin.start
+            for step in saved_steps(root)
+            if (origin := origin_of(step_directory(root, step)))
+        ]
+        holder = Holder(
+            job="7",
+            run="r",
+            requeues=0,
+            restarts=number,
+            host="node1",
+            pid=42,
+            token=f"token{number}",
+        )
         lock = DirectoryLock(root, holder, after_start=max(starts, default=0))
         retention.remove_leftovers(root, lock.token)
         there = candidates(root)
@@ -54,8 +70,14 @@ class Saved:
         if there.steps:
             manifest = Manifest.read(newest_good_step(root, there, step_fault, fallback=True).step)
             began, course = manifest.iteration, manifest.origin.course_from(manifest.iteration)
-        writer = StepWriter(CheckpointConfig(save=str(root), **options), self._parallel, token=lock.token,  # type: ignore[arg-type]
-                            lock=lock, started_at=began, course=course)
+        writer = StepWriter(
+            CheckpointConfig(save=str(root), **options),
+            self._parallel,
+            token=lock.token,  # type: ignore[arg-type]
+            lock=lock,
+            started_at=began,
+            course=course,
+        )
         for iteration in iterations:
             writer.write(self.at(iteration))
         lock.release()
@@ -65,8 +87,21 @@ class Saved:
 @contextmanager
 def saved_model() -> Iterator[Saved]:
     """Yields a model of one small layer, to be saved."""
-    config = tiny_run(model=dict(num_layers=1, hidden_size=8, num_attention_heads=2), training=dict(train_iters=1, eval_iters=0))
+    config = tiny_run(
+        model=dict(num_layers=1, hidden_size=8, num_attention_heads=2),
+        training=dict(train_iters=1, eval_iters=0),
+    )
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)
-        yield Saved(parallel, take_snapshot(config, parallel, trainer.model, trainer.optimizer, trainer.progress, data={},
-                                            copy=True))
+        yield Saved(
+            parallel,
+            take_snapshot(
+                config,
+                parallel,
+                trainer.model,
+                trainer.optimizer,
+                trainer.progress,
+                data={},
+                copy=True,
+            ),
+        )

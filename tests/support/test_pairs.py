@@ -11,10 +11,16 @@ from tests.support.pairs import covering, pairs, thinned
 
 
 def pairs_of(cases) -> set[tuple[object, ...]]:
-    return {((i, case[i]), (j, case[j])) for case in cases for i, j in itertools.combinations(range(len(case)), 2)}
+    return {
+        ((i, case[i]), (j, case[j]))
+        for case in cases
+        for i, j in itertools.combinations(range(len(case)), 2)
+    }
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (3, 2), (2, 2, 2), (4, 3, 2), (5, 4, 3, 2), (2,) * 7, (6, 6, 6)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1), (3, 2), (2, 2, 2), (4, 3, 2), (5, 4, 3, 2), (2,) * 7, (6, 6, 6)], ids=str
+)
 def test_every_pair_of_settings_stays(sizes: tuple[int, ...]) -> None:
     grid = list(itertools.product(*map(range, sizes)))
     kept = [grid[number] for number in covering(grid)]
@@ -25,9 +31,15 @@ def test_every_pair_of_settings_stays(sizes: tuple[int, ...]) -> None:
 
 
 def test_cases_that_the_grid_excludes_are_not_needed() -> None:
-    allowed = [case for case in itertools.product("abc", (1, 2), (False, True), "xyz") if case[0] != "c" or case[1] == 1]
+    allowed = [
+        case
+        for case in itertools.product("abc", (1, 2), (False, True), "xyz")
+        if case[0] != "c" or case[1] == 1
+    ]
     kept = covering(allowed)
-    assert pairs_of(allowed[number] for number in kept) == pairs_of(allowed) and len(kept) < len(allowed)
+    assert pairs_of(allowed[number] for number in kept) == pairs_of(allowed) and len(kept) < len(
+        allowed
+    )
 
 
 def test_a_grid_of_two_settings_cannot_be_thinned() -> None:
@@ -57,9 +69,16 @@ def test_cases_of_one_value_all_stay() -> None:
 
 def test_cases_that_are_left_out_are_marked_long_and_all_keep_their_order_and_names() -> None:
     parameters = pairs([1, 2, 3], "ab", [False, True], ids=lambda *case: "-".join(map(str, case)))
-    assert [parameter.values for parameter in parameters] == list(itertools.product([1, 2, 3], "ab", [False, True]))
+    assert [parameter.values for parameter in parameters] == list(
+        itertools.product([1, 2, 3], "ab", [False, True])
+    )
     assert parameters[1].id == "1-a-True"
     kept = {parameter.values for parameter in parameters if not parameter.marks}
-    assert kept == {parameter.values for parameter in thinned(itertools.product([1, 2, 3], "ab", [False, True]))
-                    if not parameter.marks}
-    assert 6 <= len(kept) < 12 and all(mark.name == "long" for parameter in parameters for mark in parameter.marks)
+    assert kept == {
+        parameter.values
+        for parameter in thinned(itertools.product([1, 2, 3], "ab", [False, True]))
+        if not parameter.marks
+    }
+    assert 6 <= len(kept) < 12 and all(
+        mark.name == "long" for parameter in parameters for mark in parameter.marks
+    )

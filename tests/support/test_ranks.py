@@ -38,7 +38,10 @@ def test_closures_reach_the_ranks_and_tensors_come_back_by_value() -> None:
 
     def work(rank: int, world_size: int) -> Any:
         with lock:
-            return {"scaled": weight * (rank + 1), "bf16": torch.full((2,), rank, dtype=torch.bfloat16)}
+            return {
+                "scaled": weight * (rank + 1),
+                "bf16": torch.full((2,), rank, dtype=torch.bfloat16),
+            }
 
     first, second = run_ranks(work, 2)
     assert torch.equal(first["scaled"], weight) and torch.equal(second["scaled"], 2 * weight)
@@ -75,7 +78,9 @@ def test_a_failing_rank_is_named_with_its_traceback_while_the_others_wait() -> N
         dist.barrier()
 
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 3 failed.*in fail_on_rank_one.*KeyError: 'the reason'"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)rank 1 of 3 failed.*in fail_on_rank_one.*KeyError: 'the reason'"
+    ):
         run_ranks(fail_on_rank_one, 3)
     assert time.monotonic() - start < 0.7 * HANG_S
 
@@ -86,7 +91,9 @@ def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
             pass
 
     def check(limit: float) -> None:
-        with pytest.raises(RankFailure, match=rf"(?s)did not return in {limit:g} s.*rank 0:.*hang_on_rank_zero"):
+        with pytest.raises(
+            RankFailure, match=rf"(?s)did not return in {limit:g} s.*rank 0:.*hang_on_rank_zero"
+        ):
             run_ranks(hang_on_rank_zero, 2, timeout=limit)
 
     patiently(check, 1)

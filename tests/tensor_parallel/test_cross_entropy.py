@@ -13,7 +13,8 @@ from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 S, B, V = 5, 3, 11
-COLUMNS = {1: 12, 2: 6, 3: 4, 4: 6}  # per rank: V ends within rank 1 at t=2, rank 2 at t=3, and rank 1 at t=4 (two hold none)
+# per rank: V ends within rank 1 at t=2, rank 2 at t=3, and rank 1 at t=4 (two hold none)
+COLUMNS = {1: 12, 2: 6, 3: 4, 4: 6}
 
 
 def sample(dtype=torch.float64, scale=3.0):
@@ -49,12 +50,19 @@ def sharded(world_size, logits, labels, grad_losses):
     def work(rank, world_size):
         with tp_state(world_size) as parallel:
             local = shard(logits, rank, columns).detach().requires_grad_()
-            losses = vocab_parallel_cross_entropy(local, labels, tp_group=parallel.tp_group, first_id=rank * columns,
-                                                  num_ids=num_ids(rank, columns))
+            losses = vocab_parallel_cross_entropy(
+                local,
+                labels,
+                tp_group=parallel.tp_group,
+                first_id=rank * columns,
+                num_ids=num_ids(rank, columns),
+            )
             losses.backward(grad_losses.to(losses.dtype))
             return losses.detach(), local.grad
 
-    losses, grads = zip(*(run_ranks(work, world_size) if world_size > 1 else [work(0, 1)]), strict=True)
+    losses, grads = zip(
+        *(run_ranks(work, world_size) if world_size > 1 else [work(0, 1)]), strict=True
+    )
     return losses, torch.cat(grads, dim=-1)
 
 
@@ -87,7 +95,8 @@ def test_a_vocabulary_of_many_chunks_of_rows():
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, rounding):
-    """The oracle takes the same logits in float64; only the gradient is rounded, to 8 or 11 bits."""
+    """The oracle takes the same logits in float64; only the gradient is rounded, to 8 or 11
+    bits."""
     logits, labels, grad_losses = sample(dtype)
     expected, expected_grad = reference(logits, labels, grad_losses.float().double())
     losses, grad = sharded(2, logits, labels, grad_losses.float())
@@ -121,12 +130,21 @@ def test_gradcheck_in_float64(world_size):
 
     def work(rank, world_size):
         with tp_state(world_size) as parallel:
-            logits = torch.randn(1, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+            logits = torch.randn(
+                1, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+            ).requires_grad_()
 
             def loss(logits):
-                local = copy_to_tensor_parallel_region(logits, parallel.tp_group).chunk(world_size, dim=-1)[rank]
-                return vocab_parallel_cross_entropy(local, torch.tensor([[9, 0]]), tp_group=parallel.tp_group,
-                                                    first_id=rank * columns, num_ids=num_ids(rank, columns))
+                local = copy_to_tensor_parallel_region(logits, parallel.tp_group).chunk(
+                    world_size, dim=-1
+                )[rank]
+                return vocab_parallel_cross_entropy(
+                    local,
+                    torch.tensor([[9, 0]]),
+                    tp_group=parallel.tp_group,
+                    first_id=rank * columns,
+                    num_ids=num_ids(rank, columns),
+                )
 
             return torch.autograd.gradcheck(loss, (logits,))
 
@@ -138,8 +156,8 @@ def test_a_second_backward_gives_the_same_gradient_and_leaves_the_logits_alone()
     local = shard(logits, 0, 12).requires_grad_()
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(local, labels, tp_group=None, first_id=0, num_ids=V).mean()
-    first, = torch.autograd.grad(loss, local, retain_graph=True)
-    second, = torch.autograd.grad(loss, local)
+    (first,) = torch.autograd.grad(loss, local, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, local)
     assert torch.equal(first, second) and torch.equal(local.detach(), before)
 
 
@@ -148,7 +166,9 @@ def test_no_grad_and_logits_that_need_no_gradient_build_no_graph():
     facts = dict(tp_group=None, first_id=0, num_ids=V)
     assert not vocab_parallel_cross_entropy(logits, labels, **facts).requires_grad
     with torch.no_grad():
-        assert not vocab_parallel_cross_entropy(logits.requires_grad_(), labels, **facts).requires_grad
+        assert not vocab_parallel_cross_entropy(
+            logits.requires_grad_(), labels, **facts
+        ).requires_grad
 
 
 def test_the_logits_are_never_sent():
@@ -159,8 +179,15 @@ def test_the_logits_are_never_sent():
         with tp_state(2) as parallel:
             local = shard(logits, rank, 6).requires_grad_()
             with recorded_collectives() as sent:
-                vocab_parallel_cross_entropy(local, labels, tp_group=parallel.tp_group, first_id=rank * 6,
-                                             num_ids=num_ids(rank, 6)).backward(grad_losses)
+                vocab_parallel_cross_entropy(
+                    local,
+                    labels,
+                    tp_group=parallel.tp_group,
+                    first_id=rank * 6,
+                    num_ids=num_ids(rank, 6),
+                ).backward(grad_losses)
             return sent
 
-    assert run_ranks(work, 2) == [[Sent("allreduce_", (S * B,)), Sent("allreduce_", (2, S * B))]] * 2
+    assert (
+        run_ranks(work, 2) == [[Sent("allreduce_", (S * B,)), Sent("allreduce_", (2, S * B))]] * 2
+    )

@@ -1,7 +1,10 @@
-"""A sharded model computes what the unsharded one computes: the loss, every gradient, every weight after training.
+"""A sharded model computes what the unsharded one computes: the loss, every gradient, every weight
+after training.
 
-Errors are relative to the largest value of their tensor (support/equality.py). What each tolerance allows for:
-    float64 1e-13   sums of a few hundred terms taken in another order, at 2e-16 each; a fault of logic is above 1e-3
+Errors are relative to the largest value of their tensor (support/equality.py). What each tolerance
+allows for:
+    float64 1e-13   sums of a few hundred terms taken in another order, at 2e-16 each; a fault of
+                    logic is above 1e-3
     float32 1e-5    the same at 1e-7 each
 """
 
@@ -29,19 +32,29 @@ PRECISIONS = pytest.mark.parametrize("dtype", TOLERANCES, ids=["float64", "float
 
 @pytest.fixture(scope="module")
 def unsharded() -> dict[tuple[str, torch.dtype], Outcome]:
-    return {(name, dtype): unsharded_gradients(name, dtype) for name in VARIANTS for dtype in TOLERANCES}
+    return {
+        (name, dtype): unsharded_gradients(name, dtype) for name in VARIANTS for dtype in TOLERANCES
+    }
 
 
-@pytest.fixture(scope="module", params=[(2, False), (2, True), (4, False), (4, True)],
-                ids=["tp2", "tp2-sequence-parallel", "tp4", "tp4-sequence-parallel"])
+@pytest.fixture(
+    scope="module",
+    params=[(2, False), (2, True), (4, False), (4, True)],
+    ids=["tp2", "tp2-sequence-parallel", "tp4", "tp4-sequence-parallel"],
+)
 def sharded(request: pytest.FixtureRequest) -> list[dict[tuple[str, torch.dtype], Outcome]]:
     """Every variant's outcome, as each rank of one TP group sees it."""
     tp_size, sequence_parallel = request.param
 
     def work(rank: int, world_size: int) -> dict[tuple[str, torch.dtype], Outcome]:
         with tp_state(tp_size) as parallel:
-            return {(name, dtype): gradients(name, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
-                    for name in VARIANTS for dtype in TOLERANCES}
+            return {
+                (name, dtype): gradients(
+                    name, parallel, sequence_parallel=sequence_parallel, dtype=dtype
+                )
+                for name in VARIANTS
+                for dtype in TOLERANCES
+            }
 
     return run_ranks(work, tp_size)
 
@@ -78,16 +91,26 @@ TRAININGS = {  # world size, TP size, sequence parallel, variants, steps
 }
 
 
-@pytest.mark.parametrize("layout", [
-    pytest.param(layout, marks=[pytest.mark.long] * (layout in ("tp2-sequence-parallel", "tp2-dp2"))) for layout in TRAININGS])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout, marks=[pytest.mark.long] * (layout in ("tp2-sequence-parallel", "tp2-dp2"))
+        )
+        for layout in TRAININGS
+    ],
+)
 def test_losses_norms_and_weights_equal_the_unsharded_models_during_training(layout):
-    """The same global batch on every layout. 20 AdamW steps amplify rounding; the global norm, and with it the clipping, is
-    a float32 number (6e-8) at any dtype: hence 1e-6."""
+    """The same global batch on every layout. 20 AdamW steps amplify rounding; the global norm, and
+    with it the clipping, is a float32 number (6e-8) at any dtype: hence 1e-6."""
     world_size, tp_size, sequence_parallel, names, steps = TRAININGS[layout]
 
     def work(rank: int, world_size: int) -> list[Training]:
         with tp_state(tp_size) as parallel:
-            return [train(name, parallel, steps=steps, sequence_parallel=sequence_parallel) for name in names]
+            return [
+                train(name, parallel, steps=steps, sequence_parallel=sequence_parallel)
+                for name in names
+            ]
 
     with tp_state(1) as parallel:
         expected = [train(name, parallel, steps=steps) for name in names]
@@ -96,36 +119,54 @@ def test_losses_norms_and_weights_equal_the_unsharded_models_during_training(lay
             assert want.losses[-1] < want.losses[0] - 0.5  # it trains
             assert have.losses == pytest.approx(want.losses, rel=1e-6)
             assert have.grad_norms == pytest.approx(want.grad_norms, rel=1e-6)
-            assert {key for key, value in want.weights.items() if difference(value, have.weights[key]) > 1e-6} == set()
+            assert {
+                key
+                for key, value in want.weights.items()
+                if difference(value, have.weights[key]) > 1e-6
+            } == set()
 
 
 def test_twenty_float32_losses_equal_the_unsharded_models():
-    """Weights are not compared: AdamW turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias)
-    into steps of full size, which have no effect on the loss."""
+    """Weights are not compared: AdamW turns the rounding noise of a gradient that is zero in exact
+    arithmetic (a key's bias) into steps of full size, which have no effect on the loss."""
 
     def work(rank: int, world_size: int) -> list[float]:
         with tp_state(2) as parallel:
-            return train("gpt2", parallel, steps=20, sequence_parallel=True, dtype=torch.float32).losses
+            return train(
+                "gpt2", parallel, steps=20, sequence_parallel=True, dtype=torch.float32
+            ).losses
 
     with tp_state(1) as parallel:
         expected = train("gpt2", parallel, steps=20, dtype=torch.float32).losses
     assert run_ranks(work, 2, detail=False)[0] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "dtype", "off"), [
-    (False, torch.bfloat16, 0.01), (True, torch.bfloat16, 0.01), (False, torch.float16, 0.001), (True, torch.float16, 0.001)])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "dtype", "off"),
+    [
+        (False, torch.bfloat16, 0.01),
+        (True, torch.bfloat16, 0.01),
+        (False, torch.float16, 0.001),
+        (True, torch.float16, 0.001),
+    ],
+)
 def test_16_bit_gradients_point_where_the_float32_models_do(sequence_parallel, dtype, off):
-    """bf16 keeps 8 bits, so each gradient is off by about 1% (fp16: 11 bits, 0.1%), sharded or not: the angle to the float32
-    gradient is small."""
+    """bf16 keeps 8 bits, so each gradient is off by about 1% (fp16: 11 bits, 0.1%), sharded or not:
+    the angle to the float32 gradient is small."""
 
     def work(rank: int, world_size: int) -> dict[str, Outcome]:
         with tp_state(2) as parallel:
-            return {name: gradients(name, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
-                    for name in VARIANTS}
+            return {
+                name: gradients(name, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+                for name in VARIANTS
+            }
 
     sharded = run_ranks(work, 2, detail=False)[0]
     for name in VARIANTS:
         reference = unsharded_gradients(name, torch.float32)
         assert sharded[name].loss.item() == pytest.approx(reference.loss.item(), rel=off)
         for key, grad in reference.grads.items():
-            assert torch.cosine_similarity(grad.flatten(), sharded[name].grads[key].flatten(), dim=0) > 1 - off, (name, key)
+            assert (
+                torch.cosine_similarity(grad.flatten(), sharded[name].grads[key].flatten(), dim=0)
+                > 1 - off
+            ), (name, key)

@@ -1,4 +1,5 @@
-"""Initial weights are a function of the seed, the parameter's name and its global shape: not of the number of ranks."""
+"""Initial weights are a function of the seed, the parameter's name and its global shape: not of the
+number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import torch
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.initialize import initial_values, initialize_parameters_
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import VOCAB_SIZE, build_tiny_model, padded_vocab_size, tp_state, whole_tensor
+from tests.support.models import (
+    VOCAB_SIZE,
+    build_tiny_model,
+    padded_vocab_size,
+    tp_state,
+    whole_tensor,
+)
 from tests.support.ranks import run_ranks
 
 SPECS = {
@@ -18,7 +25,8 @@ SPECS = {
     "columns": ParameterSpec(global_shape=(7, 24), tp_dim=1, init_std=0.5),
     "two blocks": ParameterSpec(global_shape=(48, 5), tp_dim=0, tp_blocks=2, init_std=0.5),
     "padded": ParameterSpec(global_shape=(17, 3), tp_dim=0, padded_length=24, init_std=0.5),
-    "more rows than blocks": ParameterSpec(global_shape=(156, 2), tp_dim=0, init_std=0.5),  # blocks of 3 rows: shards cut them
+    # blocks of 3 rows: shards cut them
+    "more rows than blocks": ParameterSpec(global_shape=(156, 2), tp_dim=0, init_std=0.5),
     "replicated": ParameterSpec(global_shape=(11, 3), init_std=0.5),
 }
 
@@ -37,7 +45,9 @@ def test_shards_are_parts_of_the_same_whole_tensor(name, tp_size):
             assert torch.equal(mine, whole)
             continue
         blocks = whole.chunk(spec.tp_blocks, dim=spec.tp_dim)
-        expected = torch.cat([block.chunk(tp_size, dim=spec.tp_dim)[rank] for block in blocks], dim=spec.tp_dim)
+        expected = torch.cat(
+            [block.chunk(tp_size, dim=spec.tp_dim)[rank] for block in blocks], dim=spec.tp_dim
+        )
         assert torch.equal(mine, expected)
 
 
@@ -58,9 +68,18 @@ def test_no_row_is_drawn_twice():
 
 
 def test_values_are_normal_with_the_asked_deviation():
-    """Over 64,000 draws the deviation is known to 0.3% and the mean to 0.4% of it (one sigma); allowed: 4 sigma."""
-    values = initial_values(ParameterSpec(global_shape=(640, 100), tp_dim=0, init_std=0.02), seed=3, name="w", tp_rank=0,
-                            tp_size=1) / 0.02
+    """Over 64,000 draws the deviation is known to 0.3% and the mean to 0.4% of it (one sigma);
+    allowed: 4 sigma."""
+    values = (
+        initial_values(
+            ParameterSpec(global_shape=(640, 100), tp_dim=0, init_std=0.02),
+            seed=3,
+            name="w",
+            tp_rank=0,
+            tp_size=1,
+        )
+        / 0.02
+    )
     assert abs(values.mean()) < 4 / math.sqrt(64_000)
     assert abs(values.std() - 1.0) < 4 / math.sqrt(2 * 64_000)
     assert abs((values.abs() < 1.0).float().mean() - 0.6827) < 0.01 and values.abs().max() < 5.5
@@ -68,7 +87,11 @@ def test_values_are_normal_with_the_asked_deviation():
 
 def test_parameters_without_a_deviation_start_at_their_value():
     spec = ParameterSpec(global_shape=(6,), tp_dim=0, init_value=1.0)
-    assert initial_values(spec, seed=1, name="norm.weight", tp_rank=1, tp_size=2).tolist() == [1.0, 1.0, 1.0]
+    assert initial_values(spec, seed=1, name="norm.weight", tp_rank=1, tp_size=2).tolist() == [
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_initialisation_draws_nothing_from_the_runs_streams():
@@ -80,13 +103,18 @@ def test_initialisation_draws_nothing_from_the_runs_streams():
 
 
 def test_layers_that_write_to_the_residual_stream_start_smaller():
-    """By sqrt(2 L), as in GPT-2: with 2 layers, half of the others' deviation of 0.2. 4 sigma at 768 draws: 10%."""
+    """By sqrt(2 L), as in GPT-2: with 2 layers, half of the others' deviation of 0.2. 4 sigma at
+    768 draws: 10%."""
     with tp_state(1) as parallel:
         weights = dict(build_tiny_model(variant_config("gpt2"), parallel).named_parameters())
     for name in ("self_attention.linear_proj", "mlp.linear_fc2"):
-        assert weights[f"decoder.layers.1.{name}.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+        assert weights[f"decoder.layers.1.{name}.weight"].std().item() == pytest.approx(
+            0.1, rel=0.1
+        )
     for name in ("self_attention.linear_qkv", "mlp.linear_fc1"):
-        assert weights[f"decoder.layers.1.{name}.weight"].std().item() == pytest.approx(0.2, rel=0.1)
+        assert weights[f"decoder.layers.1.{name}.weight"].std().item() == pytest.approx(
+            0.2, rel=0.1
+        )
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
@@ -96,8 +124,13 @@ def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
             whole = {}
             for name in VARIANTS:
                 model = build_tiny_model(variant_config(name), parallel, dtype=torch.float32)
-                initialize_parameters_(model, seed=5, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-                whole[name] = {key: whole_tensor(value, value, parallel) for key, value in model.named_parameters()}
+                initialize_parameters_(
+                    model, seed=5, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
+                )
+                whole[name] = {
+                    key: whole_tensor(value, value, parallel)
+                    for key, value in model.named_parameters()
+                }
             return whole
 
     expected, *others = work(0, 1), *run_ranks(work, tp_size)
@@ -111,7 +144,10 @@ def test_vocabulary_padding_of_a_model_is_zero_on_every_rank():
     def work(rank, world_size):
         with tp_state(world_size) as parallel:
             model = build_tiny_model(variant_config("llama"), parallel)
-            return model.embedding.word_embeddings.weight.detach(), model.output_layer.weight.detach()
+            return (
+                model.embedding.word_embeddings.weight.detach(),
+                model.output_layer.weight.detach(),
+            )
 
     for table in zip(*run_ranks(work, 4), strict=True):
         rows = torch.cat(table).any(dim=1).tolist()

@@ -1,4 +1,5 @@
-"""Column- and row-parallel linear layers and the embedding, each against torch's dense one with the whole weights."""
+"""Column- and row-parallel linear layers and the embedding, each against torch's dense one with the
+whole weights."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ import torch.nn.functional as F
 
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_lite.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.collectives import recorded_collectives
@@ -21,7 +26,9 @@ from tests.support.ranks import run_ranks
 
 S, B, INPUT, OUTPUT = 8, 3, 20, 12  # every one divisible by 4, no two alike
 VOCAB, PADDED = 10, 16  # at TP 4 the third rank holds 2 true rows and the last none
-LAYOUTS = pytest.mark.parametrize("tp_size, sequence_parallel", [(1, False), (2, False), (2, True), (4, True)])
+LAYOUTS = pytest.mark.parametrize(
+    "tp_size, sequence_parallel", [(1, False), (2, False), (2, True), (4, True)]
+)
 
 
 def draw(*shape, seed):
@@ -31,20 +38,33 @@ def draw(*shape, seed):
 @contextmanager
 def tp_context(tp_size, *, sequence_parallel):
     with tp_state(tp_size) as parallel:
-        yield parallel, RankContext.of(parallel, sequence_parallel=sequence_parallel, params_dtype=torch.float64)
+        yield (
+            parallel,
+            RankContext.of(
+                parallel, sequence_parallel=sequence_parallel, params_dtype=torch.float64
+            ),
+        )
 
 
 @torch.no_grad()
 def set_whole_(parameter, whole, context):
-    """Gives the parameter this rank's part of the whole tensor, written out here by chunks, not by the product's spans."""
+    """Gives the parameter this rank's part of the whole tensor, written out here by chunks, not by
+    the product's spans."""
     spec = spec_of(parameter)
     if spec.tp_dim is None:
         parameter.copy_(whole)
         return
     padding = [0] * (2 * whole.dim())
-    padding[-1 - 2 * spec.tp_dim] = (spec.padded_length or whole.shape[spec.tp_dim]) - whole.shape[spec.tp_dim]
+    padding[-1 - 2 * spec.tp_dim] = (spec.padded_length or whole.shape[spec.tp_dim]) - whole.shape[
+        spec.tp_dim
+    ]
     blocks = F.pad(whole, padding).chunk(spec.tp_blocks, dim=spec.tp_dim)
-    parameter.copy_(torch.cat([block.chunk(context.size, dim=spec.tp_dim)[context.rank] for block in blocks], dim=spec.tp_dim))
+    parameter.copy_(
+        torch.cat(
+            [block.chunk(context.size, dim=spec.tp_dim)[context.rank] for block in blocks],
+            dim=spec.tp_dim,
+        )
+    )
 
 
 def run(work, tp_size):
@@ -58,22 +78,35 @@ def close(actual, expected):
 @pytest.mark.parametrize("tp_blocks", [1, 3])
 @LAYOUTS
 def test_column_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel, tp_blocks):
-    x, weight, bias = draw(S, B, INPUT, seed=1), draw(12 * tp_blocks, INPUT, seed=2), draw(12 * tp_blocks, seed=3)
+    x, weight, bias = (
+        draw(S, B, INPUT, seed=1),
+        draw(12 * tp_blocks, INPUT, seed=2),
+        draw(12 * tp_blocks, seed=3),
+    )
     grad = draw(S, B, 12 * tp_blocks, seed=4)
 
     def columns_of(tensor, rank):
-        return torch.cat([block.chunk(tp_size, dim=-1)[rank] for block in tensor.chunk(tp_blocks, dim=-1)], dim=-1)
+        return torch.cat(
+            [block.chunk(tp_size, dim=-1)[rank] for block in tensor.chunk(tp_blocks, dim=-1)],
+            dim=-1,
+        )
 
     def work(rank, world_size):
         with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
-            layer = ColumnParallelLinear(INPUT, 12 * tp_blocks, bias=True, init_std=0.0, context=context, tp_blocks=tp_blocks)
+            layer = ColumnParallelLinear(
+                INPUT, 12 * tp_blocks, bias=True, init_std=0.0, context=context, tp_blocks=tp_blocks
+            )
             set_whole_(layer.weight, weight, context)
             set_whole_(layer.bias, bias, context)
             mine = (x.chunk(tp_size)[rank] if sequence_parallel else x).clone().requires_grad_()
             output = layer(mine)
             output.backward(columns_of(grad, rank))
-            return (output.detach(), mine.grad, whole_tensor(layer.weight.grad, layer.weight, parallel),
-                    whole_tensor(layer.bias.grad, layer.bias, parallel))
+            return (
+                output.detach(),
+                mine.grad,
+                whole_tensor(layer.weight.grad, layer.weight, parallel),
+                whole_tensor(layer.bias.grad, layer.bias, parallel),
+            )
 
     dense = [t.clone().requires_grad_() for t in (x, weight, bias)]
     expected = F.linear(*dense)
@@ -101,7 +134,12 @@ def test_row_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel):
             mine = x.chunk(tp_size, dim=-1)[rank].clone().requires_grad_()
             output = layer(mine)
             output.backward(tokens_of(grad, rank))
-            return output.detach(), mine.grad, whole_tensor(layer.weight.grad, layer.weight, parallel), layer.bias.grad
+            return (
+                output.detach(),
+                mine.grad,
+                whole_tensor(layer.weight.grad, layer.weight, parallel),
+                layer.bias.grad,
+            )
 
     dense = [t.clone().requires_grad_() for t in (x, weight, bias)]
     expected = F.linear(*dense)
@@ -119,7 +157,8 @@ def test_row_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel):
 
 @LAYOUTS
 def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
-    tokens = torch.arange(B * S).remainder(VOCAB).view(B, S)  # [b, s]; every id, each at least twice
+    # [b, s]; every id, each at least twice
+    tokens = torch.arange(B * S).remainder(VOCAB).view(B, S)
     weight, grad = draw(VOCAB, INPUT, seed=2), draw(S, B, INPUT, seed=4)
 
     def tokens_of(tensor, rank):
@@ -127,7 +166,9 @@ def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
 
     def work(rank, world_size):
         with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
-            layer = VocabParallelEmbedding(VOCAB, INPUT, padded_vocab_size=PADDED, init_std=0.0, context=context)
+            layer = VocabParallelEmbedding(
+                VOCAB, INPUT, padded_vocab_size=PADDED, init_std=0.0, context=context
+            )
             set_whole_(layer.weight, weight, context)
             output = layer(tokens)
             output.backward(tokens_of(grad, rank))
@@ -139,7 +180,8 @@ def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
     expected = F.embedding(tokens.t(), dense)
     expected.backward(grad)
     for rank, (output, grad_weight, grad_padding) in enumerate(run(work, tp_size)):
-        assert torch.equal(output, tokens_of(expected.detach(), rank))  # one rank's value plus zeros: exact
+        # one rank's value plus zeros: exact
+        assert torch.equal(output, tokens_of(expected.detach(), rank))
         close(grad_weight, dense.grad)
         assert not grad_padding.any()
 
@@ -147,9 +189,19 @@ def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
 def test_only_padding_and_replicated_parameters_stay_whole():
     with tp_context(1, sequence_parallel=False) as (_, context):
         row = RowParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.1, context=context)
-        column = ColumnParallelLinear(INPUT, OUTPUT, bias=False, init_std=0.1, context=context, padded_output_size=16)
-    assert (spec_of(row.weight).tp_dim, spec_of(row.bias).tp_dim, spec_of(column.weight).tp_dim) == (1, None, 0)
-    assert row.weight.shape == (OUTPUT, INPUT) and column.weight.shape == (16, INPUT) and column.bias is None
+        column = ColumnParallelLinear(
+            INPUT, OUTPUT, bias=False, init_std=0.1, context=context, padded_output_size=16
+        )
+    assert (
+        spec_of(row.weight).tp_dim,
+        spec_of(row.bias).tp_dim,
+        spec_of(column.weight).tp_dim,
+    ) == (1, None, 0)
+    assert (
+        row.weight.shape == (OUTPUT, INPUT)
+        and column.weight.shape == (16, INPUT)
+        and column.bias is None
+    )
 
 
 def test_a_frozen_input_still_trains_the_weights_and_a_frozen_weight_still_passes_the_gradient():
@@ -173,7 +225,10 @@ def test_a_frozen_input_still_trains_the_weights_and_a_frozen_weight_still_passe
 SENT = {  # what one column-parallel and one row-parallel layer send together: (forward, backward)
     False: ({"allreduce_": 1}, {"allreduce_": 1}),
     # backward gathers the column layer's input again, and the row layer's gradient
-    True: ({"_allgather_base_": 1, "_reduce_scatter_base_": 1}, {"_allgather_base_": 2, "_reduce_scatter_base_": 1}),
+    True: (
+        {"_allgather_base_": 1, "_reduce_scatter_base_": 1},
+        {"_allgather_base_": 2, "_reduce_scatter_base_": 1},
+    ),
 }
 
 
@@ -183,7 +238,13 @@ def test_a_pair_of_layers_sends_the_hidden_states_once_each_way(sequence_paralle
         with tp_context(2, sequence_parallel=sequence_parallel) as (_, context):
             column = ColumnParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
             row = RowParallelLinear(OUTPUT, INPUT, bias=True, init_std=0.0, context=context)
-            x = torch.ones(S // 2 if sequence_parallel else S, B, INPUT, dtype=torch.float64, requires_grad=True)
+            x = torch.ones(
+                S // 2 if sequence_parallel else S,
+                B,
+                INPUT,
+                dtype=torch.float64,
+                requires_grad=True,
+            )
             with recorded_collectives() as forward:
                 total = row(column(x)).sum()
             with recorded_collectives() as backward:
@@ -198,19 +259,28 @@ def test_a_pair_of_layers_sends_the_hidden_states_once_each_way(sequence_paralle
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_written_out_backward_equals_autograd_over_the_mappings(sequence_parallel):
-    """column_parallel_linear against F.linear behind the f or the sequence gather: equal to the bit."""
-    enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_parallel_region
+    """column_parallel_linear against F.linear behind the f or the sequence gather: equal to the
+    bit."""
+    enter = (
+        gather_from_sequence_parallel_region
+        if sequence_parallel
+        else copy_to_tensor_parallel_region
+    )
 
     def work(rank, world_size):
         with tp_context(2, sequence_parallel=sequence_parallel) as (_, context):
             outcomes = []
             for fused in (True, False):
-                shape, seed = ((S // 2, B, INPUT), rank) if sequence_parallel else ((S, B, INPUT), 1)
+                shape, seed = (
+                    ((S // 2, B, INPUT), rank) if sequence_parallel else ((S, B, INPUT), 1)
+                )
                 x = draw(*shape, seed=seed).requires_grad_()
                 weight = draw(OUTPUT // 2, INPUT, seed=rank + 5).requires_grad_()
                 bias = draw(OUTPUT // 2, seed=9).requires_grad_()
                 if fused:
-                    y = column_parallel_linear(x, weight, bias, tp_group=context.group, sequence_parallel=sequence_parallel)
+                    y = column_parallel_linear(
+                        x, weight, bias, tp_group=context.group, sequence_parallel=sequence_parallel
+                    )
                 else:
                     y = F.linear(enter(x, context.group), weight, bias)
                 y.backward(draw(*y.shape, seed=rank + 7))

@@ -1,4 +1,5 @@
-"""The conjugate mappings: what each does to values and to gradients, on unequal small shapes and a real group."""
+"""The conjugate mappings: what each does to values and to gradients, on unequal small shapes and a
+real group."""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
-MAPPINGS = [copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region, gather_from_sequence_parallel_region,
-            reduce_scatter_to_sequence_parallel_region, gather_from_tensor_parallel_region]
+MAPPINGS = [
+    copy_to_tensor_parallel_region,
+    reduce_from_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    gather_from_tensor_parallel_region,
+]
 S, B, H = 6, 2, 5
 T = 3
 
@@ -43,54 +49,73 @@ def apply_on_ranks(mapping, input_shape, output_shape):
 
 
 def test_copy_region_keeps_values_and_sums_gradients_over_ranks():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(copy_to_tensor_parallel_region, (S, B, H), (S, B, H))
+    inputs, outputs, grad_outputs, grads = apply_on_ranks(
+        copy_to_tensor_parallel_region, (S, B, H), (S, B, H)
+    )
     for rank in range(T):
         assert torch.equal(outputs[rank], inputs[rank])
         assert torch.equal(grads[rank], sum(grad_outputs))
 
 
 def test_reduce_region_sums_values_and_keeps_gradients():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(reduce_from_tensor_parallel_region, (S, B, H), (S, B, H))
+    inputs, outputs, grad_outputs, grads = apply_on_ranks(
+        reduce_from_tensor_parallel_region, (S, B, H), (S, B, H)
+    )
     for rank in range(T):
         assert torch.equal(outputs[rank], sum(inputs))
         assert torch.equal(grads[rank], grad_outputs[rank])
 
 
 def test_sequence_gather_joins_the_ranks_tokens_and_sums_and_splits_gradients():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(gather_from_sequence_parallel_region, (S // T, B, H), (S, B, H))
+    inputs, outputs, grad_outputs, grads = apply_on_ranks(
+        gather_from_sequence_parallel_region, (S // T, B, H), (S, B, H)
+    )
     for rank in range(T):
         assert torch.equal(outputs[rank], torch.cat(inputs))
         assert torch.equal(grads[rank], sum(grad_outputs).chunk(T)[rank])
 
 
 def test_sequence_reduce_scatter_sums_and_splits_values_and_joins_gradients():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(reduce_scatter_to_sequence_parallel_region, (S, B, H), (S // T, B, H))
+    inputs, outputs, grad_outputs, grads = apply_on_ranks(
+        reduce_scatter_to_sequence_parallel_region, (S, B, H), (S // T, B, H)
+    )
     for rank in range(T):
         assert torch.equal(outputs[rank], sum(inputs).chunk(T)[rank])
         assert torch.equal(grads[rank], torch.cat(grad_outputs))
 
 
 def test_column_gather_joins_the_last_dim_and_gives_each_rank_its_slice_of_the_gradient():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(gather_from_tensor_parallel_region, (S, B, H), (S, B, T * H))
+    inputs, outputs, grad_outputs, grads = apply_on_ranks(
+        gather_from_tensor_parallel_region, (S, B, H), (S, B, T * H)
+    )
     for rank in range(T):
         assert torch.equal(outputs[rank], torch.cat(inputs, dim=-1))
         assert torch.equal(grads[rank], grad_outputs[rank].chunk(T, dim=-1)[rank])
 
 
-# Each mapping inside a function of a replicated tensor to a replicated tensor. All ranks perturb the same element at once,
-# so that gradcheck's numbers are true derivatives. `scale` differs per rank, which makes partial results really partial.
+# Each mapping inside a function of a replicated tensor to a replicated tensor. All ranks perturb
+# the same element at once, so that gradcheck's numbers are true derivatives. `scale` differs per
+# rank, which makes partial results really partial.
 def copy_then_reduce(x, scale, group, rank):
-    return reduce_from_tensor_parallel_region(copy_to_tensor_parallel_region(x, group).sin() * scale, group)
+    return reduce_from_tensor_parallel_region(
+        copy_to_tensor_parallel_region(x, group).sin() * scale, group
+    )
 
 
 def slice_then_gather_sequence(x, scale, group, rank):
     mine = copy_to_tensor_parallel_region(x, group).chunk(2)[rank].sin()
-    return reduce_from_tensor_parallel_region(gather_from_sequence_parallel_region(mine, group) * scale, group)
+    return reduce_from_tensor_parallel_region(
+        gather_from_sequence_parallel_region(mine, group) * scale, group
+    )
 
 
 def reduce_scatter_then_gather_sequence(x, scale, group, rank):
-    mine = reduce_scatter_to_sequence_parallel_region(copy_to_tensor_parallel_region(x, group) * scale, group)
-    return reduce_from_tensor_parallel_region(gather_from_sequence_parallel_region(mine.sin(), group) * scale, group)
+    mine = reduce_scatter_to_sequence_parallel_region(
+        copy_to_tensor_parallel_region(x, group) * scale, group
+    )
+    return reduce_from_tensor_parallel_region(
+        gather_from_sequence_parallel_region(mine.sin(), group) * scale, group
+    )
 
 
 def slice_then_gather_columns(x, scale, group, rank):
@@ -98,12 +123,22 @@ def slice_then_gather_columns(x, scale, group, rank):
     return gather_from_tensor_parallel_region(mine.sin(), group).square()
 
 
-@pytest.mark.parametrize("function", [copy_then_reduce, slice_then_gather_sequence, reduce_scatter_then_gather_sequence,
-                                      slice_then_gather_columns], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        copy_then_reduce,
+        slice_then_gather_sequence,
+        reduce_scatter_then_gather_sequence,
+        slice_then_gather_columns,
+    ],
+    ids=lambda function: function.__name__,
+)
 def test_gradcheck_in_float64(function):
     def work(rank, world_size):
         with tp_state(2) as parallel:
-            x = torch.randn(4, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            x = torch.randn(
+                4, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+            ).requires_grad_()
             return gradcheck(lambda x: function(x, 0.7 + rank, parallel.tp_group, rank), (x,))
 
     assert run_ranks(work, 2) == [True, True]
@@ -122,7 +157,12 @@ def test_inputs_may_be_views_and_are_never_written():
                 base = whole_numbers(H, B, 4, seed=rank).requires_grad_()
                 x = base.transpose(0, 2)  # [4, b, h], not contiguous
                 output = mapping(x, parallel.tp_group)
-                grad_output = whole_numbers(*output.shape, seed=9).transpose(0, 1).contiguous().transpose(0, 1)
+                grad_output = (
+                    whole_numbers(*output.shape, seed=9)
+                    .transpose(0, 1)
+                    .contiguous()
+                    .transpose(0, 1)
+                )
                 kept = base.detach().clone(), grad_output.clone()
                 output.backward(grad_output)
                 dense = base.detach().transpose(0, 2).contiguous().requires_grad_()
@@ -139,8 +179,8 @@ def test_a_second_backward_gives_the_same_gradients():
             for mapping in MAPPINGS:
                 x = whole_numbers(4, B, H, seed=rank).requires_grad_()
                 loss = mapping(x, parallel.tp_group).square().sum()
-                first, = torch.autograd.grad(loss, x, retain_graph=True)
-                second, = torch.autograd.grad(loss, x)
+                (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+                (second,) = torch.autograd.grad(loss, x)
                 assert torch.equal(first, second), mapping.__name__
 
     run_ranks(work, 2)
@@ -151,7 +191,10 @@ def test_no_grad_and_frozen_inputs_build_no_graph():
         with tp_state(2) as parallel:
             for mapping in MAPPINGS:
                 with torch.no_grad():
-                    assert mapping(torch.ones(4, B, H, requires_grad=True), parallel.tp_group).grad_fn is None
+                    assert (
+                        mapping(torch.ones(4, B, H, requires_grad=True), parallel.tp_group).grad_fn
+                        is None
+                    )
                 assert not mapping(torch.ones(4, B, H), parallel.tp_group).requires_grad
 
     run_ranks(work, 2)

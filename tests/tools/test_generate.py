@@ -62,19 +62,30 @@ def run_main(*arguments: str) -> Output:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Twelve iterations of a model with learned positions, at a rate that makes its predictions uneven. Steps 6 and 12."""
+    """Twelve iterations of a model with learned positions, at a rate that makes its predictions
+    uneven. Steps 6 and 12."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
-    run_to_end(tiny_run(training=dict(train_iters=12, eval_iters=0), checkpoint=dict(save=folder, save_interval=6),
-                        model=dict(init_method_std=0.2)))
+    run_to_end(
+        tiny_run(
+            training=dict(train_iters=12, eval_iters=0),
+            checkpoint=dict(save=folder, save_interval=6),
+            model=dict(init_method_std=0.2),
+        )
+    )
     return folder
 
 
 # --- sampling ---
 
-def naive_nucleus(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+
+def naive_nucleus(
+    logits: Sequence[float], temperature: float, top_k: int, top_p: float
+) -> list[float]:
     """Likeliest first, ties by id: the top_k, then the shortest prefix that reaches top_p."""
     weights = [math.exp(logit / temperature) for logit in logits]
-    ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[: top_k or len(weights)]
+    ranked = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[
+        : top_k or len(weights)
+    ]
     total, prefix = sum(weights[token] for token in ranked), []
     for token in ranked:
         prefix.append(token)
@@ -84,9 +95,13 @@ def naive_nucleus(logits: Sequence[float], temperature: float, top_k: int, top_p
     return [weights[token] / mass if token in prefix else 0.0 for token in range(len(weights))]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"),
-                         list(itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0))))
-def test_probabilities_are_those_of_a_naive_nucleus(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    list(itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0))),
+)
+def test_probabilities_are_those_of_a_naive_nucleus(
+    temperature: float, top_k: int, top_p: float
+) -> None:
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     expected = naive_nucleus(LOGITS.tolist(), temperature, top_k, top_p)
     assert token_probabilities(LOGITS, sampling).tolist() == pytest.approx(expected, rel=1e-12)
@@ -101,11 +116,18 @@ def test_the_coldest_temperature_shares_all_among_the_likeliest(temperature: flo
 
 
 def test_draws_come_as_often_as_their_probability() -> None:
-    """Within five standard deviations of a binomial count, and never a token outside the nucleus."""
+    """Within five standard deviations of a binomial count, and never a token outside the
+    nucleus."""
     sampling, generator, draws = Sampling(top_p=0.8), torch.Generator().manual_seed(5), 4000
-    counts = torch.bincount(torch.tensor([next_token(LOGITS, sampling, generator) for _ in range(draws)]), minlength=7)
-    for count, probability in zip(counts.tolist(), token_probabilities(LOGITS, sampling).tolist(), strict=True):
-        assert abs(count - draws * probability) <= 5.0 * math.sqrt(draws * probability * (1.0 - probability))
+    counts = torch.bincount(
+        torch.tensor([next_token(LOGITS, sampling, generator) for _ in range(draws)]), minlength=7
+    )
+    for count, probability in zip(
+        counts.tolist(), token_probabilities(LOGITS, sampling).tolist(), strict=True
+    ):
+        assert abs(count - draws * probability) <= 5.0 * math.sqrt(
+            draws * probability * (1.0 - probability)
+        )
 
 
 def test_greedy_takes_the_largest_logit_and_draws_nothing() -> None:
@@ -115,14 +137,24 @@ def test_greedy_takes_the_largest_logit_and_draws_nothing() -> None:
     assert torch.equal(generator.get_state(), before)
 
 
-@pytest.mark.parametrize("fields", [dict(temperature=0.0), dict(temperature=-1.0), dict(temperature=math.nan), dict(top_p=0.0),
-                                    dict(top_p=1.1), dict(top_k=-1)])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(temperature=0.0),
+        dict(temperature=-1.0),
+        dict(temperature=math.nan),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(top_k=-1),
+    ],
+)
 def test_settings_out_of_range_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')}"):
         Sampling(**fields)  # type: ignore[arg-type]
 
 
 # --- the loop over tokens ---
+
 
 class CountingModel:
     """Its likeliest next token is the last token + 1. Records the contexts that it was shown."""
@@ -135,11 +167,27 @@ class CountingModel:
         return torch.nn.functional.one_hot((tokens + 1) % self.vocab_size, self.vocab_size).float()
 
 
-def count_from(model: CountingModel, prompt: list[int], *, max_new_tokens: int, window: int = 100,
-               eod: int | None = None) -> list[int]:
+def count_from(
+    model: CountingModel,
+    prompt: list[int],
+    *,
+    max_new_tokens: int,
+    window: int = 100,
+    eod: int | None = None,
+) -> list[int]:
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
-        return list(generate_tokens(model, prompt, sampling=Sampling(greedy=True), max_new_tokens=max_new_tokens, eod=eod,
-                                    window=window, generator=torch.Generator(), parallel=parallel))
+        return list(
+            generate_tokens(
+                model,
+                prompt,
+                sampling=Sampling(greedy=True),
+                max_new_tokens=max_new_tokens,
+                eod=eod,
+                window=window,
+                generator=torch.Generator(),
+                parallel=parallel,
+            )
+        )
 
 
 def test_generation_stops_before_the_end_of_document() -> None:
@@ -160,10 +208,13 @@ def test_the_context_is_the_last_tokens_of_the_window() -> None:
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(InputError, match="not finite"):
-        count_from(lambda tokens: torch.full((1, tokens.shape[1], 4), math.nan), [1], max_new_tokens=1)  # type: ignore[arg-type]
+        count_from(
+            lambda tokens: torch.full((1, tokens.shape[1], 4), math.nan), [1], max_new_tokens=1
+        )  # type: ignore[arg-type]
 
 
 # --- text ---
+
 
 class ByteTokenizer:
     """One id per byte."""
@@ -179,25 +230,51 @@ class ByteTokenizer:
 
 def test_a_character_of_several_tokens_appears_once_it_is_complete() -> None:
     tokens = list("né→x".encode())
-    assert list(text_pieces(ByteTokenizer(), list(b"caf"), tokens)) == ["n", "", "é", "", "", "→", "x", ""]
+    assert list(text_pieces(ByteTokenizer(), list(b"caf"), tokens)) == [
+        "n",
+        "",
+        "é",
+        "",
+        "",
+        "→",
+        "x",
+        "",
+    ]
 
 
 def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
-    assert "".join(text_pieces(ByteTokenizer(), list(b"a"), [98, 0xE2])) == "b\N{REPLACEMENT CHARACTER}"
+    assert (
+        "".join(text_pieces(ByteTokenizer(), list(b"a"), [98, 0xE2]))
+        == "b\N{REPLACEMENT CHARACTER}"
+    )
 
 
 # --- checkpoints ---
 
+
 def test_the_recomputation_of_the_training_does_not_matter() -> None:
     run = tiny_run(tp_size=2)
     for parallel, recompute in (
-            (run.parallel, dict(recompute_granularity="full", recompute_method="uniform", distribute_saved_activations=True)),
-            (replace(run.parallel, pipeline_model_parallel_size=2), dict(recompute_policy="stage1/*:full"))):
+        (
+            run.parallel,
+            dict(
+                recompute_granularity="full",
+                recompute_method="uniform",
+                distribute_saved_activations=True,
+            ),
+        ),
+        (
+            replace(run.parallel, pipeline_model_parallel_size=2),
+            dict(recompute_policy="stage1/*:full"),
+        ),
+    ):
         saved = replace(run, parallel=parallel, recompute=RecomputeConfig(**recompute))
         assert config_for_ranks(saved, 1, "gloo").recompute == RecomputeConfig()
 
 
-def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_being_read(tmp_path: Path) -> None:
+def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_being_read(
+    tmp_path: Path,
+) -> None:
     run = tiny_run()
     stored = json.loads(run.to_json())
     stored["recompute"]["recompute_policy"] = "stage1/*:full"
@@ -220,15 +297,30 @@ def greedy_by_hand(folder: str, prompt: list[int], count: int) -> list[int]:
         model = load_model(step, config_for_ranks(read_config(step), 1, "gloo"), parallel)
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens[max(0, len(tokens) - 16):]]))[0, -1].argmax()))
+            tokens.append(
+                int(model(torch.tensor([tokens[max(0, len(tokens) - 16) :]]))[0, -1].argmax())
+            )
     return tokens
 
 
-@pytest.mark.parametrize("sampling", [("--greedy",), ("--seed", "3"), ("--seed", "3", "--temperature", "1.5", "--top-k", "9")],
-                         ids=["greedy", "top-p", "top-k"])
+@pytest.mark.parametrize(
+    "sampling",
+    [("--greedy",), ("--seed", "3"), ("--seed", "3", "--temperature", "1.5", "--top-k", "9")],
+    ids=["greedy", "top-p", "top-k"],
+)
 def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: tuple[str, ...]) -> None:
     """30 tokens past a context of 16: the window slides. Only rank 0 prints."""
-    arguments = ("--load", checkpoint, "--prompt", PROMPT, "--prompt", "8 1", "--max-new-tokens", "30", *sampling)
+    arguments = (
+        "--load",
+        checkpoint,
+        "--prompt",
+        PROMPT,
+        "--prompt",
+        "8 1",
+        "--max-new-tokens",
+        "30",
+        *sampling,
+    )
     alone = run_main(*arguments)
     assert alone.status == 0 and len(alone.stdout.split()) >= 20
     first, second = run_ranks(generate_on_ranks, 2, *arguments, detail=False)
@@ -237,11 +329,19 @@ def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: tuple[str, ...]
 
 
 def test_a_checkpoint_of_tp_2_is_read_at_tp_1(tmp_path: Path, checkpoint: str) -> None:
-    """The same run at TP 2 with sequence parallel ends in the same weights but for rounding, and so in the same text."""
+    """The same run at TP 2 with sequence parallel ends in the same weights but for rounding, and so
+    in the same text."""
+
     def train(rank: int, world_size: int) -> None:
-        run_to_end(tiny_run(tp_size=2, sequence_parallel=True, training=dict(train_iters=12, eval_iters=0),
-                            checkpoint=dict(save=str(tmp_path)),
-                            model=dict(init_method_std=0.2, hidden_dropout=0.0, attention_dropout=0.0)))
+        run_to_end(
+            tiny_run(
+                tp_size=2,
+                sequence_parallel=True,
+                training=dict(train_iters=12, eval_iters=0),
+                checkpoint=dict(save=str(tmp_path)),
+                model=dict(init_method_std=0.2, hidden_dropout=0.0, attention_dropout=0.0),
+            )
+        )
 
     run_ranks(train, 2, detail=False)
     arguments = ("--load", str(tmp_path), "--prompt", PROMPT, "--greedy", "--max-new-tokens", "9")
@@ -253,15 +353,27 @@ def test_a_checkpoint_of_tp_2_is_read_at_tp_1(tmp_path: Path, checkpoint: str) -
 def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str) -> None:
     expected = greedy_by_hand(checkpoint, [5, 17, 3], 20)
     assert 98 not in expected  # the end of a document would have stopped it
-    output = run_main("--load", checkpoint, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "20")
+    output = run_main(
+        "--load", checkpoint, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "20"
+    )
     assert output.stdout.split() == [str(token) for token in expected]
     assert "the last 16 tokens only" in output.stderr
 
 
 def test_windows_and_layers_without_rotary_embedding_are_the_checkpoints(tmp_path: Path) -> None:
-    run_to_end(tiny_run(training=dict(train_iters=3, eval_iters=0), checkpoint=dict(save=str(tmp_path)),
-                        model=dict(init_method_std=0.2, position_embedding_type="rope", window_size=(2, 0),
-                                   window_attn_skip_freq=2, no_rope_freq=2)))
+    run_to_end(
+        tiny_run(
+            training=dict(train_iters=3, eval_iters=0),
+            checkpoint=dict(save=str(tmp_path)),
+            model=dict(
+                init_method_std=0.2,
+                position_embedding_type="rope",
+                window_size=(2, 0),
+                window_attn_skip_freq=2,
+                no_rope_freq=2,
+            ),
+        )
+    )
     step = find_step(str(tmp_path), None).step
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
         model = load_model(step, config_for_ranks(read_config(step), 1, "gloo"), parallel)
@@ -272,7 +384,9 @@ def test_windows_and_layers_without_rotary_embedding_are_the_checkpoints(tmp_pat
     arguments = ("--load", str(tmp_path), "--prompt", PROMPT, "--greedy", "--max-new-tokens", "20")
     output = run_main(*arguments)
     assert output.stdout.split() == [str(token) for token in expected[: len(output.stdout.split())]]
-    assert len(output.stdout.split()) > 3 and output == run_ranks(generate_on_ranks, 2, *arguments)[0]
+    assert (
+        len(output.stdout.split()) > 3 and output == run_ranks(generate_on_ranks, 2, *arguments)[0]
+    )
 
 
 def test_an_earlier_iteration_can_be_read(checkpoint: str) -> None:
@@ -281,20 +395,37 @@ def test_an_earlier_iteration_can_be_read(checkpoint: str) -> None:
     assert run_main(*arguments, "--iteration", "6").stdout != run_main(*arguments).stdout
 
 
-def test_a_damaged_newest_step_is_told_and_the_one_before_it_is_read(checkpoint: str, tmp_path: Path) -> None:
+def test_a_damaged_newest_step_is_told_and_the_one_before_it_is_read(
+    checkpoint: str, tmp_path: Path
+) -> None:
     folder = str(shutil.copytree(checkpoint, tmp_path / "copy"))
     arguments = ("--load", folder, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "8")
     expected = run_main(*arguments, "--iteration", "6")
     flip_bit(tmp_path / "copy" / "iter_0000012" / "model_pp00_tp00of01.safetensors", 9999)
     output = run_main(*arguments)
     assert (output.status, output.stdout) == (0, expected.stdout)
-    assert "its checksum is not the one in manifest.json" in output.stderr and "iter_0000006" in output.stderr
+    assert (
+        "its checksum is not the one in manifest.json" in output.stderr
+        and "iter_0000006" in output.stderr
+    )
     asked = run_main(*arguments, "--iteration", "12")
-    assert asked.status == 2 and "--iteration 12: " in asked.stderr and "its checksum" in asked.stderr
+    assert (
+        asked.status == 2 and "--iteration 12: " in asked.stderr and "its checksum" in asked.stderr
+    )
 
 
 def test_the_seed_decides_the_draw(checkpoint: str) -> None:
-    arguments = ("--load", checkpoint, "--prompt", PROMPT, "--temperature", "2", "--max-new-tokens", "12", "--seed")
+    arguments = (
+        "--load",
+        checkpoint,
+        "--prompt",
+        PROMPT,
+        "--temperature",
+        "2",
+        "--max-new-tokens",
+        "12",
+        "--seed",
+    )
     assert run_main(*arguments, "1") == run_main(*arguments, "1")
     assert run_main(*arguments, "1") != run_main(*arguments, "2")
 
@@ -302,7 +433,9 @@ def test_the_seed_decides_the_draw(checkpoint: str) -> None:
 def test_an_empty_prompt_starts_a_document(checkpoint: str) -> None:
     """NullTokenizer's end-of-document id is 98."""
     output = run_main("--load", checkpoint, "--prompt", "", "--greedy", "--max-new-tokens", "5")
-    assert output.stdout.split() == [str(token) for token in greedy_by_hand(checkpoint, [98], 5)[1:]]
+    assert output.stdout.split() == [
+        str(token) for token in greedy_by_hand(checkpoint, [98], 5)[1:]
+    ]
 
 
 def test_on_a_terminal_the_text_comes_token_by_token(checkpoint: str) -> None:
@@ -316,7 +449,17 @@ def test_on_a_terminal_the_text_comes_token_by_token(checkpoint: str) -> None:
             writes.append(text)
             return len(text)
 
-    arguments = ["--load", checkpoint, "--prompt", PROMPT, "--greedy", "--max-new-tokens", "6", "--distributed-backend", "gloo"]
+    arguments = [
+        "--load",
+        checkpoint,
+        "--prompt",
+        PROMPT,
+        "--greedy",
+        "--max-new-tokens",
+        "6",
+        "--distributed-backend",
+        "gloo",
+    ]
     with redirect_stdout(Terminal()):
         assert main(arguments) == 0
     assert "".join(writes) == run_main(*arguments[:-2]).stdout
@@ -327,31 +470,86 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> 
     def prepare(rank: int) -> None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(f"{PROMPT}\n".encode() if rank == 0 else b""))
 
-    done = run_program("--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", "-", "--distributed-backend",
-                       "gloo", ranks=2, prepare=prepare, main=main)
+    done = run_program(
+        "--load",
+        checkpoint,
+        "--greedy",
+        "--max-new-tokens",
+        "8",
+        "--prompt",
+        "-",
+        "--distributed-backend",
+        "gloo",
+        ranks=2,
+        prepare=prepare,
+        main=main,
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == run_main("--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", PROMPT).stdout
+    assert (
+        done.stdout
+        == run_main(
+            "--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", PROMPT
+        ).stdout
+    )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("flags", "message"), [
-    ((), "error: --load"), (("--top-k", "-1"), "error: --top-k must be at least 0")])
-def test_a_fault_that_all_ranks_meet_is_said_once(tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [((), "error: --load"), (("--top-k", "-1"), "error: --top-k must be at least 0")],
+)
+def test_a_fault_that_all_ranks_meet_is_said_once(
+    tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
     """Rank 0 speaks first, and torchrun ends the others."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-                "megatron_lite.tools.generate", "--load", str(tmp_path), "--prompt", "1"]
-    done = subprocess.run([*torchrun, *flags], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
-                          check=False)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "megatron_lite.tools.generate",
+        "--load",
+        str(tmp_path),
+        "--prompt",
+        "1",
+    ]
+    done = subprocess.run(
+        [*torchrun, *flags],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
     assert done.returncode != 0
-    assert done.stderr.count(message) == done.stderr.count(" error: ") + done.stderr.startswith("error: ") == 1
+    assert (
+        done.stderr.count(message)
+        == done.stderr.count(" error: ") + done.stderr.startswith("error: ")
+        == 1
+    )
 
 
 def test_a_character_that_the_terminal_lacks_is_replaced(checkpoint: str) -> None:
     """The prompt is printed as it came: NullTokenizer reads its wide digit as 5."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with redirect_stdout(terminal):
-        status = main(["--load", checkpoint, "--prompt", "\uff15 17", "--greedy", "--max-new-tokens", "2",
-                       "--distributed-backend", "gloo"])
+        status = main(
+            [
+                "--load",
+                checkpoint,
+                "--prompt",
+                "\uff15 17",
+                "--greedy",
+                "--max-new-tokens",
+                "2",
+                "--distributed-backend",
+                "gloo",
+            ]
+        )
     assert status == 0
     terminal.seek(0)
     assert terminal.read().startswith("? 17")
@@ -359,32 +557,60 @@ def test_a_character_that_the_terminal_lacks_is_replaced(checkpoint: str) -> Non
 
 # --- bad input ---
 
+
 def test_faults_end_with_status_2_and_one_line(checkpoint: str, tmp_path: Path) -> None:
     faults = {
         f"--load {tmp_path}": ("--load", str(tmp_path), "--prompt", "1"),
-        "--iteration 7: no such checkpoint": ("--load", checkpoint, "--prompt", "1", "--iteration", "7"),
+        "--iteration 7: no such checkpoint": (
+            "--load",
+            checkpoint,
+            "--prompt",
+            "1",
+            "--iteration",
+            "7",
+        ),
         "(there: 6, 12)": ("--load", checkpoint, "--prompt", "1", "--iteration", "7"),
         "token ids": ("--load", checkpoint, "--prompt", "word"),
         "--tokenizer-model is no part of the checkpoint's NullTokenizer": (
-            "--load", checkpoint, "--prompt", "1", "--tokenizer-model", "x"),
+            "--load",
+            checkpoint,
+            "--prompt",
+            "1",
+            "--tokenizer-model",
+            "x",
+        ),
     }
     for message, arguments in faults.items():
         output = run_main(*arguments)
         assert (output.status, output.stdout) == (2, "")
-        assert message in output.stderr and output.stderr.startswith("error: ") and output.stderr.count("\n") == 1
+        assert (
+            message in output.stderr
+            and output.stderr.startswith("error: ")
+            and output.stderr.count("\n") == 1
+        )
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(checkpoint: str) -> None:
     results = run_ranks(generate_on_ranks, 3, "--load", checkpoint, "--prompt", "1")
     assert [result.status for result in results] == [2, 2, 2]
-    assert "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3" in results[0].stderr
+    assert (
+        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"
+        in results[0].stderr
+    )
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--greedy", "--top-p", "0.5"), "leave out"), (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
-    (("--temperature", "0"), "--temperature must be above 0"), (("--prompt", "-", "--prompt", "-"), "read once")])
-def test_flags_that_contradict_are_refused(arguments: tuple[str, ...], message: str,
-                                           capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--greedy", "--top-p", "0.5"), "leave out"),
+        (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1"),
+        (("--temperature", "0"), "--temperature must be above 0"),
+        (("--prompt", "-", "--prompt", "-"), "read once"),
+    ],
+)
+def test_flags_that_contradict_are_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--load", "x", "--prompt", "1", *arguments])
     assert stopped.value.code == 2
@@ -392,13 +618,24 @@ def test_flags_that_contradict_are_refused(arguments: tuple[str, ...], message: 
 
 
 def test_moved_tokenizer_files_replace_the_saved_ones() -> None:
-    saved = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="old.json", vocab_size=50)
-    moved = tokenizer_with_files(saved, {"tokenizer_model": "new.json", "vocab_file": None, "merge_file": None})
+    saved = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model="old.json", vocab_size=50
+    )
+    moved = tokenizer_with_files(
+        saved, {"tokenizer_model": "new.json", "vocab_file": None, "merge_file": None}
+    )
     assert moved == replace(saved, tokenizer_model="new.json")
 
 
-def test_a_tokenizer_of_more_ids_than_the_model_is_refused(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_lite.tools.generate.build_tokenizer", lambda config: ByteTokenizer())
+def test_a_tokenizer_of_more_ids_than_the_model_is_refused(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "megatron_lite.tools.generate.build_tokenizer", lambda config: ByteTokenizer()
+    )
     output = run_main("--load", checkpoint, "--prompt", "a")
-    assert (output.status, output.stderr) == (2, "error: the tokenizer has 257 ids, the model 99: it is not the one that the "
-                                                 "model was trained with\n")
+    assert (output.status, output.stderr) == (
+        2,
+        "error: the tokenizer has 257 ids, the model 99: it is not the one that the "
+        "model was trained with\n",
+    )

@@ -19,8 +19,19 @@ def write_jsonl(path: Path, texts: list[str] = DOCUMENTS) -> str:
 
 def preprocess(tmp_path: Path, *flags: str, source: str | None = None, vocab_size: int = 50) -> int:
     source = source or write_jsonl(tmp_path / "in.jsonl")
-    return preprocess_data.main(["--input", source, "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "NullTokenizer",
-                                 "--vocab-size", str(vocab_size), *flags])
+    return preprocess_data.main(
+        [
+            "--input",
+            source,
+            "--output-prefix",
+            str(tmp_path / "out"),
+            "--tokenizer-type",
+            "NullTokenizer",
+            "--vocab-size",
+            str(vocab_size),
+            *flags,
+        ]
+    )
 
 
 def sequences(prefix: Path) -> list[list[int]]:
@@ -36,12 +47,22 @@ def test_documents_are_written_in_order_under_megatrons_name(tmp_path: Path) -> 
     assert preprocess(tmp_path) == 0
     assert files(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
-    assert IndexedDataset(str(tmp_path / "out_text_document")).document_indices.tolist() == [0, 1, 1, 2, 3]
+    assert IndexedDataset(str(tmp_path / "out_text_document")).document_indices.tolist() == [
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_append_eod_ends_every_document_that_has_tokens(tmp_path: Path) -> None:
     assert preprocess(tmp_path, "--append-eod") == 0
-    assert sequences(tmp_path / "out_text_document") == [[3, 1, 4, 50], [1, 5, 9, 2, 6, 50], [5, 50]]
+    assert sequences(tmp_path / "out_text_document") == [
+        [3, 1, 4, 50],
+        [1, 5, 9, 2, 6, 50],
+        [5, 50],
+    ]
 
 
 def test_each_key_gets_a_dataset(tmp_path: Path) -> None:
@@ -51,19 +72,32 @@ def test_each_key_gets_a_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65498, "uint16"), (65499, "int32")])
-def test_token_type_follows_the_vocabulary_with_its_end_of_document(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+def test_token_type_follows_the_vocabulary_with_its_end_of_document(
+    tmp_path: Path, vocab_size: int, dtype: str
+) -> None:
     assert preprocess(tmp_path, vocab_size=vocab_size) == 0
     assert IndexedDataset(str(tmp_path / "out_text_document")).dtype.name == dtype
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_workers_do_not_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int) -> None:
+def test_workers_do_not_change_a_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
+) -> None:
     monkeypatch.setattr(preprocess_data, "CHUNK_BYTES", 40)
-    source = write_jsonl(tmp_path / "in.jsonl", [" ".join(map(str, range(number % 13, 50))) for number in range(200)])
+    source = write_jsonl(
+        tmp_path / "in.jsonl", [" ".join(map(str, range(number % 13, 50))) for number in range(200)]
+    )
     written = []
     for workers in (partitions, 2 * partitions):
-        assert preprocess(tmp_path, "--workers", str(workers), "--partitions", str(partitions), source=source) == 0
-        written.append([(tmp_path / f"out_text_document.{ending}").read_bytes() for ending in ("bin", "idx")])
+        assert (
+            preprocess(
+                tmp_path, "--workers", str(workers), "--partitions", str(partitions), source=source
+            )
+            == 0
+        )
+        written.append(
+            [(tmp_path / f"out_text_document.{ending}").read_bytes() for ending in ("bin", "idx")]
+        )
     assert written[0] == written[1]
 
 
@@ -80,14 +114,21 @@ BAD_LINES = {
     '{"text": 7}': "in.jsonl:3: expected a string under 'text', found int",
     '{"text": "1 x"}': "in.jsonl:3: --tokenizer-type NullTokenizer takes token ids",
     '{"text": "50"}': "in.jsonl:3: token id 50 is not in [0, 50)",
-    '{"text": "99999999999999999999"}': "in.jsonl:3: token id 99999999999999999999 is not in [0, 50)",
-    '{"text": "a \\ud800 b"}': r"in.jsonl:3: character 3 of the text is '\ud800', which is no Unicode character",
+    '{"text": "99999999999999999999"}': (
+        "in.jsonl:3: token id 99999999999999999999 is not in [0, 50)"
+    ),
+    '{"text": "a \\ud800 b"}': (
+        r"in.jsonl:3: character 3 of the text is '\ud800', which is no "
+        r"Unicode character"
+    ),
     "[" * 100_000: "in.jsonl:3: not a line of JSON (",
 }
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=[line[:20] for line in BAD_LINES])
-def test_a_bad_line_is_named_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_a_bad_line_is_named_and_leaves_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "1"}\n\n' + line + '\n{"text": "2"}\n')
     assert preprocess(tmp_path, source=str(source)) == 2
@@ -96,8 +137,9 @@ def test_a_bad_line_is_named_and_leaves_no_files(tmp_path: Path, capsys: pytest.
     assert files(tmp_path) == set()
 
 
-def test_a_bad_line_in_a_worker_ends_the_run_too(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_line_in_a_worker_ends_the_run_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preprocess_data, "CHUNK_BYTES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 20 + ["x"] + ["1"] * 20)
     assert preprocess(tmp_path, "--workers", "2", source=source) == 2
@@ -112,18 +154,34 @@ def test_a_failed_run_keeps_the_data_of_the_last_one(tmp_path: Path) -> None:
     assert sequences(tmp_path / "out_text_document") == before
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (("--input", "none"), "--input none: no such file"),
-    (("--json-keys", "text", "title", "text"), "--json-keys text title text: a key is given twice"),
-    (("--vocab-size", "2147483648"), "--vocab-size 2147483648 is more ids than a dataset can hold: give at most 2147483647"),
-    (("--vocab-size", "9" * 30), f"--vocab-size {'9' * 30} is more ids"),
-    (("--workers", "0"), "--workers must be at least 1 (got 0)"),
-    (("--workers", "3", "--partitions", "2"), "--workers 3 is not divisible by --partitions 2"),
-    (("--tokenizer-type", "HuggingFaceTokenizer"), "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model"),
-    (("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "none"), "--tokenizer-model none: no such file"),
-])
-def test_bad_flags_are_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...],
-                                             message: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--input", "none"), "--input none: no such file"),
+        (
+            ("--json-keys", "text", "title", "text"),
+            "--json-keys text title text: a key is given twice",
+        ),
+        (
+            ("--vocab-size", "2147483648"),
+            "--vocab-size 2147483648 is more ids than a dataset can hold: give at most 2147483647",
+        ),
+        (("--vocab-size", "9" * 30), f"--vocab-size {'9' * 30} is more ids"),
+        (("--workers", "0"), "--workers must be at least 1 (got 0)"),
+        (("--workers", "3", "--partitions", "2"), "--workers 3 is not divisible by --partitions 2"),
+        (
+            ("--tokenizer-type", "HuggingFaceTokenizer"),
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model",
+        ),
+        (
+            ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "none"),
+            "--tokenizer-model none: no such file",
+        ),
+    ],
+)
+def test_bad_flags_are_one_line_and_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
     assert preprocess(tmp_path, *flags) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
@@ -135,28 +193,37 @@ def test_flags_are_not_abbreviated(tmp_path: Path) -> None:
         preprocess(tmp_path, "--append")
 
 
-def test_an_input_without_documents_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_input_without_documents_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert preprocess(tmp_path, source=write_jsonl(tmp_path / "in.jsonl", [])) == 2
     assert "no documents in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [(), ("--append-eod",), ("--json-keys", "title", "text")])
-def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                                 flags: tuple[str, ...]) -> None:
+def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "", "title": "1"}\n{"text": " ", "title": "2"}\n')
     assert preprocess(tmp_path, *flags, source=str(source)) == 2
-    assert "in.jsonl: no tokens in it, every text under 'text' is empty\n" in capsys.readouterr().err
+    assert (
+        "in.jsonl: no tokens in it, every text under 'text' is empty\n" in capsys.readouterr().err
+    )
     assert files(tmp_path) == set()
 
 
-def test_progress_lines_come_every_log_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_lines_come_every_log_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preprocess_data, "CHUNK_BYTES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 10)
     assert preprocess(tmp_path, "--log-interval", "4", source=source) == 0
     captured = capsys.readouterr()
-    assert [line.split(" (")[0] for line in captured.err.splitlines()] == ["processed 4 documents", "processed 8 documents"]
+    assert [line.split(" (")[0] for line in captured.err.splitlines()] == [
+        "processed 4 documents",
+        "processed 8 documents",
+    ]
     assert captured.out == f"{tmp_path}/out_text_document.bin: 10 documents, 10 tokens of uint16\n"
 
 
@@ -164,38 +231,78 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     """Train it, tokenize with it, and read the texts back from the .bin."""
     pytest.importorskip("tokenizers")
     from megatron_lite.data.tokenizers import HuggingFaceTokenizer
+
     texts = ["the cat sat on the mat\n", "naïve 東京 🙂 the hat", "a\tb"] * 5
     write_documents(str(tmp_path / "in.jsonl"), texts)
     tokenizer_folder = tmp_path / "tokenizer"
     for _ in range(2):  # the same file each time
-        assert train_tokenizer.main(["--input", str(tmp_path / "in.jsonl"), "--vocab-size", "270",
-                                     "--output", str(tokenizer_folder)]) == 0
+        assert (
+            train_tokenizer.main(
+                [
+                    "--input",
+                    str(tmp_path / "in.jsonl"),
+                    "--vocab-size",
+                    "270",
+                    "--output",
+                    str(tokenizer_folder),
+                ]
+            )
+            == 0
+        )
         before = (tokenizer_folder / "tokenizer.json").read_bytes()
     assert (tokenizer_folder / "tokenizer.json").read_bytes() == before
     tokenizer = HuggingFaceTokenizer(str(tokenizer_folder))
     assert (tokenizer.vocab_size, tokenizer.eod) == (270, 0)
     assert len(tokenizer.tokenize("the the the")) < 8
-    assert preprocess(tmp_path, "--append-eod", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model",
-                      str(tokenizer_folder), source=str(tmp_path / "in.jsonl")) == 0
+    assert (
+        preprocess(
+            tmp_path,
+            "--append-eod",
+            "--tokenizer-type",
+            "HuggingFaceTokenizer",
+            "--tokenizer-model",
+            str(tokenizer_folder),
+            source=str(tmp_path / "in.jsonl"),
+        )
+        == 0
+    )
     read = sequences(tmp_path / "out_text_document")
     assert [tokenizer.detokenize(ids) for ids in read] == [text + "<|endoftext|>" for text in texts]
     assert all(ids.count(0) == 1 for ids in read)
 
 
-@pytest.mark.parametrize("line", [r'{"text": "a \ud800 b"}', "[" * 100_000], ids=["surrogate", "nesting"])
-def test_train_tokenizer_names_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+@pytest.mark.parametrize(
+    "line", [r'{"text": "a \ud800 b"}', "[" * 100_000], ids=["surrogate", "nesting"]
+)
+def test_train_tokenizer_names_a_bad_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' + line + "\n")
-    assert train_tokenizer.main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "tokenizer")]) == 2
+    assert (
+        train_tokenizer.main(
+            ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "tokenizer")]
+        )
+        == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "in.jsonl:2: " in error and error.count("\n") == 1
     assert files(tmp_path) == set()
 
 
-@pytest.mark.parametrize(("flags", "message"), [(("--vocab-size", "256"), "--vocab-size must be at least 257"),
-                                                (("--input", "none"), "--input none: no such file")])
-def test_train_tokenizer_names_bad_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...],
-                                         message: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--vocab-size", "256"), "--vocab-size must be at least 257"),
+        (("--input", "none"), "--input none: no such file"),
+    ],
+)
+def test_train_tokenizer_names_bad_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
     source = write_jsonl(tmp_path / "in.jsonl")
-    assert train_tokenizer.main(["--input", source, "--output", str(tmp_path / "tokenizer"), *flags]) == 2
+    assert (
+        train_tokenizer.main(["--input", source, "--output", str(tmp_path / "tokenizer"), *flags])
+        == 2
+    )
     assert capsys.readouterr().err.startswith(f"error: {message}")
     assert files(tmp_path) == set()

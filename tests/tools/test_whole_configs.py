@@ -1,4 +1,5 @@
-"""Whole config files, in the shape that each system ships, through translate_recompute and on into the launcher's parser.
+"""Whole config files, in the shape that each system ships, through translate_recompute and on into
+the launcher's parser.
 
 The files in configs/ were written for this test.
 """
@@ -30,21 +31,52 @@ WRAPPED = "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping"
 # File, the arguments it needs, what it prints, and the second word of each note.
 TRANSLATIONS = [
     ("torchtitan_debug.toml", "--num-layers 6", "--recompute-policy every-2+1:full", []),
-    ("torchtitan_8b.toml", "", OPS, ["early_stop", "training.enable_cpu_offload", "parallelism.fsdp_reshard_after_forward",
-                                     "compile"]),
+    (
+        "torchtitan_8b.toml",
+        "",
+        OPS,
+        [
+            "early_stop",
+            "training.enable_cpu_offload",
+            "parallelism.fsdp_reshard_after_forward",
+            "compile",
+        ],
+    ),
     ("torchtitan_budget.toml", "", "--torch-compile --activation-memory-budget 0.25", []),
     ("torchtitan_default.toml", "--num-layers 2", "--recompute-policy every-2+1:full", ["the"]),
     ("torchtune_full.yaml", "", f"--recompute-policy '*:full@host' {WRAPPED}", []),
-    ("torchtune_selective.yaml", "--num-layers 3", "--recompute-policy every-3+2:full", ["compile", "fsdp_cpu_offload"]),
+    (
+        "torchtune_selective.yaml",
+        "--num-layers 3",
+        "--recompute-policy every-3+2:full",
+        ["compile", "fsdp_cpu_offload"],
+    ),
     ("torchtune_grpo.yaml", "", "--recompute-policy '*:full'", []),
     ("modalities_fsdp2.yaml", "", "--recompute-policy every-2+1:full", ["layers_fqn", "the"]),
-    ("modalities_fsdp2.yaml", "--component unused_model", "--recompute-policy '*:full'", ["layers_fqn", "the"]),
+    (
+        "modalities_fsdp2.yaml",
+        "--component unused_model",
+        "--recompute-policy '*:full'",
+        ["layers_fqn", "the"],
+    ),
     ("modalities_fsdp1.yaml", "", "--recompute-policy '*:full'", []),
     ("modalities_early.yaml", "", "--recompute-policy '*:full'", []),
-    ("deepspeed_zero3.json", "--tp 2", "--recompute-policy '*:full@split+host' --contiguous-saved-activations",
-     ["number_checkpoints", "zero_optimization.offload_optimizer"]),
+    (
+        "deepspeed_zero3.json",
+        "--tp 2",
+        "--recompute-policy '*:full@split+host' --contiguous-saved-activations",
+        ["number_checkpoints", "zero_optimization.offload_optimizer"],
+    ),
     ("deepspeed_plain.json", "", "--recompute-policy '*:full'", []),
-    ("oslo_v2.json", "", "--recompute-policy '*:full@split' --contiguous-saved-activations --tensor-model-parallel-size 2", []),
+    (
+        "oslo_v2.json",
+        "",
+        (
+            "--recompute-policy '*:full@split' --contiguous-saved-activations "
+            "--tensor-model-parallel-size 2"
+        ),
+        [],
+    ),
     ("oslo_v3.json", "", "--recompute-policy '*:full@host'", []),
 ]
 
@@ -52,8 +84,12 @@ TRANSLATIONS = [
 def launched(flags: tuple[str, ...], num_layers: int) -> str:
     """What the launcher says against a run with these flags, or nothing."""
     ranks = 2 if "split" in flags[1] else 1
-    run = shlex.split(f"--num-layers {num_layers} --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
-                      f"--max-position-embeddings 16 --attention-dropout 0 --tensor-model-parallel-size {ranks} --vocab-size 64")
+    run = shlex.split(
+        f"--num-layers {num_layers} --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+        "--micro-batch-size 2 "
+        "--max-position-embeddings 16 --attention-dropout 0 --tensor-model-parallel-size "
+        f"{ranks} --vocab-size 64"
+    )
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         try:
             parse_args([*run, *flags])
@@ -63,8 +99,9 @@ def launched(flags: tuple[str, ...], num_layers: int) -> str:
 
 
 @pytest.mark.parametrize(("file", "arguments", "printed", "notes"), TRANSLATIONS)
-def test_a_whole_file_is_translated_without_saying_whose_it_is(file: str, arguments: str, printed: str, notes: list[str],
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_file_is_translated_without_saying_whose_it_is(
+    file: str, arguments: str, printed: str, notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert translate_recompute.main([str(CONFIGS / file), *arguments.split()]) == 0
     out, err = capsys.readouterr()
     assert out == printed + "\n"
@@ -73,14 +110,19 @@ def test_a_whole_file_is_translated_without_saying_whose_it_is(file: str, argume
 
 
 @pytest.mark.parametrize("file", sorted({row[0] for row in TRANSLATIONS}))
-def test_a_file_is_told_by_its_keys_alone(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_told_by_its_keys_alone(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also under a name without an ending, and as JSON."""
     config = read_config_file(str(CONFIGS / file))
     system, options = file.partition("_")[0], ["--tp", "2"] if file.startswith("deepspeed") else []
     assert systems_of(config) == (system,)
     printed = []
-    for path, content in ((CONFIGS / file, None), (tmp_path / "config", (CONFIGS / file).read_text()),
-                          (tmp_path / "config.json", json.dumps(config))):
+    for path, content in (
+        (CONFIGS / file, None),
+        (tmp_path / "config", (CONFIGS / file).read_text()),
+        (tmp_path / "config.json", json.dumps(config)),
+    ):
         if content is not None:
             path.write_text(content)
         for words in ([str(path)], ["--json", str(path), "--from", system]):
@@ -94,54 +136,93 @@ def test_every_file_of_the_folder_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("file", sorted({row[0] for row in TRANSLATIONS}))
-def test_another_systems_name_for_it_is_an_error(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_systems_name_for_it_is_an_error(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     whose = file.partition("_")[0]
     for system in sorted(set(SYSTEMS) - {whose}):
         assert translate_recompute.main(["--from", system, str(CONFIGS / file)]) == 2
-        assert f"this is a config of {whose}, not of {system}: leave --from {system} out\n" in capsys.readouterr().err
+        assert (
+            f"this is a config of {whose}, not of {system}: leave --from {system} out\n"
+            in capsys.readouterr().err
+        )
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ('{"activation_checkpointing": {"cpu_checkpointing": true}}', "its keys fit deepspeed and oslo: give --from"),
-    ('{"activation_checkpointing": {}}', "its keys fit deepspeed and oslo: give --from"),
-    ('{"learning_rate": 1}', "none of its keys tells: give --from"), ("[]", "none of its keys tells"),
-    ('{"ac_mode": "full", "zero_optimization": {}}', "its keys fit torchtune and deepspeed"),
-    ('{"train_batch_size": 8}', "deepspeed: there is no section activation_checkpointing, so nothing is said of recomputation"),
-])
-def test_a_file_that_tells_nothing_or_too_much_asks_for_the_system(text: str, message: str, tmp_path: Path,
-                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"activation_checkpointing": {"cpu_checkpointing": true}}',
+            "its keys fit deepspeed and oslo: give --from",
+        ),
+        ('{"activation_checkpointing": {}}', "its keys fit deepspeed and oslo: give --from"),
+        ('{"learning_rate": 1}', "none of its keys tells: give --from"),
+        ("[]", "none of its keys tells"),
+        ('{"ac_mode": "full", "zero_optimization": {}}', "its keys fit torchtune and deepspeed"),
+        (
+            '{"train_batch_size": 8}',
+            (
+                "deepspeed: there is no section activation_checkpointing, so nothing is said of "
+                "recomputation"
+            ),
+        ),
+    ],
+)
+def test_a_file_that_tells_nothing_or_too_much_asks_for_the_system(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.json").write_text(text)
     assert translate_recompute.main([str(tmp_path / "a.json")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
 
 
-def test_modalities_own_number_of_layers_decides_unless_one_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modalities_own_number_of_layers_decides_unless_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The file has 4 layers: every ninth of them is none."""
     path = tmp_path / "a.yaml"
-    path.write_text((CONFIGS / "modalities_fsdp2.yaml").read_text().replace("ac_freq: 2", "ac_freq: 9"))
+    path.write_text(
+        (CONFIGS / "modalities_fsdp2.yaml").read_text().replace("ac_freq: 2", "ac_freq: 9")
+    )
     assert translate_recompute.main([str(path)]) == 0
     out, err = capsys.readouterr()
-    assert out == "--recompute-policy '*:none'\n" and "every-9+8:full names no layer of 4: nothing is recomputed by it" in err
+    assert (
+        out == "--recompute-policy '*:none'\n"
+        and "every-9+8:full names no layer of 4: nothing is recomputed by it" in err
+    )
     assert translate_recompute.main([str(path), "--num-layers", "9"]) == 0
     assert capsys.readouterr().out == "--recompute-policy every-9+8:full\n"
 
 
-def test_a_component_that_the_run_does_not_use_recomputes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_component_that_the_run_does_not_use_recomputes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text((CONFIGS / "modalities_fsdp2.yaml").read_text().replace("instance_key: activation_checkpointed_model",
-                                                                            "instance_key: model_raw"))
+    path.write_text(
+        (CONFIGS / "modalities_fsdp2.yaml")
+        .read_text()
+        .replace("instance_key: activation_checkpointed_model", "instance_key: model_raw")
+    )
     assert translate_recompute.main([str(path)]) == 0
     out, err = capsys.readouterr()
-    assert out == "--recompute-policy '*:none'\n" and "no component activation_checkpointed is in use" in err
+    assert (
+        out == "--recompute-policy '*:none'\n"
+        and "no component activation_checkpointed is in use" in err
+    )
 
 
-def test_of_several_components_one_must_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_several_components_one_must_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "a.yaml"
     path.write_text((CONFIGS / "modalities_fsdp2.yaml").read_text().replace("app_state:", "state:"))
     assert translate_recompute.main([str(path)]) == 2
     several = "activation_checkpointed_model, unused_model"
-    assert f"several components recompute ({several}): give --component NAME" in capsys.readouterr().err
+    assert (
+        f"several components recompute ({several}): give --component NAME"
+        in capsys.readouterr().err
+    )
     assert translate_recompute.main([str(path), "--component", "optimizer"]) == 2
     assert f"no component 'optimizer' recomputes (these do: {several})" in capsys.readouterr().err
 
@@ -149,38 +230,89 @@ def test_of_several_components_one_must_be_named(tmp_path: Path, capsys: pytest.
 def configs() -> Iterator[tuple[str, Any]]:
     """(system, config) of each kind of setting."""
     for enabled, mode, option, offloaded, wrapped in itertools.product(
-            (False, True), (None, "full", "selective"), (2, 4, "op"), (False, True), (False, True)):
-        yield "torchtune", {"enable_activation_checkpointing": enabled, "ac_mode": mode, "ac_option": option,
-                            "enable_activation_offloading": offloaded and enabled, "memory_efficient_wrapping": wrapped}
-    for mode, option in itertools.product(("none", "full", "selective", "memory_budget"), ("1", "3", "op")):
-        yield "torchtitan", {"activation_checkpoint": {"mode": mode, "selective_ac_option": option}, "compile": {"enable": True}}
-    for variant, given in (("full", {}), ("selective_layer", {"ac_freq": 9}), ("selective_layer", {"ac_freq": 1}),
-                           ("selective_op", {"save_ops_keys": ["ops.aten.mm.default"]})):
-        yield "modalities", {"ac_variant": f"{variant}_activation_checkpointing", "ac_fun_params": given, "layers_fqn": "h"}
+        (False, True), (None, "full", "selective"), (2, 4, "op"), (False, True), (False, True)
+    ):
+        yield (
+            "torchtune",
+            {
+                "enable_activation_checkpointing": enabled,
+                "ac_mode": mode,
+                "ac_option": option,
+                "enable_activation_offloading": offloaded and enabled,
+                "memory_efficient_wrapping": wrapped,
+            },
+        )
+    for mode, option in itertools.product(
+        ("none", "full", "selective", "memory_budget"), ("1", "3", "op")
+    ):
+        yield (
+            "torchtitan",
+            {
+                "activation_checkpoint": {"mode": mode, "selective_ac_option": option},
+                "compile": {"enable": True},
+            },
+        )
+    for variant, given in (
+        ("full", {}),
+        ("selective_layer", {"ac_freq": 9}),
+        ("selective_layer", {"ac_freq": 1}),
+        ("selective_op", {"save_ops_keys": ["ops.aten.mm.default"]}),
+    ):
+        yield (
+            "modalities",
+            {
+                "ac_variant": f"{variant}_activation_checkpointing",
+                "ac_fun_params": given,
+                "layers_fqn": "h",
+            },
+        )
     for name in ("GPT2Block", "TransformerMLP"):
         yield "modalities", {"activation_checkpointing_modules": [name]}
     for split, host, contiguous in itertools.product((False, True), repeat=3):
         if split or not contiguous:
-            yield "deepspeed", {"activation_checkpointing": {"partition_activations": split, "cpu_checkpointing": host,
-                                                             "contiguous_memory_optimization": contiguous}}
-            yield "oslo", {"activation_checkpointing": {"enable": True, "partitioned_checkpointing": split,
-                                                        "cpu_checkpointing": host, "contiguous_checkpointing": contiguous},
-                           "tensor_parallel_size": 2}
+            yield (
+                "deepspeed",
+                {
+                    "activation_checkpointing": {
+                        "partition_activations": split,
+                        "cpu_checkpointing": host,
+                        "contiguous_memory_optimization": contiguous,
+                    }
+                },
+            )
+            yield (
+                "oslo",
+                {
+                    "activation_checkpointing": {
+                        "enable": True,
+                        "partitioned_checkpointing": split,
+                        "cpu_checkpointing": host,
+                        "contiguous_checkpointing": contiguous,
+                    },
+                    "tensor_parallel_size": 2,
+                },
+            )
 
 
 @pytest.mark.parametrize("num_layers", LAYER_COUNTS)
 def test_the_launcher_accepts_every_translation(num_layers: int) -> None:
     accepted = lru_cache(launched)
     for system, config in configs():
-        translation = translated(config, system, 2 if system in PARTITIONING else None, num_layers=num_layers)
+        translation = translated(
+            config, system, 2 if system in PARTITIONING else None, num_layers=num_layers
+        )
         assert accepted(translation.flags, num_layers) == "", (config, translation)
     assert accepted.cache_info().currsize > 15
 
 
 @pytest.mark.parametrize("num_layers", LAYER_COUNTS)
-def test_without_the_number_of_layers_a_note_says_how_many_the_launcher_asks_for(num_layers: int) -> None:
+def test_without_the_number_of_layers_a_note_says_how_many_the_launcher_asks_for(
+    num_layers: int,
+) -> None:
     for step in (1, 2, 4):
         translation = translated({"ac_mode": "selective", "ac_option": step}, "torchtune")
         refused = launched(translation.flags, num_layers) != ""
         assert refused == (num_layers < step)
-        assert [f"needs a stage of {step} layers or more" in note for note in translation.notes] == [True] * (step > 1)
+        assert [
+            f"needs a stage of {step} layers or more" in note for note in translation.notes
+        ] == [True] * (step > 1)

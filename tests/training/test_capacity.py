@@ -1,4 +1,5 @@
-"""Sizes that no machine of this run can hold are one message with both numbers, before the first tensor is made."""
+"""Sizes that no machine of this run can hold are one message with both numbers, before the first
+tensor is made."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import capacity
 from megatron_lite.training.build_trainer import build_trainer
-from megatron_lite.training.capacity import check_fits, least_bytes, memory_bytes, told_where_memory_runs_out
+from megatron_lite.training.capacity import (
+    check_fits,
+    least_bytes,
+    memory_bytes,
+    told_where_memory_runs_out,
+)
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.programs import program
 from tests.support.ranks import run_ranks
@@ -29,30 +35,48 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("rule", ["adam", "muon"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_lower_bound_is_what_a_run_holds_for_its_parameters(bf16: bool, rule: str) -> None:
-    run = replace(RUN, training=replace(RUN.training, bf16=bf16), optimizer=OptimizerConfig(optimizer=rule))
+    run = replace(
+        RUN, training=replace(RUN.training, bf16=bf16), optimizer=OptimizerConfig(optimizer=rule)
+    )
     with parallel_state(run.parallel, seed=1) as parallel:
         trainer = build_trainer(run, parallel)
         trainer.saver.__exit__(None, None, None)
         weights = list(trainer.model.parameters())
         count = sum(weight.numel() for weight in weights)
-        states = sum(value.numel() * value.element_size() for state in trainer.optimizer.states.values()
-                     for value in state.values() if value.numel() > 1)
-        gradients = sum(grad.numel() * grad.element_size() for grad in trainer.optimizer.buffer.grads.values())
+        states = sum(
+            value.numel() * value.element_size()
+            for state in trainer.optimizer.states.values()
+            for value in state.values()
+            if value.numel() > 1
+        )
+        gradients = sum(
+            grad.numel() * grad.element_size() for grad in trainer.optimizer.buffer.grads.values()
+        )
         assert gradients == 4 * count and states > 4 * count
-        assert least_bytes(run, parallel) == sum(one.numel() * one.element_size() for one in weights) + gradients + states
+        assert (
+            least_bytes(run, parallel)
+            == sum(one.numel() * one.element_size() for one in weights) + gradients + states
+        )
 
 
-@pytest.mark.parametrize(("options", "whole", "shared"), [
-    (DataParallelConfig(), 18, 0), (DataParallelConfig(use_torch_fsdp2=True), 0, 18),
-    (DataParallelConfig(use_distributed_optimizer=True), 6, 12)])
-def test_what_data_parallel_ranks_share_counts_for_its_share(options: DataParallelConfig, whole: int, shared: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "whole", "shared"),
+    [
+        (DataParallelConfig(), 18, 0),
+        (DataParallelConfig(use_torch_fsdp2=True), 0, 18),
+        (DataParallelConfig(use_distributed_optimizer=True), 6, 12),
+    ],
+)
+def test_what_data_parallel_ranks_share_counts_for_its_share(
+    options: DataParallelConfig, whole: int, shared: int
+) -> None:
     run = replace(RUN, training=replace(RUN.training, bf16=True), data_parallel=options)
     parallel = ParallelState(device=CPU, rng=None, dp_size=4)  # type: ignore[arg-type]
     count = capacity.rank_parameter_count(run, 0)
     assert least_bytes(run, parallel) == whole * count + shared * count // 4
 
 
-def test_a_model_beyond_the_memory_of_the_host_is_refused_on_every_rank_with_both_numbers() -> None:
+def test_a_model_beyond_the_hosts_memory_is_refused_on_every_rank_with_numbers() -> None:
     def work(rank: int, world_size: int) -> str:
         capacity.memory_bytes = lambda device: 3 << 20  # type: ignore[assignment]
         try:
@@ -62,17 +86,29 @@ def test_a_model_beyond_the_memory_of_the_host_is_refused_on_every_rank_with_bot
             return str(error)
         return "fits"
 
-    wide = tiny_run(model=dict(hidden_size=128, num_attention_heads=4), learning_rate=0.001)  # 6.4 MiB
+    # 6.4 MiB
+    wide = tiny_run(model=dict(hidden_size=128, num_attention_heads=4), learning_rate=0.001)
     for text in run_ranks(work, 2):
-        assert text.startswith("the model does not fit: weights, gradients and optimizer state of one rank take ")
-        assert "for its 2 ranks there), and " in text and "has 3.000 MiB: give more ranks (--tensor-model-parallel-size" in text
+        assert text.startswith(
+            "the model does not fit: weights, gradients and optimizer state of one rank take "
+        )
+        assert (
+            "for its 2 ranks there), and " in text
+            and "has 3.000 MiB: give more ranks (--tensor-model-parallel-size" in text
+        )
 
 
-def test_ranks_of_one_host_are_counted_together_and_those_of_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_host_are_counted_together_and_those_of_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with parallel_state(RUN.parallel, seed=1) as parallel:
         needed = least_bytes(RUN, parallel)
         monkeypatch.setattr(capacity, "memory_bytes", lambda device: 2 * needed)
-        for hosts, fits in ((["a", "b", "b"], True), (["a", "a", "b"], True), (["a", "a", "a"], False)):
+        for hosts, fits in (
+            (["a", "b", "b"], True),
+            (["a", "a", "b"], True),
+            (["a", "a", "a"], False),
+        ):
             monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel, hosts=hosts: hosts)
             monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
             if fits:
@@ -82,11 +118,16 @@ def test_ranks_of_one_host_are_counted_together_and_those_of_others_are_not(monk
                     check_fits(RUN, parallel)
 
 
-@pytest.mark.parametrize(("limits", "expected"), [
-    (["max"], 3 << 30), (["1048576"], 1 << 20), ([str(1 << 62)], 3 << 30), ([], 3 << 30)])
-def test_the_limit_of_the_control_group_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                 limits: list[str], expected: int) -> None:
-    (tmp_path / "meminfo").write_text(f"MemTotal: {2 << 20} kB\nMemFree: 1 kB\nSwapTotal: {1 << 20} kB\n")
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [(["max"], 3 << 30), (["1048576"], 1 << 20), ([str(1 << 62)], 3 << 30), ([], 3 << 30)],
+)
+def test_the_limit_of_the_control_group_counts_where_it_is_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: list[str], expected: int
+) -> None:
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: {2 << 20} kB\nMemFree: 1 kB\nSwapTotal: {1 << 20} kB\n"
+    )
     for limit in limits:
         (tmp_path / "memory.max").write_text(limit + "\n")
     monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
@@ -108,25 +149,50 @@ def _as_cuda() -> None:
 
 @pytest.mark.parametrize("allocate", [_too_much, _too_much_for_numpy, _as_cuda])
 def test_an_allocation_that_fails_in_the_build_is_one_line_with_both_numbers(allocate) -> None:
-    with parallel_state(RUN.parallel, seed=1) as parallel, pytest.raises(InputError) as fault, \
-            told_where_memory_runs_out(RUN, parallel):
+    with (
+        parallel_state(RUN.parallel, seed=1) as parallel,
+        pytest.raises(InputError) as fault,
+        told_where_memory_runs_out(RUN, parallel),
+    ):
         allocate()
     text = str(fault.value)
     assert text.startswith("out of memory while the run was built (") and "\n" not in text
-    assert "Weights, gradients and optimizer state of this rank take " in text and "for all ranks on it: give more ranks" in text
+    assert (
+        "Weights, gradients and optimizer state of this rank take " in text
+        and "for all ranks on it: give more ranks" in text
+    )
 
 
 def test_another_error_of_the_build_stays_what_it_is() -> None:
-    with parallel_state(RUN.parallel, seed=1) as parallel, pytest.raises(RuntimeError, match="shapes"), \
-            told_where_memory_runs_out(RUN, parallel):
+    with (
+        parallel_state(RUN.parallel, seed=1) as parallel,
+        pytest.raises(RuntimeError, match="shapes"),
+        told_where_memory_runs_out(RUN, parallel),
+    ):
         raise RuntimeError("shapes cannot be multiplied")
 
 
-@pytest.mark.parametrize("flags", [["--hidden-size", "1000000"], ["--num-layers", "1000000000"],
-                                   ["--ffn-hidden-size", str(2**60)]])
-def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--hidden-size", "1000000"],
+        ["--num-layers", "1000000000"],
+        ["--ffn-hidden-size", str(2**60)],
+    ],
+)
+def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(
+    tmp_path: Path, flags: list[str]
+) -> None:
     """Before --save is taken, and however many layers there are to list."""
-    arguments = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--save", str(tmp_path / "save"), *flags]
+    arguments = [
+        *SMALL_RUN,
+        *MOCK,
+        "--tensor-model-parallel-size",
+        "2",
+        "--save",
+        str(tmp_path / "save"),
+        *flags,
+    ]
     with program(arguments, ranks=2) as run:
         assert run.wait() == [2, 2], run.everything()
         (line,) = run.messages()
@@ -139,8 +205,12 @@ def test_memory_that_runs_out_in_the_build_of_one_rank_ends_all_with_one_line() 
         if rank == 1:
             build.build_stages = lambda *args: _too_much()  # type: ignore[assignment]
 
-    with program([*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2"], ranks=2, prepare=prepare) as run:
+    with program(
+        [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2"], ranks=2, prepare=prepare
+    ) as run:
         assert set(run.wait()) <= {1, 2}, run.everything()
         (line,) = run.messages()
-        assert line.startswith("pretrain_gpt.py: [rank 1] error: out of memory while the run was built (")
+        assert line.startswith(
+            "pretrain_gpt.py: [rank 1] error: out of memory while the run was built ("
+        )
         assert "Traceback" not in run.everything()

@@ -48,25 +48,55 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
-    config = tiny_run(metrics=tmp_path / "m", model=NO_DROPOUT, training=dict(train_iters=3, torch_compile=True))
+    config = tiny_run(
+        metrics=tmp_path / "m", model=NO_DROPOUT, training=dict(train_iters=3, torch_compile=True)
+    )
     run_to_end(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
     compiled = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     run_to_end(tiny_run(metrics=tmp_path / "eager", model=NO_DROPOUT, training=dict(train_iters=3)))
     eager = [json.loads(line) for line in (tmp_path / "eager").read_text().splitlines()]
-    assert [row["lm_loss"] for row in compiled] == pytest.approx([row["lm_loss"] for row in eager], rel=1e-5)
+    assert [row["lm_loss"] for row in compiled] == pytest.approx(
+        [row["lm_loss"] for row in eager], rel=1e-5
+    )
     assert {row["activation_bytes_predicted"] for row in compiled} == {None}
 
 
-@pytest.mark.parametrize(("training", "recompute", "tp_size", "message"), [
-    ({}, dict(activation_memory_budget=0.5), 1, "--activation-memory-budget 0.5 is a setting of torch's compiler"),
-    (dict(torch_compile=True), dict(recompute_policy="*:full"), 1, "instead of a recompute policy"),
-    (dict(torch_compile=True), {}, 2, "--torch-compile needs --tensor-model-parallel-size 1 (got 2)"),
-    (dict(torch_compile=True), dict(activation_memory_budget=3e9), 1, "a ratio between 0 (keep least) and 1"),
-])
-def test_what_does_not_go_together_is_refused(training: dict[str, object], recompute: dict[str, object], tp_size: int,
-                                             message: str) -> None:
+@pytest.mark.parametrize(
+    ("training", "recompute", "tp_size", "message"),
+    [
+        (
+            {},
+            dict(activation_memory_budget=0.5),
+            1,
+            "--activation-memory-budget 0.5 is a setting of torch's compiler",
+        ),
+        (
+            dict(torch_compile=True),
+            dict(recompute_policy="*:full"),
+            1,
+            "instead of a recompute policy",
+        ),
+        (
+            dict(torch_compile=True),
+            {},
+            2,
+            "--torch-compile needs --tensor-model-parallel-size 1 (got 2)",
+        ),
+        (
+            dict(torch_compile=True),
+            dict(activation_memory_budget=3e9),
+            1,
+            "a ratio between 0 (keep least) and 1",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    training: dict[str, object], recompute: dict[str, object], tp_size: int, message: str
+) -> None:
     with pytest.raises(ValueError) as raised:
-        replace(tiny_run(tp_size=tp_size, training=training), recompute=RecomputeConfig(**recompute))  # type: ignore[arg-type]
+        replace(
+            tiny_run(tp_size=tp_size, training=training), recompute=RecomputeConfig(**recompute)
+        )  # type: ignore[arg-type]
     assert message in str(raised.value)
 
 

@@ -1,4 +1,5 @@
-"""Runs in float16: the loss scale follows overflows, on every rank alike, through checkpoints, and nothing else changes."""
+"""Runs in float16: the loss scale follows overflows, on every rank alike, through checkpoints, and
+nothing else changes."""
 
 from __future__ import annotations
 
@@ -27,35 +28,53 @@ NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 CALM = dict(initial_loss_scale=1024.0)  # overflows nowhere by itself
 
 
-def fp16_run(scaling: dict[str, Any] = CALM, *, training: dict[str, Any] | None = None, **settings: Any) -> RunConfig:
+def fp16_run(
+    scaling: dict[str, Any] = CALM, *, training: dict[str, Any] | None = None, **settings: Any
+) -> RunConfig:
     config = tiny_run(training=dict(fp16=True, **(training or {})), **settings)
     return replace(config, loss_scaling=LossScaleConfig(**scaling))
 
 
-def overflow_in(monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], *, num_microbatches: int) -> None:
-    """One element of one parameter's gradient is infinite in the first micro-batch of those iterations, in this process."""
+def overflow_in(
+    monkeypatch: pytest.MonkeyPatch, iterations: tuple[int, ...], *, num_microbatches: int
+) -> None:
+    """One element of one parameter's gradient is infinite in the first micro-batch of those
+    iterations, in this process."""
     true_hidden_states, calls = GPTModel.hidden_states, []
 
     def hidden_states(self: GPTModel, *inputs: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) in [num_microbatches * (iteration - 1) + 1 for iteration in iterations]:
+
             def overflow(grad: torch.Tensor) -> torch.Tensor:
                 handle.remove()
                 return torch.where(torch.arange(grad.numel()).view_as(grad) == 3, math.inf, grad)
 
-            weight = next(value for name, value in self.named_parameters() if name.endswith("mlp.linear_fc1.weight"))
+            weight = next(
+                value
+                for name, value in self.named_parameters()
+                if name.endswith("mlp.linear_fc1.weight")
+            )
             handle = weight.register_hook(overflow)
         return true_hidden_states(self, *inputs)
 
     monkeypatch.setattr(GPTModel, "hidden_states", hidden_states)
 
 
-def _overflow_on_one(rank: int, world_size: int, axis: str, folder: Path, iterations: int) -> tuple[Any, ...]:
-    """Skipped iterations, the loss scale, and this rank's weights by name, where one rank's third step overflows."""
+def _overflow_on_one(
+    rank: int, world_size: int, axis: str, folder: Path, iterations: int
+) -> tuple[Any, ...]:
+    """Skipped iterations, the loss scale, and this rank's weights by name, where one rank's third
+    step overflows."""
     sizes = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
-    config = fp16_run(dict(CALM, hysteresis=1), metrics=folder / f"{iterations}",
-                      training=dict(train_iters=iterations, eval_iters=0))
-    config = replace(config, parallel=replace(config.parallel, **({sizes[axis]: 2} if axis in sizes else {})))
+    config = fp16_run(
+        dict(CALM, hysteresis=1),
+        metrics=folder / f"{iterations}",
+        training=dict(train_iters=iterations, eval_iters=0),
+    )
+    config = replace(
+        config, parallel=replace(config.parallel, **({sizes[axis]: 2} if axis in sizes else {}))
+    )
     with pytest.MonkeyPatch.context() as monkeypatch:
         if rank == (0 if axis == "pp" else 1):  # the stage that does not compute the loss
             overflow_in(monkeypatch, (3,), num_microbatches=2 if axis == "dp" else 4)
@@ -65,18 +84,26 @@ def _overflow_on_one(rank: int, world_size: int, axis: str, folder: Path, iterat
     return trainer.progress.skipped_iterations, trainer.optimizer.loss_scale.scale.item(), weights
 
 
-@pytest.mark.parametrize("axis", [pytest.param("dp", marks=pytest.mark.long), pytest.param("tp", marks=pytest.mark.long), "pp"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_halves_the_scale_and_training_recovers(tmp_path: Path,
-                                                                                             axis: str) -> None:
+@pytest.mark.parametrize(
+    "axis",
+    [pytest.param("dp", marks=pytest.mark.long), pytest.param("tp", marks=pytest.mark.long), "pp"],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_halves_the_scale_and_training_recovers(
+    tmp_path: Path, axis: str
+) -> None:
     before = run_ranks(_overflow_on_one, 2, axis, tmp_path, 2, detail=False)
     skipped = run_ranks(_overflow_on_one, 2, axis, tmp_path, 3, detail=False)
-    assert [rank[:2] for rank in before] == [(0, 1024.0)] * 2 and [rank[:2] for rank in skipped] == [(1, 512.0)] * 2
+    assert [rank[:2] for rank in before] == [(0, 1024.0)] * 2 and [
+        rank[:2] for rank in skipped
+    ] == [(1, 512.0)] * 2
     for (*_, old), (*_, new) in zip(before, skipped, strict=True):
         assert all(torch.equal(value, new[name]) for name, value in old.items())
     recovered = run_ranks(_overflow_on_one, 2, axis, tmp_path, 20, detail=False)
     assert [rank[:2] for rank in recovered] == [(1, 512.0)] * 2
     if axis == "dp":
-        assert all(torch.equal(value, recovered[1][2][name]) for name, value in recovered[0][2].items())
+        assert all(
+            torch.equal(value, recovered[1][2][name]) for name, value in recovered[0][2].items()
+        )
     written = rows(tmp_path / "20")
     assert [row["iteration"] for row in written if row["skipped"]] == [3]
     assert [row["loss_scale"] for row in written] == [1024.0] * 3 + [512.0] * 17
@@ -85,9 +112,16 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_halves_the_scale_and_trai
 
 
 def test_losses_stay_near_those_of_float32(tmp_path: Path) -> None:
-    """Values are rounded to 11 bits, and the errors of 20 steps add up: 1%. The scale is not in the loss."""
+    """Values are rounded to 11 bits, and the errors of 20 steps add up: 1%. The scale is not in the
+    loss."""
     run_to_end(tiny_run(metrics=tmp_path / "fp32", model=NO_DROPOUT))
-    run_to_end(fp16_run(dict(initial_loss_scale=2.0**15, loss_scale_window=5), metrics=tmp_path / "fp16", model=NO_DROPOUT))
+    run_to_end(
+        fp16_run(
+            dict(initial_loss_scale=2.0**15, loss_scale_window=5),
+            metrics=tmp_path / "fp16",
+            model=NO_DROPOUT,
+        )
+    )
     expected, found = rows(tmp_path / "fp32"), rows(tmp_path / "fp16")
     assert not any(row["skipped"] for row in found)
     assert {row["loss_scale"] for row in found} == {2.0**15, 2.0**16, 2.0**17, 2.0**18}
@@ -100,19 +134,34 @@ def test_without_a_scale_small_gradients_vanish() -> None:
     """Below 2^-25 they are zero in float16. None is in float32, thousands without a scale."""
     small = dict(NO_DROPOUT, init_method_std=1e-3)
     once = dict(train_iters=1, eval_iters=0)
-    zeros = [int(run_to_end(config).optimizer.num_zeros_in_grad()) for config in (
-        tiny_run(model=small, training=once), fp16_run(dict(loss_scale=1.0), model=small, training=once),
-        fp16_run(dict(loss_scale=2.0**15), model=small, training=once))]
+    zeros = [
+        int(run_to_end(config).optimizer.num_zeros_in_grad())
+        for config in (
+            tiny_run(model=small, training=once),
+            fp16_run(dict(loss_scale=1.0), model=small, training=once),
+            fp16_run(dict(loss_scale=2.0**15), model=small, training=once),
+        )
+    ]
     assert zeros[0] == 0 and zeros[1] > 20 * zeros[2]
 
 
-RESTLESS = dict(initial_loss_scale=2.0**24, loss_scale_window=3)  # falls to where it fits, then goes up and down
+# falls to where it fits, then goes up and down
+RESTLESS = dict(initial_loss_scale=2.0**24, loss_scale_window=3)
 
 
-def _run(rank: int, world_size: int, folder: Path, metrics: Path, exit_interval: int | None, load: bool) -> None:
-    run_to_end(fp16_run(RESTLESS, tp_size=2, sequence_parallel=True, metrics=metrics,
-                        training=dict(exit_interval=exit_interval, train_iters=30),
-                        checkpoint=dict(save=str(folder), load=str(folder) if load else None)))
+def _run(
+    rank: int, world_size: int, folder: Path, metrics: Path, exit_interval: int | None, load: bool
+) -> None:
+    run_to_end(
+        fp16_run(
+            RESTLESS,
+            tp_size=2,
+            sequence_parallel=True,
+            metrics=metrics,
+            training=dict(exit_interval=exit_interval, train_iters=30),
+            checkpoint=dict(save=str(folder), load=str(folder) if load else None),
+        )
+    )
 
 
 @pytest.mark.long
@@ -124,10 +173,14 @@ def test_a_resumed_run_leaves_the_same_bytes_and_the_same_scale(tmp_path: Path) 
     expected = rows(tmp_path / "whole.jsonl")
     assert rows(tmp_path / "parts.jsonl") == expected
     assert step_bytes(parts, 30) == step_bytes(whole, 30)
-    metadata = [json.loads((folder / "iter_0000030" / METADATA).read_text()) for folder in (whole, parts)]
+    metadata = [
+        json.loads((folder / "iter_0000030" / METADATA).read_text()) for folder in (whole, parts)
+    ]
     assert metadata[0] == metadata[1] and metadata[0]["loss_scale"] is not None
     resumed = expected[16:]
-    assert any(row["skipped"] for row in resumed) and len({row["loss_scale"] for row in resumed}) > 1
+    assert (
+        any(row["skipped"] for row in resumed) and len({row["loss_scale"] for row in resumed}) > 1
+    )
 
 
 def test_a_damaged_scale_in_a_checkpoint_is_one_error(tmp_path: Path) -> None:
@@ -141,64 +194,103 @@ def test_a_damaged_scale_in_a_checkpoint_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_in_another_precision(tmp_path: Path) -> None:
-    """The masters are taken over unrounded; a float16 run that finds no scale begins with the initial one."""
+    """The masters are taken over unrounded; a float16 run that finds no scale begins with the
+    initial one."""
     run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(save=str(tmp_path / "fp32"))))
-    half = run_to_end(fp16_run(training=dict(train_iters=3), checkpoint=dict(load=str(tmp_path / "fp32"),
-                                                                            save=str(tmp_path / "fp16"))))
-    single = run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(tmp_path / "fp32"))))
-    assert half.optimizer.loss_scale is not None and half.optimizer.loss_scale.scale.item() == 1024.0
+    half = run_to_end(
+        fp16_run(
+            training=dict(train_iters=3),
+            checkpoint=dict(load=str(tmp_path / "fp32"), save=str(tmp_path / "fp16")),
+        )
+    )
+    single = run_to_end(
+        tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(tmp_path / "fp32")))
+    )
+    assert (
+        half.optimizer.loss_scale is not None and half.optimizer.loss_scale.scale.item() == 1024.0
+    )
     rounded = dict(half.model.named_parameters())
     for name, parameter in single.model.named_parameters():
-        assert torch.equal(half.optimizer.states[name]["master"], parameter) and torch.equal(rounded[name], parameter.half())
+        assert torch.equal(half.optimizer.states[name]["master"], parameter) and torch.equal(
+            rounded[name], parameter.half()
+        )
 
 
-@pytest.mark.parametrize(("scaling", "iteration"), [
-    (dict(initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1), 3),  # 4 is lowered to 2, which cannot be lowered
-    (dict(loss_scale=16.0), 2),
-])
-def test_an_overflow_that_no_lower_scale_can_mend_stops_the_run(monkeypatch: pytest.MonkeyPatch, scaling: dict[str, float],
-                                                                iteration: int) -> None:
+@pytest.mark.parametrize(
+    ("scaling", "iteration"),
+    [
+        # 4 is lowered to 2, which cannot be lowered
+        (dict(initial_loss_scale=4.0, min_loss_scale=2.0, hysteresis=1), 3),
+        (dict(loss_scale=16.0), 2),
+    ],
+)
+def test_an_overflow_that_no_lower_scale_can_mend_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch, scaling: dict[str, float], iteration: int
+) -> None:
     overflow_in(monkeypatch, (2, 3), num_microbatches=4)
     minimum = scaling.get("loss_scale", 2.0)
-    with pytest.raises(TrainingError, match=rf"iteration {iteration}: .* with loss scale {minimum} \(at least {minimum}\)"):
+    with pytest.raises(
+        TrainingError,
+        match=rf"iteration {iteration}: .* with loss scale {minimum} \(at least {minimum}\)",
+    ):
         run_to_end(fp16_run(scaling))
 
 
-def test_without_the_check_such_overflows_are_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_check_such_overflows_are_skipped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     overflow_in(monkeypatch, (2, 3), num_microbatches=4)
-    trainer = run_to_end(fp16_run(dict(loss_scale=16.0), training=dict(check_for_nan_in_loss_and_grad=False)))
+    trainer = run_to_end(
+        fp16_run(dict(loss_scale=16.0), training=dict(check_for_nan_in_loss_and_grad=False))
+    )
     assert (trainer.progress.skipped_iterations, trainer.progress.nan_iterations) == (2, 0)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_whatever_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_whatever_the_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     true_loss = GPTModel.loss
     monkeypatch.setattr(GPTModel, "loss", lambda self, *batch: true_loss(self, *batch) * math.nan)
-    with pytest.raises(TrainingError, match=r"iteration 1: the loss is nan .* with loss scale 1024\.0"):
+    with pytest.raises(
+        TrainingError, match=r"iteration 1: the loss is nan .* with loss scale 1024\.0"
+    ):
         run_to_end(fp16_run())
 
 
-def test_the_log_has_the_scale_and_the_skipped_iterations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_has_the_scale_and_the_skipped_iterations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     overflow_in(monkeypatch, (2,), num_microbatches=4)
     config = fp16_run(dict(CALM, hysteresis=1), training=dict(train_iters=10, eval_iters=0))
     run_to_end(replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path))))
-    found = re.findall(r"loss scale: (\S+) \|.* number of skipped iterations: +(\d+) \|", capsys.readouterr().out)
+    found = re.findall(
+        r"loss scale: (\S+) \|.* number of skipped iterations: +(\d+) \|", capsys.readouterr().out
+    )
     assert found == [("512.0", "1"), ("512.0", "0")]
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("loss-scale")] == [1024.0] * 2 + [512.0] * 8
 
 
 def _measure(rank: int, world_size: int, tp_size: int, folder: Path, policy: str) -> None:
-    config = fp16_run(tp_size=tp_size, sequence_parallel=tp_size > 1, metrics=folder / "metrics",
-                      training=dict(train_iters=1, eval_iters=0))
-    run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy, recompute_verify=True)))
+    config = fp16_run(
+        tp_size=tp_size,
+        sequence_parallel=tp_size > 1,
+        metrics=folder / "metrics",
+        training=dict(train_iters=1, eval_iters=0),
+    )
+    run_to_end(
+        replace(config, recompute=RecomputeConfig(recompute_policy=policy, recompute_verify=True))
+    )
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_run_keeps_the_bytes_that_were_predicted_and_nothing_beside_them(tmp_path: Path, tp_size: int) -> None:
-    """Under --recompute-verify a difference stops the run, and so does a tensor outside the graph."""
+def test_a_run_keeps_the_bytes_that_were_predicted_and_nothing_beside_them(
+    tmp_path: Path, tp_size: int
+) -> None:
+    """Under --recompute-verify a difference stops the run, and so does a tensor outside the
+    graph."""
     for number, policy in enumerate(("*:none", "0:full; *:pointwise")):
         folder = tmp_path / f"{number}"
         folder.mkdir()

@@ -1,4 +1,5 @@
-"""A log on a full disk, or one that is killed while it is rewritten, ends no run and loses no row that was whole."""
+"""A log on a full disk, or one that is killed while it is rewritten, ends no run and loses no row
+that was whole."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def run_config(**logging: object) -> RunConfig:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
-    """Makes writes to logs, counted from 0, fail as on a full disk; half of what was to be written is there."""
+    """Makes writes to logs, counted from 0, fail as on a full disk; half of what was to be written
+    is there."""
+
     def make(failing: range) -> None:
         written, count = os.write, iter(range(10**6))
 
@@ -42,38 +45,49 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
     return make
 
 
-def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metrics_file_on_a_full_device_is_said_once_and_training_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trainer = run_to_end(run_config(metrics_jsonl="/dev/full"))
     printed = capsys.readouterr()
     assert trainer.progress.iteration == 4 and "iteration        4/       4" in printed.out
     assert printed.out.count("No space left") == 1 and "Traceback" not in printed.err
-    assert "warning: --metrics-jsonl /dev/full: iteration 1 could not be written (No space left on device); training goes" in \
-        printed.out
+    assert (
+        "warning: --metrics-jsonl /dev/full: iteration 1 could not be written (No space left "
+        "on device); training goes"
+    ) in printed.out
 
 
-def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(tmp_path: Path, full: Callable[[range], None],
-                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(
+    tmp_path: Path, full: Callable[[range], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     full(range(1, 3))
     run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
     assert [row["iteration"] for row in rows(tmp_path / "m")] == [1, 4]
     assert capsys.readouterr().out.count("No space left") == 1
 
 
-def test_a_write_that_takes_a_part_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_takes_a_part_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = os.write
-    monkeypatch.setattr(appended.os, "write", lambda descriptor, data: written(descriptor, data[:7]))
+    monkeypatch.setattr(
+        appended.os, "write", lambda descriptor, data: written(descriptor, data[:7])
+    )
     run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
     assert [row["iteration"] for row in rows(tmp_path / "m")] == [1, 2, 3, 4]
 
 
 def test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable(
-        tmp_path: Path, full: Callable[[range], None], capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, full: Callable[[range], None], capfd: pytest.CaptureFixture[str]
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     full(range(10, 20))
     trainer = run_to_end(run_config(tensorboard_dir=str(tmp_path)))
     printed = capfd.readouterr()
-    assert trainer.progress.iteration == 4 and printed.out.count("No space left") == 2  # of the two files
+    # of the two files
+    assert trainer.progress.iteration == 4 and printed.out.count("No space left") == 2
     assert "Traceback" not in printed.err
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -92,11 +106,16 @@ def test_points_of_an_earlier_start_are_void_from_where_a_later_one_goes_on(tmp_
         file.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 5.0), (2, 5.0), (3, 7.0)]
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
+        (1, 5.0),
+        (2, 5.0),
+        (3, 7.0),
+    ]
 
 
-def test_a_full_disk_at_the_start_ends_no_run_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_at_the_start_ends_no_run_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "m"
     path.write_text(ROWS)
 
@@ -109,15 +128,21 @@ def test_a_full_disk_at_the_start_ends_no_run_either(tmp_path: Path, monkeypatch
     assert path.read_text() == ROWS
 
 
-def test_standard_output_on_a_full_device_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_standard_output_on_a_full_device_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with open("/dev/full", "w") as device:
         monkeypatch.setattr("sys.stdout", device)
         run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
         device.flush()  # as Python does at its end, when an error would be its status
     monkeypatch.undo()
     printed = capsys.readouterr().err
-    assert printed.count("warning: standard output cannot be written (No space left on device); training goes on") == 1
+    assert (
+        printed.count(
+            "warning: standard output cannot be written (No space left on device); training goes on"
+        )
+        == 1
+    )
     assert len(rows(tmp_path / "m")) == 4
 
 
@@ -126,8 +151,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path: Path, links: bool) -> None:
-    """Before every call that changes a name. The old text is there under one name, and the next start ends as without a kill."""
+def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(
+    tmp_path: Path, links: bool
+) -> None:
+    """Before every call that changes a name. The old text is there under one name, and the next
+    start ends as without a kill."""
     number, finished = 0, False
     while not finished:
         folder = tmp_path / str(number)
@@ -137,7 +165,9 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_
         with pytest.MonkeyPatch.context() as patch:
             count = iter(range(100))
 
-            def wrapped(name: str, real: Callable[..., None], count=count, number=number) -> Callable[..., None]:
+            def wrapped(
+                name: str, real: Callable[..., None], count=count, number=number
+            ) -> Callable[..., None]:
                 def call(*args: object, **kwargs: object) -> None:
                     if name == "link" and not links:
                         raise OSError(1, "Operation not permitted")
@@ -157,8 +187,10 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_
         MetricsFile(str(path), after_iteration=3)
         assert path.read_text() == ROWS[: len(ROWS) // 5 * 3]
         assert (folder / "m.previous").read_text() == ROWS
-        assert sorted(other.name for other in folder.iterdir()) in ([["m", "m.previous"], ["m", "m.previous", "m.previous2"]][
-            : 1 if links else 2])
+        assert (
+            sorted(other.name for other in folder.iterdir())
+            in ([["m", "m.previous"], ["m", "m.previous", "m.previous2"]][: 1 if links else 2])
+        )
         number += 1
     assert number > 2
 
@@ -178,23 +210,33 @@ def test_texts_that_were_kept_are_as_many_as_steps(tmp_path: Path) -> None:
     """--save-keep-last counts for them too; without it all stay."""
     path = tmp_path / "m"
     for keep_last, numbers in ((None, ["", "2", "3", "4"]), (2, ["4", "5"]), (1, ["6"])):
-        while len(list(tmp_path.glob("*"))) < 2 or (keep_last is None and not (tmp_path / "m.previous4").exists()):
+        while len(list(tmp_path.glob("*"))) < 2 or (
+            keep_last is None and not (tmp_path / "m.previous4").exists()
+        ):
             path.write_text(ROWS)
             MetricsFile(str(path), after_iteration=2)
         if keep_last is not None:
             path.write_text(ROWS)
             MetricsFile(str(path), after_iteration=2, keep_last=keep_last)
-        assert sorted(tmp_path.glob("m.previous*")) == [tmp_path / f"m.previous{number}" for number in numbers]
+        assert sorted(tmp_path.glob("m.previous*")) == [
+            tmp_path / f"m.previous{number}" for number in numbers
+        ]
         assert all(old.read_text() == ROWS for old in tmp_path.glob("m.previous*"))
 
 
 def test_a_resumed_run_hands_the_flag_on(tmp_path: Path) -> None:
     metrics, steps = tmp_path / "m", str(tmp_path / "steps")
-    config = tiny_run(training=dict(train_iters=3, eval_iters=0), metrics=metrics, checkpoint=dict(save=steps, save_interval=1))
+    config = tiny_run(
+        training=dict(train_iters=3, eval_iters=0),
+        metrics=metrics,
+        checkpoint=dict(save=steps, save_interval=1),
+    )
     run_to_end(config)
     for _ in range(3):
         with metrics.open("a") as file:
             file.write(json.dumps(dict(iteration=9)) + "\n")
-        run_to_end(replace(config, checkpoint=replace(config.checkpoint, load=steps, save_keep_last=1)))
+        run_to_end(
+            replace(config, checkpoint=replace(config.checkpoint, load=steps, save_keep_last=1))
+        )
     assert [path.name for path in tmp_path.glob("m.previous*")] == ["m.previous3"]
     assert [row["iteration"] for row in rows(metrics)] == [1, 2, 3]

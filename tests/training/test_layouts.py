@@ -1,4 +1,5 @@
-"""Whole runs in every layout over data-parallel ranks: their checkpoints, their evaluations and their figures."""
+"""Whole runs in every layout over data-parallel ranks: their checkpoints, their evaluations and
+their figures."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ UNTIED = dict(untie_embeddings_and_output_weights=True)
 
 def _config(layout: str, *, bf16: bool = False, iterations: int = 6, **options: Any) -> RunConfig:
     """Evaluates and saves at iteration 3 of 6, in this order."""
-    training = dict(train_iters=iterations, bf16=bf16, eval_interval=3, exit_interval=options.pop("exit_interval", None))
+    training = dict(
+        train_iters=iterations,
+        bf16=bf16,
+        eval_interval=3,
+        exit_interval=options.pop("exit_interval", None),
+    )
     return tiny_run(data_parallel=LAYOUTS[layout], training=training, **options)
 
 
@@ -30,36 +36,70 @@ def _run(rank: int, world_size: int, *configs: RunConfig) -> list[str | None]:
     return [run_to_end(config).activation_bytes.fault for config in configs]
 
 
-@pytest.mark.parametrize(("layout", "bf16"), [
-    ("zero1, overlap", True), ("fsdp2, memory-efficient", True), pytest.param("fsdp2", False, marks=pytest.mark.long)])
-def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path: Path, layout: str, bf16: bool) -> None:
-    """Weights, moments, master weights, random-number streams (dropout is on) and every logged loss. The kept bytes are as
-    predicted: gathered weights are none of them."""
+@pytest.mark.parametrize(
+    ("layout", "bf16"),
+    [
+        ("zero1, overlap", True),
+        ("fsdp2, memory-efficient", True),
+        pytest.param("fsdp2", False, marks=pytest.mark.long),
+    ],
+)
+def test_three_iterations_a_restart_and_three_more_equal_six(
+    tmp_path: Path, layout: str, bf16: bool
+) -> None:
+    """Weights, moments, master weights, random-number streams (dropout is on) and every logged
+    loss. The kept bytes are as predicted: gathered weights are none of them."""
     model = UNTIED if layout == "fsdp2" else {}
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
 
     def config(name: str, exit_interval: int | None = None, **checkpoint: Any) -> RunConfig:
-        return _config(layout, bf16=bf16, model=model, metrics=tmp_path / f"{name}.jsonl", exit_interval=exit_interval,
-                       checkpoint=checkpoint)
+        return _config(
+            layout,
+            bf16=bf16,
+            model=model,
+            metrics=tmp_path / f"{name}.jsonl",
+            exit_interval=exit_interval,
+            checkpoint=checkpoint,
+        )
 
-    runs = (config("whole", save=whole, save_interval=3), config("parts", 3, save=parts), config("parts", save=parts, load=parts))
+    runs = (
+        config("whole", save=whole, save_interval=3),
+        config("parts", 3, save=parts),
+        config("parts", save=parts, load=parts),
+    )
     assert run_ranks(_run, 2, *runs, detail=False) == [[None] * 3] * 2
     assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
     assert step_bytes(tmp_path / "whole", 3) == step_bytes(tmp_path / "parts", 3)
-    assert len(step_bytes(tmp_path / "whole", 6)) == 4 and step_bytes(tmp_path / "whole", 6) == step_bytes(tmp_path / "parts", 6)
+    assert len(step_bytes(tmp_path / "whole", 6)) == 4 and step_bytes(
+        tmp_path / "whole", 6
+    ) == step_bytes(tmp_path / "parts", 6)
 
 
-@pytest.mark.parametrize(("bf16", "tp_size"), [(False, 1), pytest.param(True, 2, marks=pytest.mark.long)])
-def test_a_checkpoint_is_the_same_file_whatever_layout_loads_and_saves_it(tmp_path: Path, bf16: bool, tp_size: int) -> None:
-    """Saved by replicas, then loaded and saved again, without a step between, by each layout after the other."""
+@pytest.mark.parametrize(
+    ("bf16", "tp_size"), [(False, 1), pytest.param(True, 2, marks=pytest.mark.long)]
+)
+def test_a_checkpoint_is_the_same_file_whatever_layout_loads_and_saves_it(
+    tmp_path: Path, bf16: bool, tp_size: int
+) -> None:
+    """Saved by replicas, then loaded and saved again, without a step between, by each layout after
+    the other."""
+
     def config(layout: str, save: Path, load: Path | None) -> RunConfig:
-        return _config(layout, bf16=bf16, iterations=2, tp_size=tp_size,
-                       checkpoint=dict(save=str(save), load=None if load is None else str(load)))
+        return _config(
+            layout,
+            bf16=bf16,
+            iterations=2,
+            tp_size=tp_size,
+            checkpoint=dict(save=str(save), load=None if load is None else str(load)),
+        )
 
     names = [name for name in LAYOUTS if name != "replicated"]
     folders = [tmp_path / str(number) for number in range(len(names) + 2)]
     order = ["replicated", *names, "replicated"]
-    runs = [config(layout, folder, load) for layout, folder, load in zip(order, folders, [None, *folders], strict=False)]
+    runs = [
+        config(layout, folder, load)
+        for layout, folder, load in zip(order, folders, [None, *folders], strict=False)
+    ]
     run_ranks(_run_all, 2 * tp_size, runs, detail=False)
     expected = step_bytes(folders[0], 2)
     assert len(expected) == 4 * tp_size
@@ -72,9 +112,13 @@ def _run_all(rank: int, world_size: int, configs: list[RunConfig]) -> None:
         run_to_end(config)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("zero1, overlap", marks=pytest.mark.long), "fsdp2, memory-efficient"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("zero1, overlap", marks=pytest.mark.long), "fsdp2, memory-efficient"]
+)
 def test_a_run_goes_on_in_another_layout(tmp_path: Path, layout: str) -> None:
-    """From one process to two ranks that share out what it had, and back: the losses are those of one process throughout."""
+    """From one process to two ranks that share out what it had, and back: the losses are those of
+    one process throughout."""
+
     def run(config: RunConfig, ranks: int) -> list[float]:
         run_ranks(_run, ranks, config, detail=False)
         return [row["lm_loss"] for row in rows(tmp_path / "metrics.jsonl")]
@@ -84,22 +128,36 @@ def test_a_run_goes_on_in_another_layout(tmp_path: Path, layout: str) -> None:
     alone = _config("replicated", model=no_dropout, metrics=tmp_path / "metrics.jsonl")
     expected = run(alone, 1)
     (tmp_path / "metrics.jsonl").unlink()
-    for iterations, (ranks, used) in enumerate(((1, "replicated"), (2, layout), (1, "replicated")), start=1):
-        config = with_checkpoint(replace(alone, data_parallel=LAYOUTS[used]), save=folder, load=folder, allow_fresh_start=True)
-        losses = run(replace(config, training=replace(config.training, exit_interval=2 * iterations)), ranks)
+    for iterations, (ranks, used) in enumerate(
+        ((1, "replicated"), (2, layout), (1, "replicated")), start=1
+    ):
+        config = with_checkpoint(
+            replace(alone, data_parallel=LAYOUTS[used]),
+            save=folder,
+            load=folder,
+            allow_fresh_start=True,
+        )
+        losses = run(
+            replace(config, training=replace(config.training, exit_interval=2 * iterations)), ranks
+        )
     assert len(losses) == 6 and losses == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["*:full/2", "*:pointwise@host", "*:core_attn+mlp", "*:ops(matmul)"])
+@pytest.mark.parametrize(
+    "policy", ["*:full/2", "*:pointwise@host", "*:core_attn+mlp", "*:ops(matmul)"]
+)
 def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights(policy: str) -> None:
-    config = replace(_config("fsdp2, memory-efficient", iterations=1, model=UNTIED),
-                     recompute=RecomputeConfig(recompute_policy=policy, recompute_verify=True))
+    config = replace(
+        _config("fsdp2, memory-efficient", iterations=1, model=UNTIED),
+        recompute=RecomputeConfig(recompute_policy=policy, recompute_verify=True),
+    )
     assert run_ranks(_run, 2, config, detail=False) == [[None]] * 2
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "overlap"])
 def test_a_run_alone_needs_no_layout(layout: str, tmp_path: Path) -> None:
-    """With one data-parallel rank there is nothing to share out, and a command line may say so all the same."""
+    """With one data-parallel rank there is nothing to share out, and a command line may say so all
+    the same."""
     expected, actual = tmp_path / "expected.jsonl", tmp_path / "actual.jsonl"
     run_to_end(_config("replicated", iterations=2, metrics=expected))
     run_to_end(_config(layout, iterations=2, metrics=actual))
@@ -107,12 +165,26 @@ def test_a_run_alone_needs_no_layout(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_starts_a_sharded_run_on_two_ranks_and_names_what_has_no_effect_on_one(tmp_path: Path) -> None:
-    flags = [*SMALL_RUN, *MOCK, "--train-iters", "2", "--bf16", "--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"]
+def test_the_command_line_starts_a_sharded_run_on_two_ranks_and_names_what_has_no_effect_on_one(
+    tmp_path: Path,
+) -> None:
+    flags = [
+        *SMALL_RUN,
+        *MOCK,
+        "--train-iters",
+        "2",
+        "--bf16",
+        "--use-torch-fsdp2",
+        "--fsdp-memory-efficient-wrapping",
+    ]
     done = run_program(*flags, "--metrics-jsonl", str(tmp_path / "two"), ranks=2)
     assert done.returncode == 0 and "has no effect" not in done.stdout, done.stdout + done.stderr
     assert "Warning" not in done.stderr
     alone = run_program(*flags, "--metrics-jsonl", str(tmp_path / "one"))
     assert "--use-torch-fsdp2 has no effect at data-parallel size 1" in alone.stdout
     first, second = (rows(tmp_path / name)[0] for name in ("one", "two"))
-    assert second["activation_bytes_measured"] == second["activation_bytes_predicted"] == first["activation_bytes_measured"]
+    assert (
+        second["activation_bytes_measured"]
+        == second["activation_bytes_predicted"]
+        == first["activation_bytes_measured"]
+    )

@@ -18,20 +18,42 @@ from megatron_lite.training.metrics import IterationRecord
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
-FACTS = RunFacts(num_iterations=9, num_samples=36, batch_size=4, tokens=64, world_size=2, flops=30_000_000,
-                 hardware_flops=41_000_000, peak_flops=1e9, device=torch.device("cpu"))
+FACTS = RunFacts(
+    num_iterations=9,
+    num_samples=36,
+    batch_size=4,
+    tokens=64,
+    world_size=2,
+    flops=30_000_000,
+    hardware_flops=41_000_000,
+    peak_flops=1e9,
+    device=torch.device("cpu"),
+)
 
 
 def record(**changes: Any) -> IterationRecord:
-    values = dict(iteration=3, consumed_samples=12, global_batch_size=4, lm_loss=1.5, grad_norm=0.5, learning_rate=0.01,
-                  loss_scale=1.0, iteration_ms=50.0, tokens_per_second=1280.0, skipped=0, nan=0)
+    values = dict(
+        iteration=3,
+        consumed_samples=12,
+        global_batch_size=4,
+        lm_loss=1.5,
+        grad_norm=0.5,
+        learning_rate=0.01,
+        loss_scale=1.0,
+        iteration_ms=50.0,
+        tokens_per_second=1280.0,
+        skipped=0,
+        nan=0,
+    )
     return IterationRecord(**{**values, **changes})
 
 
 def own_fields(records: list[IterationRecord], facts: RunFacts = FACTS) -> list[str]:
     """The fields after Megatron's last one, up to the peak memory."""
     fields = iteration_line(records, facts, LogExtras(), throughput=False).split(" | ")
-    start = next(place for place, field in enumerate(fields) if field.startswith("number of nan iterations"))
+    start = next(
+        place for place, field in enumerate(fields) if field.startswith("number of nan iterations")
+    )
     stop = next(place for place, field in enumerate(fields) if field.startswith("peak GiB"))
     return fields[start + 1 : stop]
 
@@ -42,14 +64,23 @@ def test_utilization_is_flops_over_time_ranks_and_peak() -> None:
 
 
 def test_utilization_is_that_of_the_mean_time_since_the_last_line() -> None:
-    assert own_fields([record(iteration_ms=50.0), record(iteration_ms=150.0)])[1:] == ["MFU: 15.0%", "HFU: 20.5%"]
+    assert own_fields([record(iteration_ms=50.0), record(iteration_ms=150.0)])[1:] == [
+        "MFU: 15.0%",
+        "HFU: 20.5%",
+    ]
 
 
 def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
-    """1 and 3 samples in 50 ms each: half of the work, and so of the tokens and FLOPs, of two full batches of 4."""
+    """1 and 3 samples in 50 ms each: half of the work, and so of the tokens and FLOPs, of two full
+    batches of 4."""
     ramp = [record(global_batch_size=1), record(global_batch_size=3, consumed_samples=16)]
     assert own_fields(ramp) == ["tokens/s/GPU: 320.0", "MFU: 15.0%", "HFU: 20.5%"]
-    line = iteration_line(ramp, FACTS._replace(num_samples=16 + 4 * 36_000, flops=30 * 10**9), LogExtras(), throughput=True)
+    line = iteration_line(
+        ramp,
+        FACTS._replace(num_samples=16 + 4 * 36_000, flops=30 * 10**9),
+        LogExtras(),
+        throughput=True,
+    )
     assert "throughput per GPU (TFLOP/s/GPU): 0.1500" in line  # 30 GFLOP in 100 ms by 2 ranks
     assert "global batch size:     3 |" in line
     assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms
@@ -59,44 +90,69 @@ def test_replays_that_a_batch_of_this_size_is_spared_do_not_count() -> None:
     """4 of 41 MFLOP in every iteration of 4 samples, 1 of 41 / 4 in one of 1 sample."""
     facts = FACTS._replace(spared_flops={4: 4_000_000, 1: 1_000_000})
     assert own_fields([record()], facts)[1:] == ["MFU: 30.0%", "HFU: 37.0%"]
-    assert own_fields([record(), record(global_batch_size=1, iteration_ms=12.5)], facts)[1:] == ["MFU: 30.0%", "HFU: 37.0%"]
+    assert own_fields([record(), record(global_batch_size=1, iteration_ms=12.5)], facts)[1:] == [
+        "MFU: 30.0%",
+        "HFU: 37.0%",
+    ]
 
 
 def _utilization(rank: int, world_size: int, folder: Path) -> None:
     from contextlib import redirect_stdout
 
-    config = tiny_run(model=dict(attention_backend="unfused"), training=dict(
-        global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0))
-    recompute = RecomputeConfig(recompute_policy="*:full", num_microbatches_with_partial_activation_checkpoints=1)
+    config = tiny_run(
+        model=dict(attention_backend="unfused"),
+        training=dict(
+            global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0
+        ),
+    )
+    recompute = RecomputeConfig(
+        recompute_policy="*:full", num_microbatches_with_partial_activation_checkpoints=1
+    )
     with open(folder / f"log{rank}", "w") as log, redirect_stdout(log):
-        run_to_end(replace(config, recompute=recompute, parallel=replace(config.parallel, pipeline_model_parallel_size=2),
-                           logging=LoggingConfig(peak_tflops_per_gpu=1e-9, log_interval=1)))
+        run_to_end(
+            replace(
+                config,
+                recompute=recompute,
+                parallel=replace(config.parallel, pipeline_model_parallel_size=2),
+                logging=LoggingConfig(peak_tflops_per_gpu=1e-9, log_interval=1),
+            )
+        )
 
 
-def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(tmp_path: Path) -> None:
-    """A layer runs 13312 - 4096 multiply-adds per token again, a tenth of the 3 x 30720 of a step; see below for the figures.
+def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(
+    tmp_path: Path,
+) -> None:
+    """A layer runs 13312 - 4096 multiply-adds per token again, a tenth of the 3 x 30720 of a step;
+    see below for the figures.
 
-    Each of 2 ranks has one of 2 layers. Of 1, 1, 2 and 3 micro-batches rank 0 recomputes 0, 0, 1 and 1, and rank 1 none.
+    Each of 2 ranks has one of 2 layers. Of 1, 1, 2 and 3 micro-batches rank 0 recomputes 0, 0, 1
+    and 1, and rank 1 none.
     """
     run_ranks(_utilization, 2, tmp_path, detail=False)
     found = re.findall(r"MFU: ([\d.]+)% \| HFU: ([\d.]+)%", (tmp_path / "log0").read_text())
-    assert [float(hardware) / float(model) for model, hardware in found] == pytest.approx([1, 1, 1 + 0.1 / 2, 1 + 0.1 / 3])
+    assert [float(hardware) / float(model) for model, hardware in found] == pytest.approx(
+        [1, 1, 1 + 0.1 / 2, 1 + 0.1 / 3]
+    )
 
 
 def test_without_a_known_peak_there_is_no_utilization() -> None:
     assert own_fields([record()], FACTS._replace(peak_flops=None)) == ["tokens/s/GPU: 640.0"]
 
 
-@pytest.mark.parametrize(("predicted", "measured", "shown"), [
-    (3 * 2**29, 2**30, ["activation GiB: 1.500/1.000"]),
-    (2**20, 2**19, ["activation MiB: 1.000/0.500"]),
-    (math.ceil(0.1 * 2**30), 0, ["activation GiB: 0.100/0.000"]),
-    (math.ceil(0.1 * 2**30) - 1, 0, ["activation MiB: 102.400/0.000"]),
-    (None, None, []),
-    (2**20, None, []),
-])
-def test_bytes_kept_for_backward_are_shown_once_both_are_known(predicted: int | None, measured: int | None,
-                                                               shown: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("predicted", "measured", "shown"),
+    [
+        (3 * 2**29, 2**30, ["activation GiB: 1.500/1.000"]),
+        (2**20, 2**19, ["activation MiB: 1.000/0.500"]),
+        (math.ceil(0.1 * 2**30), 0, ["activation GiB: 0.100/0.000"]),
+        (math.ceil(0.1 * 2**30) - 1, 0, ["activation MiB: 102.400/0.000"]),
+        (None, None, []),
+        (2**20, None, []),
+    ],
+)
+def test_bytes_kept_for_backward_are_shown_once_both_are_known(
+    predicted: int | None, measured: int | None, shown: list[str]
+) -> None:
     known = record(activation_bytes_predicted=predicted, activation_bytes_measured=measured)
     assert own_fields([record(), known])[3:] == shown
 
@@ -113,7 +169,8 @@ def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatc
     gpu = torch.device("cuda", 0)
     assert known_peak_flops(LoggingConfig(), gpu, bf16=True) == 312e12
     assert known_peak_flops(LoggingConfig(), gpu, bf16=False) == 19.5e12
-    torch.backends.cuda.matmul.allow_tf32 = True  # as NVIDIA's container images do by an environment variable
+    # as NVIDIA's container images do by an environment variable
+    torch.backends.cuda.matmul.allow_tf32 = True
     try:
         assert known_peak_flops(LoggingConfig(), gpu, bf16=False) == 156e12
     finally:
@@ -126,24 +183,43 @@ def test_a_peak_that_is_none_is_refused(value: float) -> None:
         LoggingConfig(peak_tflops_per_gpu=value)
 
 
-def test_a_run_logs_the_hardware_flops_of_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per layer of h 32, f 128, s 16, in multiply-adds per token: qkv 3072, scores and context 512 each, projection 1024, MLP
-    4096 each; 2 layers, logits 32 * 128: 30720, a step three times that. One unit of both layers runs all but one fc2 again."""
+def test_a_run_logs_the_hardware_flops_of_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per layer of h 32, f 128, s 16, in multiply-adds per token: qkv 3072, scores and context 512
+    each, projection 1024, MLP 4096 each; 2 layers, logits 32 * 128: 30720, a step three times that.
+    One unit of both layers runs all but one fc2 again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     peak_tflops = 1e-3
-    config = tiny_run(model=dict(attention_backend="unfused"), training=dict(train_iters=2, eval_iters=0))
-    run_to_end(replace(
-        config, logging=LoggingConfig(peak_tflops_per_gpu=peak_tflops, tensorboard_dir=str(tmp_path),
-                                      log_timers_to_tensorboard=True),
-        recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)))
+    config = tiny_run(
+        model=dict(attention_backend="unfused"), training=dict(train_iters=2, eval_iters=0)
+    )
+    run_to_end(
+        replace(
+            config,
+            logging=LoggingConfig(
+                peak_tflops_per_gpu=peak_tflops,
+                tensorboard_dir=str(tmp_path),
+                log_timers_to_tensorboard=True,
+            ),
+            recompute=RecomputeConfig(
+                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+            ),
+        )
+    )
     events = EventAccumulator(str(tmp_path)).Reload()
     for step, share in enumerate(events.Scalars("MFU")):
         seconds = events.Scalars("iteration-time")[step].value
         model_flops, replay = 2 * 64 * 3 * 30720, 2 * 64 * (2 * 13312 - 4096)
-        assert share.value == pytest.approx(100.0 * model_flops / seconds / (peak_tflops * 1e12), rel=1e-5)  # float32 events
+        # float32 events
+        assert share.value == pytest.approx(
+            100.0 * model_flops / seconds / (peak_tflops * 1e12), rel=1e-5
+        )
         hardware = events.Scalars("HFU")[step].value
-        assert hardware == pytest.approx(share.value * (model_flops + replay) / model_flops, rel=1e-5)
+        assert hardware == pytest.approx(
+            share.value * (model_flops + replay) / model_flops, rel=1e-5
+        )
 
 
 def test_on_a_cpu_without_a_peak_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,11 +22,26 @@ def test_every_iteration_has_one_row_with_the_documented_fields(tmp_path: Path) 
     written = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in written] == list(range(1, 21))
     assert [row["consumed_samples"] for row in written] == list(range(4, 81, 4))
-    assert list(written[0]) == ["iteration", "consumed_samples", "global_batch_size", "lm_loss", "grad_norm", "learning_rate",
-                                "loss_scale", "iteration_ms", "tokens_per_second", "skipped", "nan", "activation_bytes_predicted",
-                                "activation_bytes_measured", "activation_host_bytes_predicted",
-                                "activation_host_bytes_measured"]
-    assert {row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in written} == {True}
+    assert list(written[0]) == [
+        "iteration",
+        "consumed_samples",
+        "global_batch_size",
+        "lm_loss",
+        "grad_norm",
+        "learning_rate",
+        "loss_scale",
+        "iteration_ms",
+        "tokens_per_second",
+        "skipped",
+        "nan",
+        "activation_bytes_predicted",
+        "activation_bytes_measured",
+        "activation_host_bytes_predicted",
+        "activation_host_bytes_measured",
+    ]
+    assert {
+        row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in written
+    } == {True}
     assert written[-1]["lm_loss"] < written[0]["lm_loss"]
 
 
@@ -38,45 +53,72 @@ def test_the_same_seed_repeats_every_digit_and_another_does_not(tmp_path: Path) 
 
 
 def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
-    """With dropout on: an evaluation that drew a random number, or left the model in eval mode, would show."""
+    """With dropout on: an evaluation that drew a random number, or left the model in eval mode,
+    would show."""
     run_to_end(tiny_run(metrics=tmp_path / "a"))
     run_to_end(tiny_run(metrics=tmp_path / "b", training=dict(eval_interval=3)))
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
 
 
 def _losses(rank: int, world_size: int, folder: Path, tp_size: int) -> None:
-    run_to_end(tiny_run(tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}"))
+    run_to_end(
+        tiny_run(
+            tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}"
+        )
+    )
 
 
 def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """One data order at every DP size, one model at every TP size. float32 sums in another order: 1e-4 after 20 steps."""
+    """One data order at every DP size, one model at every TP size. float32 sums in another order:
+    1e-4 after 20 steps."""
     for world_size, tp_size in ((1, 1), (2, 1), (2, 2), (4, 2)):
         run_ranks(_losses, world_size, tmp_path, tp_size, detail=False)
     expected = [row["lm_loss"] for row in rows(tmp_path / "world1-tp1")]
     for name in ("world2-tp1", "world2-tp2", "world4-tp2"):
-        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(expected, rel=1e-4), name
+        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(
+            expected, rel=1e-4
+        ), name
 
 
 def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
     for size in (1, 2, 4):
-        run_to_end(tiny_run(model=NO_DROPOUT, metrics=tmp_path / str(size), training=dict(micro_batch_size=size)))
+        run_to_end(
+            tiny_run(
+                model=NO_DROPOUT, metrics=tmp_path / str(size), training=dict(micro_batch_size=size)
+            )
+        )
     expected = [row["lm_loss"] for row in rows(tmp_path / "1")]
     for size in (2, 4):
-        assert [row["lm_loss"] for row in rows(tmp_path / str(size))] == pytest.approx(expected, rel=1e-4)
+        assert [row["lm_loss"] for row in rows(tmp_path / str(size))] == pytest.approx(
+            expected, rel=1e-4
+        )
 
 
-def test_a_nan_loss_stops_the_run_and_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_nan_loss_stops_the_run_and_says_where(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     _poison_the_loss(monkeypatch, iteration=3)
     with pytest.raises(TrainingError, match=r"iteration 3: the loss is nan"):
         run_to_end(tiny_run(metrics=tmp_path / "m"))
     last = rows(tmp_path / "m")[-1]
-    assert {"iteration": 3, "consumed_samples": 12, "lm_loss": None, "grad_norm": None, "learning_rate": 0.01 * 2 / 3,
-            "skipped": 1, "nan": 1}.items() <= last.items()
+    assert {
+        "iteration": 3,
+        "consumed_samples": 12,
+        "lm_loss": None,
+        "grad_norm": None,
+        "learning_rate": 0.01 * 2 / 3,
+        "skipped": 1,
+        "nan": 1,
+    }.items() <= last.items()
 
 
-def test_without_the_check_a_nan_loss_is_skipped_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_check_a_nan_loss_is_skipped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     _poison_the_loss(monkeypatch, iteration=3)
-    trainer = run_to_end(tiny_run(metrics=tmp_path / "m", training=dict(check_for_nan_in_loss_and_grad=False)))
+    trainer = run_to_end(
+        tiny_run(metrics=tmp_path / "m", training=dict(check_for_nan_in_loss_and_grad=False))
+    )
     assert (trainer.progress.skipped_iterations, trainer.progress.nan_iterations) == (1, 1)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     assert [row["iteration"] for row in rows(tmp_path / "m") if row["skipped"]] == [3]
@@ -90,21 +132,33 @@ def _poison_the_loss(monkeypatch: pytest.MonkeyPatch, *, iteration: int) -> None
 
     def loss(self: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return true_loss(self, tokens, labels) * (float("nan") if len(calls) == 4 * (iteration - 1) + 1 else 1.0)
+        return true_loss(self, tokens, labels) * (
+            float("nan") if len(calls) == 4 * (iteration - 1) + 1 else 1.0
+        )
 
     monkeypatch.setattr(GPTModel, "loss", loss)
 
 
-def test_the_iteration_line_is_what_megatron_parsers_expect(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_iteration_line_is_what_megatron_parsers_expect(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run_to_end(tiny_run())
-    lines = [line for line in capsys.readouterr().out.splitlines() if " iteration " in line and "consumed" in line]
+    lines = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if " iteration " in line and "consumed" in line
+    ]
     assert len(lines) == 4  # 20 iterations, one line every 5
-    pattern = (r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +5/ +20 \| consumed samples: +20 \| "
-               r"elapsed time per iteration \(ms\): [\d.]+ \| learning rate: \d\.\d{6}E[-+]\d\d \| global batch size: +4 \| "
-               r"lm loss: \d\.\d{6}E[-+]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \| "
-               r"number of skipped iterations:   0 \| number of nan iterations:   0 \| tokens/s/GPU: [\d.]+ \| "
-               r"activation MiB: 0\.\d+/0\.\d+ \| "
-               r"peak GiB: [\d.]+ \| ETA: \d+:\d\d:\d\d \|")
+    pattern = (
+        r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +5/ +20 \| consumed samples: +20 \| "
+        r"elapsed time per iteration \(ms\): [\d.]+ \| learning rate: \d\.\d{6}E[-+]\d\d \| "
+        r"global batch size: +4 \| "
+        r"lm loss: \d\.\d{6}E[-+]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \| "
+        r"number of skipped iterations:   0 \| number of nan iterations:   0 \| tokens/s/GPU: "
+        r"[\d.]+ \| "
+        r"activation MiB: 0\.\d+/0\.\d+ \| "
+        r"peak GiB: [\d.]+ \| ETA: \d+:\d\d:\d\d \|"
+    )
     assert re.fullmatch(pattern, lines[0]), lines[0]
 
 
@@ -112,14 +166,24 @@ def test_validation_and_test_losses_are_printed(capsys: pytest.CaptureFixture[st
     run_to_end(tiny_run(training=dict(eval_interval=10)))
     pattern = r" (\w+) loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| "
     found = re.findall(pattern, capsys.readouterr().out)
-    assert [(name, iteration) for name, iteration, _, _ in found] == [("validation", "10"), ("validation", "20"), ("test", "20")]
-    assert all(abs(torch.tensor(float(loss)).exp() - float(perplexity)) < 1e-3 for _, _, loss, perplexity in found)
+    assert [(name, iteration) for name, iteration, _, _ in found] == [
+        ("validation", "10"),
+        ("validation", "20"),
+        ("test", "20"),
+    ]
+    assert all(
+        abs(torch.tensor(float(loss)).exp() - float(perplexity)) < 1e-3
+        for _, _, loss, perplexity in found
+    )
 
 
-@pytest.mark.parametrize(("broken", "message"), [
-    (dict(global_batch_size=3, micro_batch_size=3), None),
-    (dict(train_iters=None), "set --train-iters or --train-samples"),
-])
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (dict(global_batch_size=3, micro_batch_size=3), None),
+        (dict(train_iters=None), "set --train-iters or --train-samples"),
+    ],
+)
 def test_a_run_without_a_length_is_refused(broken: dict[str, int], message: str | None) -> None:
     if message is None:
         run_to_end(tiny_run(training=broken))
@@ -145,15 +209,39 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = tiny_run(training=dict(eval_interval=10))
-    run_to_end(replace(config, logging=replace(
-        config.logging, tensorboard_dir=str(tmp_path), log_throughput=True, log_params_norm=True, log_num_zeros_in_grad=True,
-        log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)))
+    run_to_end(
+        replace(
+            config,
+            logging=replace(
+                config.logging,
+                tensorboard_dir=str(tmp_path),
+                log_throughput=True,
+                log_params_norm=True,
+                log_num_zeros_in_grad=True,
+                log_timers_to_tensorboard=True,
+                log_memory_to_tensorboard=True,
+                log_validation_ppl_to_tensorboard=True,
+            ),
+        )
+    )
     events = EventAccumulator(str(tmp_path)).Reload()
     by_samples = EventAccumulator(str(tmp_path / "by_samples")).Reload()
-    assert [event.step for event in by_samples.Scalars("lm loss vs samples")] == list(range(4, 81, 4))
-    assert {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "num-zeros",
-            "params-norm", "iteration-time", "throughput", "lm loss validation", "lm loss validation ppl"} <= set(
-                events.Tags()["scalars"])
+    assert [event.step for event in by_samples.Scalars("lm loss vs samples")] == list(
+        range(4, 81, 4)
+    )
+    assert {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "grad-norm",
+        "num-zeros",
+        "params-norm",
+        "iteration-time",
+        "throughput",
+        "lm loss validation",
+        "lm loss validation ppl",
+    } <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
 
 
@@ -163,29 +251,50 @@ def test_tensorboard_keeps_every_point_of_a_resumed_run(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for exit_interval in (10, None):
-        config = tiny_run(training=dict(exit_interval=exit_interval), checkpoint=dict(
-            save=str(tmp_path / "c"), load=str(tmp_path / "c"), allow_fresh_start=True))
-        run_to_end(replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path / "t"))))
+        config = tiny_run(
+            training=dict(exit_interval=exit_interval),
+            checkpoint=dict(
+                save=str(tmp_path / "c"), load=str(tmp_path / "c"), allow_fresh_start=True
+            ),
+        )
+        run_to_end(
+            replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path / "t")))
+        )
     losses = EventAccumulator(str(tmp_path / "t")).Reload().Scalars("lm loss")
-    by_samples = EventAccumulator(str(tmp_path / "t" / "by_samples")).Reload().Scalars("lm loss vs samples")
+    by_samples = (
+        EventAccumulator(str(tmp_path / "t" / "by_samples")).Reload().Scalars("lm loss vs samples")
+    )
     assert [event.step for event in losses] == list(range(1, 21))
     assert [event.step for event in by_samples] == list(range(4, 81, 4))
 
 
-def test_figures_read_one_step_late_are_those_of_their_own_step(monkeypatch: pytest.MonkeyPatch,
-                                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_read_one_step_late_are_those_of_their_own_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a GPU they are; here the CPU is made to."""
     from dataclasses import replace
 
     from megatron_lite.training.loop import Trainer
 
     config = tiny_run()
-    config = replace(config, logging=replace(config.logging, log_interval=1, log_params_norm=True, log_num_zeros_in_grad=True))
+    config = replace(
+        config,
+        logging=replace(
+            config.logging, log_interval=1, log_params_norm=True, log_num_zeros_in_grad=True
+        ),
+    )
 
     def lines() -> list[list[str]]:
         run_to_end(config)
-        printed = [line.split("|") for line in capsys.readouterr().out.splitlines() if "consumed samples" in line]
-        return [[part for part in parts if any(word in part for word in ("loss", "norm", "zeros"))] for parts in printed]
+        printed = [
+            line.split("|")
+            for line in capsys.readouterr().out.splitlines()
+            if "consumed samples" in line
+        ]
+        return [
+            [part for part in parts if any(word in part for word in ("loss", "norm", "zeros"))]
+            for parts in printed
+        ]
 
     at_once = lines()
     monkeypatch.setattr(Trainer, "_steps_in_flight", lambda self: 1)
@@ -198,7 +307,9 @@ def test_a_last_interval_cut_short_is_printed_too(capsys: pytest.CaptureFixture[
     assert ["5/" in printed[0], "7/" in printed[1]] == [True, True] and len(printed) == 2
 
 
-def test_a_split_without_documents_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_without_documents_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from dataclasses import replace
 
     import numpy as np
@@ -209,7 +320,14 @@ def test_a_split_without_documents_is_said(tmp_path: Path, capsys: pytest.Captur
         for document in range(12):
             writer.add_document(np.arange(40) + document)
     config = tiny_run(training=dict(train_iters=2))
-    run_to_end(replace(config, data=replace(config.data, mock_data=False, data_path=(str(tmp_path / "data"),), split="90,10,0")))
+    run_to_end(
+        replace(
+            config,
+            data=replace(
+                config.data, mock_data=False, data_path=(str(tmp_path / "data"),), split="90,10,0"
+            ),
+        )
+    )
     assert "no test loss: --split '90,10,0' leaves no documents for it" in capsys.readouterr().out
 
 
@@ -220,7 +338,11 @@ def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) ->
     (tmp_path / "file").write_text("")
     config = tiny_run()
     with pytest.raises(InputError, match=kind.replace("_", "-")):
-        run_to_end(replace(config, logging=replace(config.logging, **{kind: str(tmp_path / "file" / "below")})))
+        run_to_end(
+            replace(
+                config, logging=replace(config.logging, **{kind: str(tmp_path / "file" / "below")})
+            )
+        )
 
 
 def test_a_metrics_file_of_other_contents_is_kept_aside(tmp_path: Path) -> None:

@@ -18,55 +18,84 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
-RAMP = dict(global_batch_size=8, rampup_batch_size=(2, 2, 12))  # 2 at 0 and 2, 4 at 4, 6 at 8, 8 from 12 on
+# 2 at 0 and 2, 4 at 4, 6 at 8, 8 from 12 on
+RAMP = dict(global_batch_size=8, rampup_batch_size=(2, 2, 12))
 SIZES = [2, 2, 4, 6, 8, 8, 8]
 CONSUMED = [2, 4, 8, 14, 22, 30, 38]
 
 
-def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_run(metrics=tmp_path / "m", training=dict(RAMP, train_iters=None, train_samples=40))
+def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_run(
+        metrics=tmp_path / "m", training=dict(RAMP, train_iters=None, train_samples=40)
+    )
     schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
-    run_to_end(replace(config, lr_schedule=schedule, logging=replace(config.logging, log_interval=1)))
+    run_to_end(
+        replace(config, lr_schedule=schedule, logging=replace(config.logging, log_interval=1))
+    )
     written = rows(tmp_path / "m")
     assert [row["global_batch_size"] for row in written] == SIZES
     assert [row["consumed_samples"] for row in written] == CONSUMED
-    assert [row["learning_rate"] for row in written] == [0.0, 2 / 8, 4 / 8, 1.0, *(1 - (n - 8) / 32 for n in (14, 22, 30))]
+    assert [row["learning_rate"] for row in written] == [
+        0.0,
+        2 / 8,
+        4 / 8,
+        1.0,
+        *(1 - (n - 8) / 32 for n in (14, 22, 30)),
+    ]
     printed = capsys.readouterr().out
     assert re.findall(r"iteration +(\d+)/ +7 .*global batch size: +(\d+) \|", printed) == [
-        (str(number + 1), str(size)) for number, size in enumerate(SIZES)]
+        (str(number + 1), str(size)) for number, size in enumerate(SIZES)
+    ]
 
 
 def test_lengths_in_iterations_are_those_of_the_run(tmp_path: Path) -> None:
     """3 iterations of warm-up are 8 samples, and the decay ends with iteration 5, at 22."""
     config = tiny_run(metrics=tmp_path / "m", training=dict(RAMP, train_iters=7))
-    schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_iters=3, lr_decay_iters=5)
+    schedule = LrScheduleConfig(
+        lr=1.0, lr_decay_style="linear", lr_warmup_iters=3, lr_decay_iters=5
+    )
     run_to_end(replace(config, lr_schedule=schedule))
     rates = [row["learning_rate"] for row in rows(tmp_path / "m")]
     assert rates == [0.0, 2 / 8, 4 / 8, 1.0, 1 - 6 / 14, 0.0, 0.0]
 
 
 def _losses(rank: int, world_size: int, folder: Path, tp_size: int, pp_size: int) -> None:
-    config = tiny_run(tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}-pp{pp_size}",
-                      training=dict(RAMP, train_iters=7))
+    config = tiny_run(
+        tp_size=tp_size,
+        model=NO_DROPOUT,
+        metrics=folder / f"world{world_size}-tp{tp_size}-pp{pp_size}",
+        training=dict(RAMP, train_iters=7),
+    )
     recompute = RecomputeConfig(recompute_policy="*:full", contiguous_saved_activations=True)
-    run_to_end(replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=pp_size),
-                       recompute=recompute if pp_size > 1 else config.recompute))
+    run_to_end(
+        replace(
+            config,
+            parallel=replace(config.parallel, pipeline_model_parallel_size=pp_size),
+            recompute=recompute if pp_size > 1 else config.recompute,
+        )
+    )
 
 
 @pytest.mark.long
 def test_the_losses_of_a_ramp_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """The same samples in each iteration, at every data-parallel size. float32 sums in another order."""
+    """The same samples in each iteration, at every data-parallel size. float32 sums in another
+    order."""
     for world_size, tp_size, pp_size in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2)):
         run_ranks(_losses, world_size, tmp_path, tp_size, pp_size, detail=False)
     expected = rows(tmp_path / "world1-tp1-pp1")
     for name in ("world2-tp1-pp1", "world4-tp2-pp1", "world2-tp1-pp2"):
         found = rows(tmp_path / name)
         assert [row["consumed_samples"] for row in found] == CONSUMED
-        assert [row["lm_loss"] for row in found] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-4), name
+        assert [row["lm_loss"] for row in found] == pytest.approx(
+            [row["lm_loss"] for row in expected], rel=1e-4
+        ), name
 
 
 def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
-    """Trains over batches of 1, 1, 2 and 3 micro-batches, with and without slots. The slots of each arena that was made."""
+    """Trains over batches of 1, 1, 2 and 3 micro-batches, with and without slots. The slots of each
+    arena that was made."""
     made: list[int] = []
     real = Arena.__init__
 
@@ -75,56 +104,103 @@ def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
         made.append(self._num_slots)
 
     for contiguous in (False, True):
-        config = tiny_run(metrics=folder / str(contiguous), training=dict(global_batch_size=3, rampup_batch_size=(1, 1, 3),
-                                                                          train_iters=4, eval_iters=0))
-        recompute = RecomputeConfig(recompute_policy="*:full", contiguous_saved_activations=contiguous)
+        config = tiny_run(
+            metrics=folder / str(contiguous),
+            training=dict(
+                global_batch_size=3, rampup_batch_size=(1, 1, 3), train_iters=4, eval_iters=0
+            ),
+        )
+        recompute = RecomputeConfig(
+            recompute_policy="*:full", contiguous_saved_activations=contiguous
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Arena, "__init__", noting)
-            run_to_end(replace(config, recompute=recompute, parallel=replace(config.parallel, pipeline_model_parallel_size=2)))
+            run_to_end(
+                replace(
+                    config,
+                    recompute=recompute,
+                    parallel=replace(config.parallel, pipeline_model_parallel_size=2),
+                )
+            )
     return made
 
 
-def test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_flight(tmp_path: Path) -> None:
-    assert run_ranks(_with_slots, 2, tmp_path, detail=False) == [[2], [1]]  # the last stage has one micro-batch in flight
+def test_slots_for_saved_inputs_are_made_once_for_what_the_ramp_will_have_in_flight(
+    tmp_path: Path,
+) -> None:
+    # the last stage has one micro-batch in flight
+    assert run_ranks(_with_slots, 2, tmp_path, detail=False) == [[2], [1]]
     assert [row["global_batch_size"] for row in rows(tmp_path / "True")] == [1, 1, 2, 3]
     assert rows(tmp_path / "True") == rows(tmp_path / "False")
 
 
 def _interleaved(rank: int, world_size: int, folder: Path) -> tuple[str, int]:
-    """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a checkpoint behind the ramp."""
+    """Why a ramp over 2, 5 and 8 samples is refused; how far its last iterations come from a
+    checkpoint behind the ramp."""
     config = tiny_run(training=dict(RAMP, train_iters=3), checkpoint=dict(save=str(folder)))
-    parallel = replace(config.parallel, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+    parallel = replace(
+        config.parallel, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2
+    )
     config = replace(config, parallel=parallel, model=replace(config.model, num_layers=4))
-    ramp = replace(config, training=replace(config.training, rampup_batch_size=(2, 3, 6), train_iters=5),
-                   checkpoint=replace(config.checkpoint, load=str(folder)))
+    ramp = replace(
+        config,
+        training=replace(config.training, rampup_batch_size=(2, 3, 6), train_iters=5),
+        checkpoint=replace(config.checkpoint, load=str(folder)),
+    )
     with pytest.raises(InputError) as fault:
         run_to_end(replace(ramp, checkpoint=CheckpointConfig()))
     run_to_end(config)  # to 8 samples
     return str(fault.value), run_to_end(ramp).progress.consumed_samples
 
 
-def test_a_ramp_through_a_batch_that_the_interleaved_pipeline_cannot_take_is_refused_unless_it_is_over(tmp_path: Path) -> None:
+def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
+    tmp_path: Path,
+) -> None:
     for message, consumed in run_ranks(_interleaved, 2, tmp_path, detail=False):
-        assert message == ("5 micro-batches per step are not a multiple of --pipeline-model-parallel-size 2, as several virtual "
-                           "stages per rank need: --rampup-batch-size 2 3 6 has a batch of 5 samples; give a START and an "
-                           "INCREMENT that are multiples of 2, or leave the virtual stages out")
+        assert message == (
+            "5 micro-batches per step are not a multiple of --pipeline-model-parallel-size 2, "
+            "as several virtual "
+            "stages per rank need: --rampup-batch-size 2 3 6 has a batch of 5 samples; give a "
+            "START and an "
+            "INCREMENT that are multiples of 2, or leave the virtual stages out"
+        )
         assert consumed == 8 + 2 * 8
 
 
 def test_every_sample_is_read_once_and_in_order_and_evaluations_take_the_full_batch(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     read: list[int] = []
     get = MockDataset.__getitem__
-    monkeypatch.setattr(MockDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index))
+    monkeypatch.setattr(
+        MockDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index)
+    )
     run_to_end(tiny_run(training=dict(RAMP, train_iters=7, eval_iters=2, eval_interval=2)))
     evaluation = list(range(16))
-    assert read == [*range(4), *evaluation, *range(4, 14), *evaluation, *range(14, 30), *evaluation, *range(30, 38),
-                    *evaluation, *evaluation]  # after iterations 2, 4 and 6, and validation and test at the end
+    assert read == [
+        *range(4),
+        *evaluation,
+        *range(4, 14),
+        *evaluation,
+        *range(14, 30),
+        *evaluation,
+        *range(30, 38),
+        # after iterations 2, 4 and 6, and validation and test at the end
+        *evaluation,
+        *evaluation,
+    ]
 
 
-def _run(rank: int, world_size: int, folder: Path, metrics: Path, exit_interval: int | None, load: bool) -> None:
-    run_to_end(tiny_run(metrics=metrics, training=dict(RAMP, train_iters=None, train_samples=40, exit_interval=exit_interval),
-                        checkpoint=dict(save=str(folder), load=str(folder) if load else None)))
+def _run(
+    rank: int, world_size: int, folder: Path, metrics: Path, exit_interval: int | None, load: bool
+) -> None:
+    run_to_end(
+        tiny_run(
+            metrics=metrics,
+            training=dict(RAMP, train_iters=None, train_samples=40, exit_interval=exit_interval),
+            checkpoint=dict(save=str(folder), load=str(folder) if load else None),
+        )
+    )
 
 
 def test_a_run_resumed_in_the_middle_of_the_ramp_leaves_the_same_bytes(tmp_path: Path) -> None:

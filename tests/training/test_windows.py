@@ -1,4 +1,5 @@
-"""Runs of models whose layers differ: the bytes that they keep, and that a resumed run equals an uninterrupted one."""
+"""Runs of models whose layers differ: the bytes that they keep, and that a resumed run equals an
+uninterrupted one."""
 
 from __future__ import annotations
 
@@ -15,20 +16,33 @@ from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_chec
 
 ALIKE: dict[str, Any] = dict(num_layers=3, position_embedding_type="rope")
 DIFFERING = ALIKE | dict(window_size=(4, 0), window_attn_skip_freq=2, no_rope_freq=(0, 1, 0))
-POLICIES = [dict(), dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-            dict(recompute_activations=True), dict(recompute_policy="*:ops(matmul,attention)"),
-            dict(recompute_policy="*:none@host")]
+POLICIES = [
+    dict(),
+    dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+    dict(recompute_activations=True),
+    dict(recompute_policy="*:ops(matmul,attention)"),
+    dict(recompute_policy="*:none@host"),
+]
 
 
 GROUPS = dict(group_query_attention=True, num_query_groups=2)
 
 
-@pytest.mark.parametrize("attention", [
-    dict(attention_dropout=0.0), dict(attention_dropout=0.0, qk_layernorm=True, **GROUPS),
-    dict(attention_dropout=0.0, attention_backend="unfused"), dict(attention_dropout=0.1, **GROUPS),
-], ids=["flash", "flash, groups", "unfused", "dropout, groups"])
-def test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured(tmp_path: Path, attention: dict[str, Any]) -> None:
-    """A layer that does not rotate keeps queries and keys as they come, in the same number of bytes.
+@pytest.mark.parametrize(
+    "attention",
+    [
+        dict(attention_dropout=0.0),
+        dict(attention_dropout=0.0, qk_layernorm=True, **GROUPS),
+        dict(attention_dropout=0.0, attention_backend="unfused"),
+        dict(attention_dropout=0.1, **GROUPS),
+    ],
+    ids=["flash", "flash, groups", "unfused", "dropout, groups"],
+)
+def test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured(
+    tmp_path: Path, attention: dict[str, Any]
+) -> None:
+    """A layer that does not rotate keeps queries and keys as they come, in the same number of
+    bytes.
 
     And no policy changes a digit of the losses.
     """
@@ -37,9 +51,18 @@ def test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured(t
         kept = []
         for model in (DIFFERING, ALIKE):
             metrics = tmp_path / f"{number}-{len(model)}.jsonl"
-            config = tiny_run(metrics=metrics, model={**model, **attention}, training=dict(train_iters=2, eval_iters=0))
+            config = tiny_run(
+                metrics=metrics,
+                model={**model, **attention},
+                training=dict(train_iters=2, eval_iters=0),
+            )
             run_to_end(replace(config, recompute=RecomputeConfig(**policy)))
-            kept.append([(row["activation_bytes_predicted"], row["activation_bytes_measured"]) for row in rows(metrics)])
+            kept.append(
+                [
+                    (row["activation_bytes_predicted"], row["activation_bytes_measured"])
+                    for row in rows(metrics)
+                ]
+            )
             if model is DIFFERING:
                 losses.append([json.dumps(row["lm_loss"]) for row in rows(metrics)])
         assert kept[0] == kept[1], policy
@@ -47,13 +70,23 @@ def test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured(t
     assert all(each == losses[0] for each in losses)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_and_another_window_is_refused(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_and_another_window_is_refused(
+    tmp_path: Path,
+) -> None:
     config = tiny_run(model=DIFFERING, training=dict(train_iters=4, eval_iters=0))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_to_end(with_checkpoint(config, save=str(whole)))
-    run_to_end(with_checkpoint(replace(config, training=replace(config.training, exit_interval=2)), save=str(parts)))
+    run_to_end(
+        with_checkpoint(
+            replace(config, training=replace(config.training, exit_interval=2)), save=str(parts)
+        )
+    )
     resumed = with_checkpoint(config, save=str(parts), load=str(parts))
-    for field, value in (("window_size", (5, 0)), ("window_attn_skip_freq", None), ("no_rope_freq", None)):
+    for field, value in (
+        ("window_size", (5, 0)),
+        ("window_attn_skip_freq", None),
+        ("no_rope_freq", None),
+    ):
         other = replace(resumed, model=replace(config.model, **{field: value}))
         with pytest.raises(InputError, match=rf"holds another model:[^$]*{field}"):
             run_to_end(other)

@@ -16,7 +16,15 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.explain.prices import Priced, best_unit, flags_of, full, price, uniform_peaks, with_flags
+from megatron_lite.memory.explain.prices import (
+    Priced,
+    best_unit,
+    flags_of,
+    full,
+    price,
+    uniform_peaks,
+    with_flags,
+)
 from megatron_lite.memory.explain.units import percent, size
 from megatron_lite.memory.predict.kept_tensors import layer_terms
 from megatron_lite.recompute.schedule import plan_model
@@ -31,8 +39,16 @@ class Note(NamedTuple):
     text: str
 
 
-def notes(config: RunConfig, sizes: Sizes, *, own: Priced, without: Priced, policies: Sequence[Priced], head_bytes: int,
-          layers_bytes: int) -> tuple[Note, ...]:
+def notes(
+    config: RunConfig,
+    sizes: Sizes,
+    *,
+    own: Priced,
+    without: Priced,
+    policies: Sequence[Priced],
+    head_bytes: int,
+    layers_bytes: int,
+) -> tuple[Note, ...]:
     """Returns the notes on a run.
 
     own: the run with its own flags. without: the run without recomputation.
@@ -50,9 +66,15 @@ def notes(config: RunConfig, sizes: Sizes, *, own: Priced, without: Priced, poli
         found += _whole_tail(config, sizes, own)
         found += _host(sizes, own)
     if head_bytes > layers_bytes:
-        found.append(Note("head", f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
-                                  "Recomputing layers does not lower the head; a smaller --micro-batch-size does, and so does "
-                                  "a larger --tensor-model-parallel-size, which splits the logits."))
+        found.append(
+            Note(
+                "head",
+                f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
+                "Recomputing layers does not lower the head; a smaller --micro-batch-size "
+                "does, and so does "
+                "a larger --tensor-model-parallel-size, which splits the logits.",
+            )
+        )
     return tuple(found)
 
 
@@ -60,14 +82,28 @@ def _nothing_recomputed(own: Priced, policies: Sequence[Priced]) -> Iterator[Not
     others = [policy for policy in policies if policy.plan != own.plan]
     least = min(others, key=lambda policy: policy.peak.held_bytes)
     if least.peak.held_bytes < own.peak.held_bytes:
-        yield Note("none", f"Nothing is recomputed. {flags_of(least.recompute)} would hold least at the peak: "
-                           f"{size(least.peak.held_bytes)} instead of {size(own.peak.held_bytes)}, for "
-                           f"{percent(least.extra_flops)} FLOPs.")
+        yield Note(
+            "none",
+            f"Nothing is recomputed. {flags_of(least.recompute)} would hold least at the peak: "
+            f"{size(least.peak.held_bytes)} instead of {size(own.peak.held_bytes)}, for "
+            f"{percent(least.extra_flops)} FLOPs.",
+        )
     else:
-        yield Note("none", "Nothing is recomputed, and no setting of the flags would lower the peak.")
-    free = min((policy for policy in others if policy.replay_flops == 0), key=lambda policy: policy.peak.held_bytes)
+        yield Note(
+            "none", "Nothing is recomputed, and no setting of the flags would lower the peak."
+        )
+    free = min(
+        (policy for policy in others if policy.replay_flops == 0),
+        key=lambda policy: policy.peak.held_bytes,
+    )
     if free.peak.held_bytes < own.peak.held_bytes:
-        yield Note("free", f"{flags_of(free.recompute)} runs no matmul again and holds {size(free.peak.held_bytes)} at the peak.")
+        yield Note(
+            "free",
+            (
+                f"{flags_of(free.recompute)} runs no matmul again and holds "
+                f"{size(free.peak.held_bytes)} at the peak."
+            ),
+        )
 
 
 def _regions(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
@@ -83,16 +119,29 @@ def _regions(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
             treated.setdefault(segment.regions, segment.first_layer)
     for regions, number in treated.items():
         # The bytes that a region frees depend on the other regions: the difference of two sets.
-        def kept(rebuilt: frozenset[str], operations: tuple[Operation, ...] = layers[number].operations) -> int:
+        def kept(
+            rebuilt: frozenset[str], operations: tuple[Operation, ...] = layers[number].operations
+        ) -> int:
             return sum(term.num_bytes for term in layer_terms(operations, 0, rebuilt, sizes))
 
-        freed = [f"{region} {size(kept(regions - {region}) - kept(regions))}" for region in sorted(regions)]
-        yield Note("regions", f"Freed in a layer, less what is kept to rebuild it: {', '.join(freed)}.")
+        freed = [
+            f"{region} {size(kept(regions - {region}) - kept(regions))}"
+            for region in sorted(regions)
+        ]
+        yield Note(
+            "regions", f"Freed in a layer, less what is kept to rebuild it: {', '.join(freed)}."
+        )
     named = frozenset().union(*treated)
     moot = without_effect(sorted(named), builds_scores=config.model.builds_scores(sizes.device))
     for region in moot:
         if not any(region in warning for warning in recompute_notices(config)):
-            yield Note(region, f"{region} is moot: flash attention keeps no scores, and rebuilds them in backward anyway.")
+            yield Note(
+                region,
+                (
+                    f"{region} is moot: flash attention keeps no scores, and rebuilds them in "
+                    "backward anyway."
+                ),
+            )
 
 
 def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
@@ -106,10 +155,21 @@ def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
     peaks = uniform_peaks(config, sizes.device, split=split)
     best, held = best_unit(peaks), own.peak.held_bytes
     if held > peaks[best]:
-        reason = ("Longer units keep fewer inputs, but all of a unit's layers are held when it is rebuilt." if count > best
-                  else "Longer units keep fewer inputs.")
-        yield Note("unit", f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at the peak, "
-                           f"{size(held)} against {size(peaks[best])}; no unit size holds less than {best}. {reason}")
+        reason = (
+            (
+                "Longer units keep fewer inputs, but all of a unit's layers are held when it is "
+                "rebuilt."
+            )
+            if count > best
+            else "Longer units keep fewer inputs."
+        )
+        yield Note(
+            "unit",
+            f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at "
+            "the peak, "
+            f"{size(held)} against {size(peaks[best])}; no unit size holds less than {best}. "
+            f"{reason}",
+        )
 
 
 def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
@@ -118,13 +178,19 @@ def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]
     whole = with_flags(config, recompute_policy=_unsplit(config.recompute.policy))
     priced = price(whole, sizes.device)
     saved = priced.kept_bytes + priced.host_bytes - own.kept_bytes - own.host_bytes
-    text = f"Splitting the inputs of units over the ranks frees {size(saved)}, for one all-gather per unit in backward."
+    text = (
+        f"Splitting the inputs of units over the ranks frees {size(saved)}, for one "
+        "all-gather per unit in backward."
+    )
     parallel = replace(config.parallel, sequence_parallel=True)
     if sizes.seq_length % parallel.sequence_parts == 0:
         sequence = price(replace(whole, parallel=parallel), sizes.device)
         if sequence.kept_bytes <= own.kept_bytes and sequence.peak.held_bytes < own.peak.held_bytes:
-            text += (" --sequence-parallel in its place splits these inputs too, and norms and dropouts besides: "
-                     f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}.")
+            text += (
+                " --sequence-parallel in its place splits these inputs too, and norms and "
+                "dropouts besides: "
+                f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}."
+            )
     yield Note("distribute", text)
 
 
@@ -134,7 +200,10 @@ def _unsplit(policy: Policy) -> str:
     It drops last rules that only keep everything on the device. They have no effect, and a rule
     that never applies would be illegal.
     """
-    rules = [replace(rule, store="host" if rule.store.endswith("host") else "device") for rule in policy.rules]
+    rules = [
+        replace(rule, store="host" if rule.store.endswith("host") else "device")
+        for rule in policy.rules
+    ]
     while len(rules) > 1 and (rules[-1].action, rules[-1].store) == (LayerAction(), "device"):
         rules.pop()
     return str(Policy(tuple(rules)))
@@ -142,24 +211,51 @@ def _unsplit(policy: Policy) -> str:
 
 def _host(sizes: Sizes, own: Priced) -> Iterator[Note]:
     if own.host_bytes and sizes.device == "cpu":
-        yield Note("host", f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same memory.")
+        yield Note(
+            "host",
+            (
+                f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same "
+                "memory."
+            ),
+        )
     elif own.host_bytes:
-        yield Note("host", f"@host copies {size(own.host_bytes)} to the host in forward and as much back in backward, for every "
-                           "micro-batch. Where that takes longer than the layers between, the device waits.")
+        yield Note(
+            "host",
+            f"@host copies {size(own.host_bytes)} to the host in forward and as much back in "
+            "backward, for every "
+            "micro-batch. Where that takes longer than the layers between, the device waits.",
+        )
 
 
 def _peak(own: Priced, without: Priced) -> Iterator[Note]:
     share = own.peak.held_bytes / without.peak.held_bytes
     if share > HARDLY_LESS:
-        yield Note("peak", f"The peak {'hardly drops' if share < 1.0 else 'does not drop'}: {size(own.peak.held_bytes)}, "
-                           f"{share:.1%} of the {size(without.peak.held_bytes)} without recomputation.")
+        yield Note(
+            "peak",
+            f"The peak {'hardly drops' if share < 1.0 else 'does not drop'}: "
+            f"{size(own.peak.held_bytes)}, "
+            f"{share:.1%} of the {size(without.peak.held_bytes)} without recomputation.",
+        )
 
 
 def _whole_tail(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
     if own.plan.skip_tail:
         return
-    skipping = replace(config, recompute=replace(config.recompute, recompute_tail_skip=True, recompute_verify=False))
+    skipping = replace(
+        config,
+        recompute=replace(config.recompute, recompute_tail_skip=True, recompute_verify=False),
+    )
     wasted = own.replay_flops - price(skipping, sizes.device).replay_flops
     if wasted:
-        flag = "--recompute-verify" if config.recompute.recompute_verify else "--no-recompute-tail-skip"
-        yield Note("tail", f"With {flag} replays also run what nothing reads: {percent(wasted / own.model_flops)} FLOPs.")
+        flag = (
+            "--recompute-verify"
+            if config.recompute.recompute_verify
+            else "--no-recompute-tail-skip"
+        )
+        yield Note(
+            "tail",
+            (
+                f"With {flag} replays also run what nothing reads: "
+                f"{percent(wasted / own.model_flops)} FLOPs."
+            ),
+        )

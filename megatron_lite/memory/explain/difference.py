@@ -20,6 +20,7 @@ MOST_PARTS = 6
 MOST_CANDIDATES = 12
 MOST_NAMED = 3
 
+
 class Saved(NamedTuple):
     """A measured storage.
 
@@ -34,12 +35,19 @@ class Saved(NamedTuple):
     @property
     def layer(self) -> int | None:
         """The number of the layer in the whole model; None outside of the layers."""
-        number = self.module.removeprefix(LAYERS).partition(".")[0] if self.module.startswith(LAYERS) else ""
+        number = (
+            self.module.removeprefix(LAYERS).partition(".")[0]
+            if self.module.startswith(LAYERS)
+            else ""
+        )
         return int(number) if number.isdigit() else None
 
     def __str__(self) -> str:
         place = "outside of the layers" if self.layer is None else f"layer {self.layer}"
-        return f"{place}, module {self.module or '(none)'}: {self.dtype} {list(self.shape)}, {self.num_bytes:,} bytes"
+        return (
+            f"{place}, module {self.module or '(none)'}: {self.dtype} {list(self.shape)}, "
+            f"{self.num_bytes:,} bytes"
+        )
 
 
 class Difference(NamedTuple):
@@ -55,17 +63,31 @@ class Difference(NamedTuple):
     first_layer: int = 0
 
     def __str__(self) -> str:
-        missing = [f"{'outside of the layers' if term.layer is None else f'layer {term.layer + self.first_layer}'}, operation "
-                   f"{term.operation}: {term.tensor.name}, {term.num_bytes:,} bytes" for term in self.missing]
-        sides = (("saved but not predicted", [str(saved) for saved in self.saved]), ("predicted but not saved", missing))
+        missing = [
+            f"{self._place(term)}, operation {term.operation}: {term.tensor.name}, "
+            f"{term.num_bytes:,} bytes"
+            for term in self.missing
+        ]
+        sides = (
+            ("saved but not predicted", [str(saved) for saved in self.saved]),
+            ("predicted but not saved", missing),
+        )
         return "; ".join(f"{what}: {_first(found)}" for what, found in sides if found)
 
+    def _place(self, term: Term) -> str:
+        if term.layer is None:
+            return "outside of the layers"
+        return f"layer {term.layer + self.first_layer}"
 
-def difference(terms: Sequence[Term], saved: Sequence[Saved], *, first_layer: int = 0) -> Difference:
+
+def difference(
+    terms: Sequence[Term], saved: Sequence[Saved], *, first_layer: int = 0
+) -> Difference:
     """Returns the terms and storages that remain after pairing.
 
     first_layer: the number of the stage's first layer in the whole model.
     """
+
     def exact(term: Term, one: Saved) -> bool:
         return _layer(term, first_layer) == one.layer and _module(term, first_layer) == one.module
 
@@ -76,8 +98,11 @@ def difference(terms: Sequence[Term], saved: Sequence[Saved], *, first_layer: in
     for together in (exact, near, lambda term, one: True):
         missing = [term for term in missing if not _take(term, left, together)]
     missing = [term for term in missing if not _take_several(term, left, first_layer)]
-    return Difference(tuple(sorted(left, key=lambda one: -one.num_bytes)),
-                      tuple(sorted(missing, key=lambda term: -term.num_bytes)), first_layer)
+    return Difference(
+        tuple(sorted(left, key=lambda one: -one.num_bytes)),
+        tuple(sorted(missing, key=lambda term: -term.num_bytes)),
+        first_layer,
+    )
 
 
 def _take(term: Term, left: list[Saved], together: Callable[[Term, Saved], bool]) -> bool:
@@ -103,8 +128,14 @@ def _take_several(term: Term, left: list[Saved], first_layer: int) -> bool:
     Returns whether it found them. An example are the statistics of the norms of query and key.
     """
     # The number of combinations grows fast: with more than MOST_CANDIDATES it does not search.
-    candidates = [one for one in left if one.layer == _layer(term, first_layer) and one.num_bytes < term.num_bytes]
-    for parts in range(2, min(MOST_PARTS, len(candidates)) + 1 if len(candidates) <= MOST_CANDIDATES else 0):
+    candidates = [
+        one
+        for one in left
+        if one.layer == _layer(term, first_layer) and one.num_bytes < term.num_bytes
+    ]
+    for parts in range(
+        2, min(MOST_PARTS, len(candidates)) + 1 if len(candidates) <= MOST_CANDIDATES else 0
+    ):
         for group in combinations(candidates, parts):
             if sum(one.num_bytes for one in group) == term.num_bytes:
                 for taken in group:

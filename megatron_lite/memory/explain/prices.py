@@ -23,7 +23,12 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.peak import PeakMoment, peak
-from megatron_lite.memory.predict.pipeline_memory import fullest_rank, rank_memory, recomputing_microbatches, step_microbatches
+from megatron_lite.memory.predict.pipeline_memory import (
+    fullest_rank,
+    rank_memory,
+    recomputing_microbatches,
+    step_microbatches,
+)
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_model, plan_stage
 
@@ -75,8 +80,16 @@ def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
         kept += activation_bytes(config.model, plan, own_sizes)
         moved += host_bytes(config.model, plan, own_sizes)
     model_flops = step_flops(config.model, **shape, padded_vocab_size=sizes.padded_vocab_size)
-    return Priced(config.recompute, whole, kept, fullest, model_flops // sizes.num_ranks,
-                  _replay_flops(config, sizes) // sizes.num_ranks, moved, rank)
+    return Priced(
+        config.recompute,
+        whole,
+        kept,
+        fullest,
+        model_flops // sizes.num_ranks,
+        _replay_flops(config, sizes) // sizes.num_ranks,
+        moved,
+        rank,
+    )
 
 
 def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]]:
@@ -84,8 +97,10 @@ def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]
 
     Without a pipeline the whole model is one stage.
     """
-    return [(stage, plan_stage(config.recompute, stage.num_layers, stage.number))
-            for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)]
+    return [
+        (stage, plan_stage(config.recompute, stage.num_layers, stage.number))
+        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
+    ]
 
 
 def longest_stage(config: RunConfig) -> int:
@@ -100,13 +115,27 @@ def _replay_flops(config: RunConfig, sizes: Sizes) -> int:
     """
     most = step_microbatches(config)
     counts = recomputing_microbatches(config, most)
-    shape: dict[str, Any] = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length, device=sizes.device,
-                                 tp_size=sizes.tp_size, cp_size=sizes.cp_size)
+    shape: dict[str, Any] = dict(
+        batch=sizes.micro_batch_size,
+        seq_length=sizes.seq_length,
+        device=sizes.device,
+        tp_size=sizes.tp_size,
+        cp_size=sizes.cp_size,
+    )
     if set(counts) == {most}:
         return replay_flops(config.model, plan_model(config), **shape)
-    again = (count * replay_flops(config.model, plan_stage(config.recompute, stage.num_layers, stage.number), **shape,
-                                  first_layer=stage.first_layer)
-             for stage, count in zip(stages(config.parallel, config.model.num_layers), counts, strict=True))
+    again = (
+        count
+        * replay_flops(
+            config.model,
+            plan_stage(config.recompute, stage.num_layers, stage.number),
+            **shape,
+            first_layer=stage.first_layer,
+        )
+        for stage, count in zip(
+            stages(config.parallel, config.model.num_layers), counts, strict=True
+        )
+    )
     return sum(again) // most
 
 
@@ -116,14 +145,22 @@ def with_flags(config: RunConfig, **flags: object) -> RunConfig:
     --no-recompute-tail-skip and --recompute-verify stay as they are in the run.
     ValueError: the fields are illegal for the run.
     """
-    kept = {name: getattr(config.recompute, name) for name in ("recompute_tail_skip", "recompute_verify")}
+    kept = {
+        name: getattr(config.recompute, name)
+        for name in ("recompute_tail_skip", "recompute_verify")
+    }
     return replace(config, recompute=RecomputeConfig(**{**kept, **flags}))
 
 
 def full(config: RunConfig, method: str, count: int, *, split: bool = False) -> RunConfig:
     """Returns the run with whole layers recomputed. split: units keep 1/t of their input."""
-    return with_flags(config, recompute_granularity="full", recompute_method=method, recompute_num_layers=count,
-                      distribute_saved_activations=split)
+    return with_flags(
+        config,
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=count,
+        distribute_saved_activations=split,
+    )
 
 
 def selective(config: RunConfig, *modules: str) -> RunConfig:
@@ -133,7 +170,9 @@ def selective(config: RunConfig, *modules: str) -> RunConfig:
 
 def alternatives(config: RunConfig, device: str) -> tuple[Priced, ...]:
     """Returns the costs of the run's own flags and of usual settings, the highest peak first."""
-    priced = {one.plan: one for one in (price(run, device) for run in (*_usual(config, device), config))}
+    priced = {
+        one.plan: one for one in (price(run, device) for run in (*_usual(config, device), config))
+    }
     return tuple(sorted(priced.values(), key=lambda one: (-one.peak.held_bytes, one.replay_flops)))
 
 
@@ -142,8 +181,10 @@ def uniform_peaks(config: RunConfig, device: str, *, split: bool) -> dict[int, i
 
     split: units keep 1/t of their input.
     """
-    return {count: price(full(config, "uniform", count, split=split), device).peak.held_bytes
-            for count in range(1, longest_stage(config) + 1)}
+    return {
+        count: price(full(config, "uniform", count, split=split), device).peak.held_bytes
+        for count in range(1, longest_stage(config) + 1)
+    }
 
 
 def best_unit(peaks: dict[int, int]) -> int:
@@ -180,18 +221,27 @@ def flags_of(recompute: RecomputeConfig) -> str:
     if recompute.recompute_granularity is not None:
         words += ["--recompute-granularity", recompute.recompute_granularity]
     if recompute.recompute_method is not None:
-        words += ["--recompute-method", recompute.recompute_method, "--recompute-num-layers", str(recompute.recompute_num_layers)]
+        words += [
+            "--recompute-method",
+            recompute.recompute_method,
+            "--recompute-num-layers",
+            str(recompute.recompute_num_layers),
+        ]
     if recompute.recompute_modules:
         words += ["--recompute-modules", *recompute.recompute_modules]
     if recompute.recompute_policy is not None:
         words += ["--recompute-policy", shlex.quote(recompute.recompute_policy)]
     if recompute.num_microbatches_with_partial_activation_checkpoints is not None:
-        words += ["--num-microbatches-with-partial-activation-checkpoints",
-                  str(recompute.num_microbatches_with_partial_activation_checkpoints)]
-    switches = (("--distribute-saved-activations", recompute.distribute_saved_activations),
-                ("--contiguous-saved-activations", recompute.contiguous_saved_activations),
-                ("--no-recompute-tail-skip", not recompute.recompute_tail_skip),
-                ("--recompute-verify", recompute.recompute_verify))
+        words += [
+            "--num-microbatches-with-partial-activation-checkpoints",
+            str(recompute.num_microbatches_with_partial_activation_checkpoints),
+        ]
+    switches = (
+        ("--distribute-saved-activations", recompute.distribute_saved_activations),
+        ("--contiguous-saved-activations", recompute.contiguous_saved_activations),
+        ("--no-recompute-tail-skip", not recompute.recompute_tail_skip),
+        ("--recompute-verify", recompute.recompute_verify),
+    )
     return " ".join([*words, *(flag for flag, given in switches if given)])
 
 
@@ -210,7 +260,9 @@ def short_name(recompute: RecomputeConfig) -> str:
     A policy is shortened to LONGEST_NAME characters.
     """
     if recompute.recompute_policy is not None:
-        return textwrap.shorten(f"policy {recompute.recompute_policy}", LONGEST_NAME, placeholder=" ...")
+        return textwrap.shorten(
+            f"policy {recompute.recompute_policy}", LONGEST_NAME, placeholder=" ..."
+        )
     if recompute.recompute_granularity is None:
         return "none"
     if recompute.recompute_granularity == "selective":

@@ -27,7 +27,12 @@ from megatron_lite.memory.predict.flops import replayed_flops
 from megatron_lite.memory.predict.kept_tensors import EMBEDDING, HEAD, Term, activation_terms
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
 from megatron_lite.memory.predict.replays import left_out, replayed_calls
-from megatron_lite.memory.predict.traffic import Traffic, embedding_collectives, head_collectives, segment_collectives
+from megatron_lite.memory.predict.traffic import (
+    Traffic,
+    embedding_collectives,
+    head_collectives,
+    segment_collectives,
+)
 from megatron_lite.recompute.plan import RecomputePlan, Segment, keep_everything
 
 
@@ -145,13 +150,16 @@ class Report:
             f"1/{sizes.cp_size} of each sequence, on each context-parallel rank": sizes.cp_size > 1,
             "4-byte activations": sizes.element_bytes != 2,
             "flash attention, which keeps no scores": not model.builds_scores(sizes.device),
-            "float32 softmax": model.builds_scores(sizes.device) and model.attention_softmax_in_fp32,
+            "float32 softmax": model.builds_scores(sizes.device)
+            and model.attention_softmax_in_fp32,
             "no dropout of the scores": model.attention_dropout == 0.0,
             "no dropout of the residual": model.hidden_dropout == 0.0,
             f"{model.activation}": model.activation != "gelu",
-            f"f = {model.ffn_size / model.hidden_size:.2f} h": model.ffn_size != 4 * model.hidden_size,
+            f"f = {model.ffn_size / model.hidden_size:.2f} h": model.ffn_size
+            != 4 * model.hidden_size,
             f"{model.query_groups} query groups": model.query_groups != model.num_attention_heads,
-            f"heads of {model.head_dim} channels": model.head_dim * model.num_attention_heads != model.hidden_size,
+            f"heads of {model.head_dim} channels": model.head_dim * model.num_attention_heads
+            != model.hidden_size,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -161,7 +169,9 @@ def likely_device(distributed_backend: str) -> str:
 
     `auto` takes a GPU if the machine has a visible one.
     """
-    device = chosen("--distributed-backend", distributed_backend, {"auto": None, "gloo": "cpu", "nccl": "cuda"})
+    device = chosen(
+        "--distributed-backend", distributed_backend, {"auto": None, "gloo": "cpu", "nccl": "cuda"}
+    )
     if device is not None:
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
@@ -179,28 +189,57 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     pipeline_size, model = config.parallel.pipeline_model_parallel_size, config.model
     own, without = price(config, device), price(with_flags(config), device)
     plans = rank_plans(config, own.rank)
-    sizes = replace(Sizes.of(config, device=device), has_embedding=any(stage.is_first for stage, _ in plans),
-                    has_head=any(stage.is_last for stage, _ in plans))
+    sizes = replace(
+        Sizes.of(config, device=device),
+        has_embedding=any(stage.is_first for stage, _ in plans),
+        has_head=any(stage.is_last for stage, _ in plans),
+    )
     runs: list[LayerRun] = []
     terms: list[Term] = []
     for stage, plan in plans:
         own_sizes = Sizes.of(config, device=device, stage=stage)
         own_terms = activation_terms(model, plan, own_sizes)
-        runs += _runs(config, plan, own_terms, own_sizes, stage.number if pipeline_size > 1 else None)
+        runs += _runs(
+            config, plan, own_terms, own_sizes, stage.number if pipeline_size > 1 else None
+        )
         terms += own_terms
-    head = ReportPart(_largest_first(term for term in terms if term.operation == HEAD),
-                head_collectives(model, sizes) if sizes.has_head else Traffic())
+    head = ReportPart(
+        _largest_first(term for term in terms if term.operation == HEAD),
+        head_collectives(model, sizes) if sizes.has_head else Traffic(),
+    )
     policies = alternatives(config, device)
     return Report(
-        config=run, sizes=sizes, rank=own.rank, own=own, without=without, runs=tuple(runs), head=head, policies=policies,
-        without_here=price(with_flags(config), device, rank=own.rank), num_microbatches=step_microbatches(config),
+        config=run,
+        sizes=sizes,
+        rank=own.rank,
+        own=own,
+        without=without,
+        runs=tuple(runs),
+        head=head,
+        policies=policies,
+        without_here=price(with_flags(config), device, rank=own.rank),
+        num_microbatches=step_microbatches(config),
         ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
-        embedding=ReportPart(_largest_first(term for term in terms if term.operation == EMBEDDING),
-                       embedding_collectives(model, sizes) if sizes.has_embedding else Traffic()),
+        embedding=ReportPart(
+            _largest_first(term for term in terms if term.operation == EMBEDDING),
+            embedding_collectives(model, sizes) if sizes.has_embedding else Traffic(),
+        ),
         rotary_tables=ReportPart(_largest_first(term for term in terms if term.tensor.shared)),
-        comparisons=tuple(_comparisons(config, [(plans[0][0], keep_everything(plans[0][0].num_layers)), *plans], sizes)),
-        notes=notes(config, sizes, own=own, without=without, policies=policies, head_bytes=head.kept_bytes,
-                    layers_bytes=sum(run.count * run.kept_bytes for run in runs)))
+        comparisons=tuple(
+            _comparisons(
+                config, [(plans[0][0], keep_everything(plans[0][0].num_layers)), *plans], sizes
+            )
+        ),
+        notes=notes(
+            config,
+            sizes,
+            own=own,
+            without=without,
+            policies=policies,
+            head_bytes=head.kept_bytes,
+            layers_bytes=sum(run.count * run.kept_bytes for run in runs),
+        ),
+    )
 
 
 def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
@@ -211,23 +250,42 @@ def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
     config.training.batch_schedule(dp_size)
     batch = config.training.global_batch_size
     share = None if batch is None else batch // dp_size
-    return replace(config, training=replace(config.training, global_batch_size=share, rampup_batch_size=()))
+    return replace(
+        config, training=replace(config.training, global_batch_size=share, rampup_batch_size=())
+    )
 
 
-def _runs(config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes,
-          stage: int | None) -> Iterator[LayerRun]:
+def _runs(
+    config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes, stage: int | None
+) -> Iterator[LayerRun]:
     layers = describe_layers(config.model, sizes, plan.num_layers)
-    again = replayed_flops(config.model, plan, batch=sizes.micro_batch_size, seq_length=sizes.seq_length, device=sizes.device,
-                            tp_size=sizes.tp_size, cp_size=sizes.cp_size, first_layer=sizes.first_layer)
-    for _, alike in itertools.groupby(plan.segments, key=lambda segment: _treatment(segment, layers)):
+    again = replayed_flops(
+        config.model,
+        plan,
+        batch=sizes.micro_batch_size,
+        seq_length=sizes.seq_length,
+        device=sizes.device,
+        tp_size=sizes.tp_size,
+        cp_size=sizes.cp_size,
+        first_layer=sizes.first_layer,
+    )
+    for _, alike in itertools.groupby(
+        plan.segments, key=lambda segment: _treatment(segment, layers)
+    ):
         segment, *others = alike
         numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
-        yield LayerRun(segment=segment, count=1 + len(others), stage=stage, kept=_kept_in(terms, numbers, on_host=False),
-                       moved=_kept_in(terms, numbers, on_host=True),
-                       rebuilt=_rebuilt(plan, segment, layers), left_out=_left_out(plan, segment, layers),
-                       replay_flops=sum(sum(again[number].values()) for number in numbers) // sizes.num_ranks,
-                       traffic=segment_collectives(config.model, plan, segment, sizes, layers),
-                       peculiarity=_peculiarity(layers[number] for number in numbers))
+        yield LayerRun(
+            segment=segment,
+            count=1 + len(others),
+            stage=stage,
+            kept=_kept_in(terms, numbers, on_host=False),
+            moved=_kept_in(terms, numbers, on_host=True),
+            rebuilt=_rebuilt(plan, segment, layers),
+            left_out=_left_out(plan, segment, layers),
+            replay_flops=sum(sum(again[number].values()) for number in numbers) // sizes.num_ranks,
+            traffic=segment_collectives(config.model, plan, segment, sizes, layers),
+            peculiarity=_peculiarity(layers[number] for number in numbers),
+        )
 
 
 def _peculiarity(layers: Iterable[LayerDescription]) -> str:
@@ -239,13 +297,18 @@ def _peculiarity(layers: Iterable[LayerDescription]) -> str:
     return " and ".join(word or "neither" for word in words) if any(words) else ""
 
 
-def _kept_in(terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None) -> tuple[KeptTensor, ...]:
+def _kept_in(
+    terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None
+) -> tuple[KeptTensor, ...]:
     """Returns the tensors that the layers keep, the largest first, without shared tables.
 
     on_host: True: those in host memory; False: those on the device; None: both.
     """
-    return _largest_first(term for term in terms if term.layer in layers and not term.tensor.shared
-                          and on_host in (None, term.on_host))
+    return _largest_first(
+        term
+        for term in terms
+        if term.layer in layers and not term.tensor.shared and on_host in (None, term.on_host)
+    )
 
 
 def _largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
@@ -261,33 +324,55 @@ def _treatment(segment: Segment, layers: tuple[LayerDescription, ...]) -> Hashab
     return replace(segment, first_layer=0), own
 
 
-def _rebuilt(plan: RecomputePlan, segment: Segment, layers: tuple[LayerDescription, ...]) -> tuple[str, ...]:
+def _rebuilt(
+    plan: RecomputePlan, segment: Segment, layers: tuple[LayerDescription, ...]
+) -> tuple[str, ...]:
     """Returns the operations that backward runs again in a layer of the segment."""
     layer = layers[segment.first_layer]
     if segment.unit:
         return tuple(operation.name for operation in layer.operations)
-    again = {operation.name for _, operation, call in replayed_calls((layer,), segment, skip_tail=plan.skip_tail)
-             if call.matmuls}
+    again = {
+        operation.name
+        for _, operation, call in replayed_calls((layer,), segment, skip_tail=plan.skip_tail)
+        if call.matmuls
+    }
     inside = layer.operations if segment.ops else layer.inside(segment.regions)
-    return tuple(operation.name for operation in inside
-                 if operation.name in again or not any(call.matmuls for call in operation.calls)
-                 # Where attention builds its scores, at least the softmax runs again.
-                 or (len([call for call in operation.calls if call.matmuls]) > 1))
+    return tuple(
+        operation.name
+        for operation in inside
+        if operation.name in again
+        or not any(call.matmuls for call in operation.calls)
+        # Where attention builds its scores, at least the softmax runs again.
+        or (len([call for call in operation.calls if call.matmuls]) > 1)
+    )
 
 
-def _left_out(plan: RecomputePlan, segment: Segment, layers: tuple[LayerDescription, ...]) -> str | None:
+def _left_out(
+    plan: RecomputePlan, segment: Segment, layers: tuple[LayerDescription, ...]
+) -> str | None:
     """Returns in words the matmuls that a replay of the segment skips; None if it skips none."""
     if not plan.skip_tail:
         return None
     own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
     skipped = left_out(own, segment)
-    names = ["softmax x value" if one.name == CORE else one.name for one in own[-1].operations
-             if any((one.name, number) in skipped and call.matmuls for number, call in enumerate(one.calls))]
-    return " and ".join(f"the last {name}" if segment.num_layers > 1 else name for name in names) or None
+    names = [
+        "softmax x value" if one.name == CORE else one.name
+        for one in own[-1].operations
+        if any(
+            (one.name, number) in skipped and call.matmuls for number, call in enumerate(one.calls)
+        )
+    ]
+    return (
+        " and ".join(f"the last {name}" if segment.num_layers > 1 else name for name in names)
+        or None
+    )
 
 
-def _comparisons(config: RunConfig, plans: Iterable[tuple[Stage, RecomputePlan]], sizes: Sizes) -> Iterator[Comparison]:
-    """Yields one comparison for each treatment of a layer in the plans of the stages, in their order."""
+def _comparisons(
+    config: RunConfig, plans: Iterable[tuple[Stage, RecomputePlan]], sizes: Sizes
+) -> Iterator[Comparison]:
+    """Yields one comparison for each treatment of a layer in the plans of the stages, in their
+    order."""
     seen = set()
     for stage, plan in plans:
         own_sizes = replace(sizes, first_layer=stage.first_layer)
@@ -298,10 +383,15 @@ def _comparisons(config: RunConfig, plans: Iterable[tuple[Stage, RecomputePlan]]
             if treatment in seen:
                 continue
             seen.add(treatment)
-            kept = _kept_in(terms, range(segment.first_layer, segment.first_layer + segment.num_layers))
-            yield Comparison(segment, paper_figure(config, segment, sizes),
-                             sum(tensor.num_bytes for tensor in kept if tensor.in_paper),
-                             tuple(tensor for tensor in kept if not tensor.in_paper))
+            kept = _kept_in(
+                terms, range(segment.first_layer, segment.first_layer + segment.num_layers)
+            )
+            yield Comparison(
+                segment,
+                paper_figure(config, segment, sizes),
+                sum(tensor.num_bytes for tensor in kept if tensor.in_paper),
+                tuple(tensor for tensor in kept if not tensor.in_paper),
+            )
 
 
 def paper_figure(config: RunConfig, segment: Segment, sizes: Sizes) -> PaperFigure | None:
@@ -311,7 +401,10 @@ def paper_figure(config: RunConfig, segment: Segment, sizes: Sizes) -> PaperFigu
     the recomputed regions and on how the layer is split over ranks.
     """
     heads, t = config.model.num_attention_heads, sizes.tp_size
-    sbh, scores = sizes.tokens * config.model.hidden_size, 5 * heads * sizes.seq_length * sizes.tokens // t
+    sbh, scores = (
+        sizes.tokens * config.model.hidden_size,
+        5 * heads * sizes.seq_length * sizes.tokens // t,
+    )
     if segment.unit:
         split = sizes.sequence_parallel or segment.split
         return PaperFigure("2sbh/t" if split else "2sbh", 2 * sbh // (t if split else 1))

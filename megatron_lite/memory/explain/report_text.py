@@ -25,8 +25,15 @@ NO_RECOMPUTATION = "without recomputation"
 
 def report_text(report: Report) -> str:
     """Returns all sections of the report, with an empty line between two of them."""
-    sections = (_head(report), _layers(report), _totals(report), _pipeline(report), _paper(report), _policies(report),
-                _notes(report))
+    sections = (
+        _head(report),
+        _layers(report),
+        _totals(report),
+        _pipeline(report),
+        _paper(report),
+        _policies(report),
+        _notes(report),
+    )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
@@ -35,23 +42,38 @@ def _head(report: Report) -> Iterator[str]:
     model = config.model
     groups = f" (g {model.query_groups})" if model.group_query_attention else ""
     unseen = sizes.device == "cpu" and config.parallel.distributed_backend == "auto"
-    where = f"pipeline rank {report.rank}, which holds most of {len(report.ranks)}" if report.ranks else "one rank"
+    where = (
+        f"pipeline rank {report.rank}, which holds most of {len(report.ranks)}"
+        if report.ranks
+        else "one rank"
+    )
     yield f"Activation recomputation, of one micro-batch on {where}"
     yield ""
-    yield from _field("model", f"GPT of {model.num_layers} layers: h {model.hidden_size}, f {model.ffn_size}, "
-                               f"a {model.num_attention_heads}{groups}, s {sizes.seq_length}, b {sizes.micro_batch_size}, "
-                               f"V {sizes.padded_vocab_size}, {config.training.precision}")
+    yield from _field(
+        "model",
+        f"GPT of {model.num_layers} layers: h {model.hidden_size}, f {model.ffn_size}, "
+        f"a {model.num_attention_heads}{groups}, s {sizes.seq_length}, b {sizes.micro_batch_size}, "
+        f"V {sizes.padded_vocab_size}, {config.training.precision}",
+    )
     sequence = ", sequence-parallel" if sizes.sequence_parallel else ""
-    context = f", context-parallel {sizes.cp_size} ({sizes.cp_comm_type})" if sizes.cp_size > 1 else ""
+    context = (
+        f", context-parallel {sizes.cp_size} ({sizes.cp_comm_type})" if sizes.cp_size > 1 else ""
+    )
     pipeline = f", pipeline-parallel {len(report.ranks)}" if report.ranks else ""
-    yield from _field("ranks", f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; "
-                               f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
-                               f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
-                               f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}")
+    yield from _field(
+        "ranks",
+        f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; "
+        f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
+        f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
+        f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}",
+    )
     holder = f"pipeline rank {report.rank}" if report.ranks else "each rank"
     on_rank = f"; {count(rank_parameter_count(config, report.rank))} on {holder}"
-    yield from _field("parameters", count(parameter_count(model, config.tokenizer.true_vocab_size))
-                      + (on_rank if sizes.tp_size * max(1, len(report.ranks)) > 1 else ""))
+    yield from _field(
+        "parameters",
+        count(parameter_count(model, config.tokenizer.true_vocab_size))
+        + (on_rank if sizes.tp_size * max(1, len(report.ranks)) > 1 else ""),
+    )
     yield from _field("flags", flags_of(config.recompute) or "none that recompute")
     yield from _field("plan", policy_by_stage(config))
 
@@ -78,17 +100,28 @@ def _run(run: LayerRun, report: Report) -> Iterator[str]:
     split = f", 1/{report.sizes.tp_size} of it on each rank" if run.segment.split else ""
     each = "unit" if run.segment.num_layers > 1 else "layer"
     peculiarity = f" ({run.peculiarity})" if run.peculiarity else ""
-    yield from textwrap.wrap(f"{_run_name(run)}{peculiarity}: {_treatment(run)}{split}", WIDTH, initial_indent="  ",
-                             subsequent_indent="    ", break_on_hyphens=False)
-    yield from _field("keeps", _kept(run.kept, each=f" a {each}: ") if run.kept else "nothing on the device")
+    yield from textwrap.wrap(
+        f"{_run_name(run)}{peculiarity}: {_treatment(run)}{split}",
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
+    yield from _field(
+        "keeps", _kept(run.kept, each=f" a {each}: ") if run.kept else "nothing on the device"
+    )
     if run.moved:
         yield from _field("on the host", _kept(run.moved, each=f" a {each}: "))
     if run.rebuilt:
         names = "all of it" if run.segment.unit else ", ".join(run.rebuilt)
         left_out = f"; {run.left_out} left out" if run.left_out else ""
         share = percent(run.count * run.replay_flops / report.own.model_flops)
-        yield from _field("runs again", f"{flops(run.replay_flops)} a {each}: {names}{left_out}" if run.replay_flops
-                          else f"no matmul: {names}")
+        yield from _field(
+            "runs again",
+            f"{flops(run.replay_flops)} a {each}: {names}{left_out}"
+            if run.replay_flops
+            else f"no matmul: {names}",
+        )
         if run.replay_flops:
             together = f", all such {each}s together" if run.count > 1 else ""
             of_all = " of all pipeline ranks" if report.ranks else ""
@@ -97,7 +130,11 @@ def _run(run: LayerRun, report: Report) -> Iterator[str]:
 
 
 def _traffic(traffic: Traffic) -> Iterator[str]:
-    phases = (("forward", traffic.forward), ("backward", traffic.backward), ("replay", traffic.replay))
+    phases = (
+        ("forward", traffic.forward),
+        ("backward", traffic.backward),
+        ("replay", traffic.replay),
+    )
     sent = [f"{phase:10}{_sent(collectives)}" for phase, collectives in phases if collectives]
     for number, text in enumerate(sent):
         yield from _field("" if number else "sends", text)
@@ -106,7 +143,10 @@ def _traffic(traffic: Traffic) -> Iterator[str]:
 def _treatment(run: LayerRun) -> str:
     segment = run.segment
     if segment.unit:
-        units = f"{run.count} unit{'s' * (run.count > 1)} of {segment.num_layers} layer{'s' * (segment.num_layers > 1)}"
+        units = (
+            f"{run.count} unit{'s' * (run.count > 1)} of {segment.num_layers} "
+            f"layer{'s' * (segment.num_layers > 1)}"
+        )
         return f"{units}; only the input of {'each' if run.count > 1 else 'it'} is kept"
     if segment.ops:
         named = textwrap.shorten(", ".join(segment.ops), 45, placeholder=" ...")
@@ -118,15 +158,22 @@ def _treatment(run: LayerRun) -> str:
 
 def _totals(report: Report) -> Iterator[str]:
     own, without = report.own, report.without
-    logits = [f"logits: {tensor.num_bytes:,}" for tensor in report.head.kept if tensor.name == "logits"]
+    logits = [
+        f"logits: {tensor.num_bytes:,}" for tensor in report.head.kept if tensor.name == "logits"
+    ]
     rows = [("embedding", report.embedding.kept_bytes, "")] if report.sizes.has_embedding else []
     if report.rotary_tables.kept:
         rows.append(("rotary tables", report.rotary_tables.kept_bytes, ""))
     for run in report.runs:
-        rows.append((_run_name(run), run.count * run.kept_bytes, f"{run.count} x {run.kept_bytes:,}" if run.count > 1 else ""))
+        rows.append(
+            (
+                _run_name(run),
+                run.count * run.kept_bytes,
+                f"{run.count} x {run.kept_bytes:,}" if run.count > 1 else "",
+            )
+        )
     rows += [("head", report.head.kept_bytes, "".join(logits))] if report.sizes.has_head else []
-    rows += [("", 0, ""),
-             ("kept in all", own.kept_bytes, "" if report.ranks else LOGGED)]
+    rows += [("", 0, ""), ("kept in all", own.kept_bytes, "" if report.ranks else LOGGED)]
     if own.host_bytes:
         rows.append(("kept in host memory", own.host_bytes, "as activation_host_bytes_predicted"))
     if own.plan.segments != without.plan.segments:
@@ -140,39 +187,76 @@ def _totals(report: Report) -> Iterator[str]:
     if own.plan.segments != without.plan.segments:
         share = own.peak.held_bytes / without.peak.held_bytes
         on_other = f", on pipeline rank {without.rank}" if without.rank != own.rank else ""
-        rows.append((NO_RECOMPUTATION, without.peak.held_bytes, f"this run holds {share:.1%} of it{on_other}"))
+        rows.append(
+            (
+                NO_RECOMPUTATION,
+                without.peak.held_bytes,
+                f"this run holds {share:.1%} of it{on_other}",
+            )
+        )
     unit = _column_unit(number for _, number, _ in rows)
     yield f"{'Kept for backward':26}{unit.name:>14}{'bytes':>20}"
     for name, number, comment in rows:
-        yield f"  {name:24}{unit.number(number):>14}{number:20,}   {comment}".rstrip() if name else ""
+        yield (
+            f"  {name:24}{unit.number(number):>14}{number:20,}   {comment}".rstrip() if name else ""
+        )
     yield ""
-    yield from _text("The peak is an estimate: what is held when backward is at its fullest, of what is kept and of what is "
-                     "rebuilt. Weights, gradients, optimizer states and short-lived buffers come on top, whatever is recomputed.")
+    yield from _text(
+        "The peak is an estimate: what is held when backward is at its fullest, of what is "
+        "kept and of what is "
+        "rebuilt. Weights, gradients, optimizer states and short-lived buffers come on top, "
+        "whatever is recomputed."
+    )
 
 
 def _pipeline(report: Report) -> Iterator[str]:
     if not report.ranks:
         return
     unit = _column_unit(rank.peak_bytes for rank in report.ranks)
-    yield f"{'Pipeline rank':16}{'layers':26}{'kept ' + unit.name:>14}{'in flight':>12}{'they keep':>14}{'at the peak':>16}"
-    shown = {rank for rank in range(len(report.ranks)) if len(report.ranks) <= MOST_RANKS or rank == report.rank
-             or min(rank, len(report.ranks) - 1 - rank) < MOST_RANKS // 2}
+    yield (
+        f"{'Pipeline rank':16}{'layers':26}{'kept ' + unit.name:>14}"
+        f"{'in flight':>12}{'they keep':>14}{'at the peak':>16}"
+    )
+    shown = {
+        rank
+        for rank in range(len(report.ranks))
+        if len(report.ranks) <= MOST_RANKS
+        or rank == report.rank
+        or min(rank, len(report.ranks) - 1 - rank) < MOST_RANKS // 2
+    }
     for rank in report.ranks:
         if rank.rank not in shown:
             if rank.rank - 1 in shown:
                 yield "  .."
             continue
-        layers = ", ".join(f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}" if stage.num_layers > 1
-                           else str(stage.first_layer) for stage in rank.stages)
+        layers = ", ".join(
+            f"{stage.first_layer}-{stage.first_layer + stage.num_layers - 1}"
+            if stage.num_layers > 1
+            else str(stage.first_layer)
+            for stage in rank.stages
+        )
         name = f"{'>' if rank.rank == report.rank else ' '} {rank.rank}"
-        yield (f"{name:16}{textwrap.shorten(layers, 25, placeholder=' ..'):26}{unit.number(rank.kept_bytes):>14}"
-               f"{rank.in_flight:>12}{unit.number(rank.held_bytes):>14}{unit.number(rank.peak_bytes):>16}")
+        yield (
+            f"{name:16}{textwrap.shorten(layers, 25, placeholder=' ..'):26}"
+            f"{unit.number(rank.kept_bytes):>14}{rank.in_flight:>12}"
+            f"{unit.number(rank.held_bytes):>14}{unit.number(rank.peak_bytes):>16}"
+        )
     number, given = report.num_microbatches, report.config.training.global_batch_size is not None
-    steps = f"of the {number} micro-batch{'es' * (number > 1)} of a step" if given or number == 1 else (
-        f"with {number} micro-batches in a step, which fill the pipeline (--global-batch-size is not given)")
-    yield from _text(f"> is the rank that holds most. kept: of a step's first micro-batch, in all stages of the rank; the most "
-                     f"of any rank is {LOGGED}. in flight: forwards that wait for their backward at once, each of one stage, "
-                     f"{steps}.")
+    steps = (
+        f"of the {number} micro-batch{'es' * (number > 1)} of a step"
+        if given or number == 1
+        else (
+            f"with {number} micro-batches in a step, which fill the pipeline "
+            "(--global-batch-size is not given)"
+        )
+    )
+    yield from _text(
+        "> is the rank that holds most. kept: of a step's first micro-batch, in all stages of "
+        "the rank; the most "
+        f"of any rank is {LOGGED}. in flight: forwards that wait for their backward at once, "
+        "each of one stage, "
+        f"{steps}."
+    )
 
 
 def _paper(report: Report) -> Iterator[str]:
@@ -180,10 +264,21 @@ def _paper(report: Report) -> Iterator[str]:
     yield "A layer or unit, beside the formulas of arXiv 2205.05198"
     yield f"  {'':31}{'its formula':>24}{unit.name:>12}{'here, its terms':>17}{'others':>11}"
     for row in report.comparisons:
-        formula, value = (row.paper.formula, unit.number(row.paper.num_bytes)) if row.paper else ("no formula", "")
+        formula, value = (
+            (row.paper.formula, unit.number(row.paper.num_bytes))
+            if row.paper
+            else ("no formula", "")
+        )
         others = unit.number(sum(tensor.num_bytes for tensor in row.others))
-        yield f"  {_segment_name(row.segment):31}{formula:>24}{value:>12}{unit.number(row.in_paper_bytes):>17}{others:>11}"
-    named = {tensor.name: f"{tensor.name} {unit.number(tensor.num_bytes)}" for row in report.comparisons for tensor in row.others}
+        yield (
+            f"  {_segment_name(row.segment):31}{formula:>24}{value:>12}"
+            f"{unit.number(row.in_paper_bytes):>17}{others:>11}"
+        )
+    named = {
+        tensor.name: f"{tensor.name} {unit.number(tensor.num_bytes)}"
+        for row in report.comparisons
+        for tensor in row.others
+    }
     if named:
         yield from _text(f"Others: {', '.join(named.values())}.")
     if report.unlike_the_paper:
@@ -193,24 +288,39 @@ def _paper(report: Report) -> Iterator[str]:
 def _policies(report: Report) -> Iterator[str]:
     unit = _column_unit(policy.kept_bytes for policy in report.policies)
     on_rank = f"{'on rank':>10}" if report.ranks else ""
-    yield f"{'What the flags could do here':48}{'kept ' + unit.name:>14}{'at the peak':>14}{'FLOPs':>10}{on_rank}"
+    yield (
+        f"{'What the flags could do here':48}{'kept ' + unit.name:>14}"
+        f"{'at the peak':>14}{'FLOPs':>10}{on_rank}"
+    )
     for policy in report.policies:
         mark = ">" if policy.plan == report.own.plan else " "
-        yield (f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
-               f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}"
-               + (f"{policy.rank:>10}" if report.ranks else ""))
+        yield (
+            f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
+            f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}"
+            + (f"{policy.rank:>10}" if report.ranks else "")
+        )
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
-    yield from _text(f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: --recompute-granularity full "
-                     "--recompute-method METHOD --recompute-num-layers N; distributed: --distribute-saved-activations. "
-                     "selective MODULES: --recompute-granularity selective --recompute-modules MODULES."
-                     + (" on rank: the pipeline rank that would hold most, of which the bytes are." if report.ranks else ""))
+    yield from _text(
+        f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: "
+        "--recompute-granularity full "
+        "--recompute-method METHOD --recompute-num-layers N; distributed: "
+        "--distribute-saved-activations. "
+        "selective MODULES: --recompute-granularity selective --recompute-modules MODULES."
+        + (
+            " on rank: the pipeline rank that would hold most, of which the bytes are."
+            if report.ranks
+            else ""
+        )
+    )
 
 
 def _notes(report: Report) -> Iterator[str]:
     if report.notes:
         yield f"Notes, on pipeline rank {report.rank}" if report.ranks else "Notes"
     for note in report.notes:
-        yield from textwrap.wrap(note.text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        yield from textwrap.wrap(
+            note.text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False
+        )
 
 
 def _column_unit(numbers: Iterable[int]) -> ByteUnit:
@@ -220,12 +330,19 @@ def _column_unit(numbers: Iterable[int]) -> ByteUnit:
 
 def _field(name: str, text: str) -> Iterator[str]:
     indent = "    "
-    yield from textwrap.wrap(text, WIDTH, initial_indent=f"{indent}{name:12}", subsequent_indent=indent + 12 * " ",
-                             break_on_hyphens=False)
+    yield from textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{indent}{name:12}",
+        subsequent_indent=indent + 12 * " ",
+        break_on_hyphens=False,
+    )
 
 
 def _text(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def _kept(tensors: Sequence[KeptTensor], each: str = ": ") -> str:
@@ -235,13 +352,17 @@ def _kept(tensors: Sequence[KeptTensor], each: str = ": ") -> str:
     unit = ByteUnit.of(total)
     parts = [f"{tensor.name} {unit.number(tensor.num_bytes)}" for tensor in named]
     if rest:
-        parts.append(f"+ {len(rest)} smaller {unit.number(sum(tensor.num_bytes for tensor in rest))}")
+        parts.append(
+            f"+ {len(rest)} smaller {unit.number(sum(tensor.num_bytes for tensor in rest))}"
+        )
     return f"{unit.number(total)} {unit.name}{each}{', '.join(parts)}"
 
 
 def _sent(collectives: Sequence[Collective]) -> str:
     counts = Counter(collectives)
-    return ", ".join(f"{number} {kind} of {size(num_bytes)}" for (kind, num_bytes), number in counts.items())
+    return ", ".join(
+        f"{number} {kind} of {size(num_bytes)}" for (kind, num_bytes), number in counts.items()
+    )
 
 
 def _when(priced: Priced) -> str:
@@ -265,7 +386,9 @@ def _layers_name(first: int, last: int) -> str:
 
 def _segment_name(segment: Segment) -> str:
     if segment.on_host:
-        return f"{_segment_name(replace(segment, store='split' if segment.split else 'device'))}, host"
+        return (
+            f"{_segment_name(replace(segment, store='split' if segment.split else 'device'))}, host"
+        )
     if segment.unit:
         return "unit, split" if segment.split else "unit"
     if segment.ops:

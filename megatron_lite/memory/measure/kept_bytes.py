@@ -45,7 +45,9 @@ class KeptBytes:
 class KeptBytesMeter:
     """Measures the kept bytes of one forward. `measure_kept_bytes` creates it."""
 
-    def __init__(self, meter: KeptForBackward[str], live: LiveStorages, weights: list[Tensor]) -> None:
+    def __init__(
+        self, meter: KeptForBackward[str], live: LiveStorages, weights: list[Tensor]
+    ) -> None:
         self._meter, self._live = meter, live
         self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
 
@@ -56,9 +58,16 @@ class KeptBytesMeter:
             They count only if the graph saves them too.
         """
         saved = self._meter.storages()
-        returned = {leaf.untyped_storage()._cdata for leaf in tree_leaves(_plain(outputs)) if isinstance(leaf, Tensor)}
+        returned = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves(_plain(outputs))
+            if isinstance(leaf, Tensor)
+        }
         known = saved.keys() | self._weights | returned
-        return KeptBytes(saved=sum(storage.num_bytes for storage in saved.values()), beside=self._live.bytes_beside(known))
+        return KeptBytes(
+            saved=sum(storage.num_bytes for storage in saved.values()),
+            beside=self._live.bytes_beside(known),
+        )
 
 
 @contextmanager

@@ -31,7 +31,13 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = 0
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         given = {storage._cdata for storage in _storages((args, kwargs))}
         results = func(*args, **(kwargs or {}))
         for storage in _storages(results):

@@ -2,7 +2,7 @@
 
     with kept_for_backward(exclude=model.parameters(), model=model) as meter:
         loss = model.loss(tokens, labels).mean()
-    meter.total_bytes(), meter.by_module()          as long as the loss, and with it the graph, is alive
+    meter.total_bytes(), meter.by_module()    # as long as the loss and its graph are alive
 
 torch passes every tensor that is saved for backward to the meter's hooks. The meter counts whole
 storages, each once, with their sizes at the time of the call. A storage that has been freed or
@@ -37,10 +37,13 @@ class KeptForBackward(Generic[Label]):
     """
 
     def __init__(self, exclude: Iterable[Tensor], label: Callable[[], Label]) -> None:
-        self._excluded = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in exclude)}
+        self._excluded = {
+            storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in exclude)
+        }
         self._label = label
         self._numbers = count()
-        self._saved: WeakValueDictionary[int, SavedTensor[Label]] = WeakValueDictionary()  # in the order of saving
+        # in the order of saving
+        self._saved: WeakValueDictionary[int, SavedTensor[Label]] = WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> SavedTensor[Label]:
         """The pack hook. Copies nothing."""
@@ -58,8 +61,12 @@ class KeptForBackward(Generic[Label]):
         for saved in list(self._saved.values()):
             storage = saved.detached.untyped_storage()
             if storage._cdata not in self._excluded and storage._cdata not in kept:
-                kept[storage._cdata] = KeptStorage(storage.nbytes(), saved.label, tuple(saved.detached.shape),
-                                                   str(saved.detached.dtype).removeprefix("torch."))
+                kept[storage._cdata] = KeptStorage(
+                    storage.nbytes(),
+                    saved.label,
+                    tuple(saved.detached.shape),
+                    str(saved.detached.dtype).removeprefix("torch."),
+                )
         return kept
 
     def total_bytes(self) -> int:
@@ -107,13 +114,19 @@ class SavedTensor(Generic[Label]):
     def tensor(self) -> Tensor:
         """Returns the saved tensor. RuntimeError if it was written to after the save."""
         if self.detached._version != self._version:
-            raise RuntimeError(f"a tensor {list(self.detached.shape)} saved in {self.label!r} has been modified by an "
-                               f"inplace operation: is at version {self.detached._version}, expected {self._version}")
+            raise RuntimeError(
+                f"a tensor {list(self.detached.shape)} saved in {self.label!r} has been "
+                "modified by an "
+                f"inplace operation: is at version {self.detached._version}, expected "
+                f"{self._version}"
+            )
         return self.detached
 
 
 @contextmanager
-def kept_for_backward(*, exclude: Iterable[Tensor] = (), model: nn.Module | None = None) -> Iterator[KeptForBackward[str]]:
+def kept_for_backward(
+    *, exclude: Iterable[Tensor] = (), model: nn.Module | None = None
+) -> Iterator[KeptForBackward[str]]:
     """Counts the tensors that are saved in the block.
 
     It copies nothing and does not synchronise, and gradients are the same bits as without it.

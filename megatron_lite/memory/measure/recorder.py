@@ -45,7 +45,10 @@ def record_timeline(model: nn.Module, loss_fn: Callable[[], Tensor], *, name: st
     """
     with running_modules(model) as running:
         recorder = _Recorder(model, running)
-        with torch.autograd.graph.saved_tensors_hooks(recorder.kept.pack, recorder.unpack), recorder:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(recorder.kept.pack, recorder.unpack),
+            recorder,
+        ):
             loss = loss_fn()
             recorder.in_backward = True
             loss.backward()
@@ -98,7 +101,11 @@ class _Recorder(LiveStorages):
         # Each live storage counts in one category: saved by the forward, saved by a replay, a
         # parameter's gradient, or temporary.
         kept = self.kept.storages()
-        gradients = {parameter.grad.untyped_storage()._cdata for parameter in self._parameters if parameter.grad is not None}
+        gradients = {
+            parameter.grad.untyped_storage()._cdata
+            for parameter in self._parameters
+            if parameter.grad is not None
+        }
         totals = dict.fromkeys(CATEGORIES, 0)
         for address, num_bytes in self.storages().items():
             if address in kept:

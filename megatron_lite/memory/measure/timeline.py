@@ -2,9 +2,9 @@
 
 Standard library only.
 
-    {"format": "megatron_lite memory timeline", "version": 1, "name": "full uniform 1",
-     "phases": ["forward", "replay", "backward"], "categories": ["activation", "rebuilt", "gradient", "temporary"],
-     "modules": ["decoder.layers.0.mlp", ...], "operators": ["aten.mm", ...],
+    {"format": "megatron_lite memory timeline", "version": 1, "name": "full uniform 1", "phases":
+     ["forward", "replay", "backward"], "categories": ["activation", "rebuilt", "gradient",
+     "temporary"], "modules": ["decoder.layers.0.mlp", ...], "operators": ["aten.mm", ...],
      "events": [[number, phase, module, operator, bytes of each category ...], ...]}
 
 phase, module and operator are indices into the lists above the events. number counts the operators
@@ -29,7 +29,12 @@ from megatron_lite.data.durable_files import read_up_to, written_beside
 
 FORMAT, VERSION = "megatron_lite memory timeline", 1
 PHASES = FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
-CATEGORIES = ACTIVATION, REBUILT, GRADIENT, TEMPORARY = "activation", "rebuilt", "gradient", "temporary"
+CATEGORIES = ACTIVATION, REBUILT, GRADIENT, TEMPORARY = (
+    "activation",
+    "rebuilt",
+    "gradient",
+    "temporary",
+)
 MAX_FILE_BYTES = 32 * 2**20
 
 
@@ -68,12 +73,33 @@ class Timeline:
 
 def write_timeline(timeline: Timeline, path: str) -> None:
     """Writes the timeline to a file. The file is complete or does not appear."""
-    modules = {name: place for place, name in enumerate(dict.fromkeys(event.module for event in timeline.events))}
-    operators = {name: place for place, name in enumerate(dict.fromkeys(event.operator for event in timeline.events))}
-    document = {"format": FORMAT, "version": VERSION, "name": timeline.name, "phases": PHASES, "categories": CATEGORIES,
-                "modules": list(modules), "operators": list(operators),
-                "events": [[event.number, PHASES.index(event.phase), modules[event.module], operators[event.operator],
-                            *event.live_bytes] for event in timeline.events]}
+    modules = {
+        name: place
+        for place, name in enumerate(dict.fromkeys(event.module for event in timeline.events))
+    }
+    operators = {
+        name: place
+        for place, name in enumerate(dict.fromkeys(event.operator for event in timeline.events))
+    }
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": timeline.name,
+        "phases": PHASES,
+        "categories": CATEGORIES,
+        "modules": list(modules),
+        "operators": list(operators),
+        "events": [
+            [
+                event.number,
+                PHASES.index(event.phase),
+                modules[event.module],
+                operators[event.operator],
+                *event.live_bytes,
+            ]
+            for event in timeline.events
+        ],
+    }
     with written_beside(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(document, file, separators=(",", ":"))
 
@@ -87,7 +113,9 @@ def read_timeline(path: str) -> Timeline:
     with open(path, "rb") as file:
         text = read_up_to(file, MAX_FILE_BYTES)
     if text is None:
-        raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB, so not a memory timeline")
+        raise InputError(
+            f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB, so not a memory timeline"
+        )
     try:
         document = json.loads(text)
     # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError. Deep nesting raises
@@ -106,24 +134,49 @@ class _FormatError(Exception):
 
 def _timeline(document: Any) -> Timeline:
     _require(isinstance(document, dict), f"expected an object, found {type(document).__name__}")
-    for key, value in dict(format=FORMAT, version=VERSION, phases=list(PHASES), categories=list(CATEGORIES)).items():
+    for key, value in dict(
+        format=FORMAT, version=VERSION, phases=list(PHASES), categories=list(CATEGORIES)
+    ).items():
         _require(document.get(key) == value, f"expected {json.dumps(value)} under {key!r}")
     _require(isinstance(document.get("name"), str), "expected a string under 'name'")
     for key in ("modules", "operators"):
         names = document.get(key)
-        _require(isinstance(names, list) and all(isinstance(name, str) for name in names), f"expected strings under {key!r}")
+        _require(
+            isinstance(names, list) and all(isinstance(name, str) for name in names),
+            f"expected strings under {key!r}",
+        )
     rows = document.get("events")
     if not isinstance(rows, list) or not rows:
         raise _FormatError("expected a list of at least one event under 'events'")
-    limits = [2**63, len(PHASES), len(document["modules"]), len(document["operators"]), *[2**63] * len(CATEGORIES)]
+    limits = [
+        2**63,
+        len(PHASES),
+        len(document["modules"]),
+        len(document["operators"]),
+        *[2**63] * len(CATEGORIES),
+    ]
     events, last = [], -1
     for place, row in enumerate(rows):
-        _require(isinstance(row, list) and len(row) == len(limits)
-                 and all(type(value) is int and 0 <= value < limit for value, limit in zip(row, limits, strict=True))
-                 and row[0] > last, f"event {place} is not {len(limits)} integers within bounds, or out of order")
+        _require(
+            isinstance(row, list)
+            and len(row) == len(limits)
+            and all(
+                type(value) is int and 0 <= value < limit
+                for value, limit in zip(row, limits, strict=True)
+            )
+            and row[0] > last,
+            f"event {place} is not {len(limits)} integers within bounds, or out of order",
+        )
         number, phase, module, operator, *live_bytes = row
-        events.append(Event(number, PHASES[phase], document["modules"][module], document["operators"][operator],
-                            tuple(live_bytes)))
+        events.append(
+            Event(
+                number,
+                PHASES[phase],
+                document["modules"][module],
+                document["operators"][operator],
+                tuple(live_bytes),
+            )
+        )
         last = number
     return Timeline(name=document["name"], events=tuple(events))
 

@@ -50,7 +50,11 @@ class Term(NamedTuple):
 def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
     """Returns every tensor that is kept, in the order of the forward."""
     layers = describe_layers(model, sizes, plan.num_layers)
-    terms = list(_end_terms(EMBEDDING, embedding_operations(model, sizes))) if sizes.has_embedding else []
+    terms = (
+        list(_end_terms(EMBEDDING, embedding_operations(model, sizes)))
+        if sizes.has_embedding
+        else []
+    )
     for segment in plan.segments:
         terms += _segment_terms(layers, plan, segment, sizes)
     terms += _end_terms(HEAD, head_operations(model, sizes)) if sizes.has_head else []
@@ -67,28 +71,43 @@ def host_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
     return sum(term.num_bytes for term in activation_terms(model, plan, sizes) if term.on_host)
 
 
-def layer_terms(operations: Iterable[Operation], number: int, rebuilt: Set[str], sizes: Sizes) -> Iterator[Term]:
+def layer_terms(
+    operations: Iterable[Operation], number: int, rebuilt: Set[str], sizes: Sizes
+) -> Iterator[Term]:
     """Yields the tensors that the operations of one layer keep if the named regions are recomputed.
 
     number: the layer's number in its stage, for the terms.
     """
     operations = tuple(operations)
     # A rebuilt region's discarded outputs are freed. Operations that save them keep nothing.
-    seen = {name for one in operations for entry in one.enters if entry.region in rebuilt for name in entry.discards}
+    seen = {
+        name
+        for one in operations
+        for entry in one.enters
+        if entry.region in rebuilt
+        for name in entry.discards
+    }
     for operation in operations:
-        candidates = [Term(number, f"{entry.region} (rebuilt)", tensor, module=operation.module) for entry in operation.enters
-                      if entry.region in rebuilt for tensor in entry.kept(sizes)]
+        candidates = [
+            Term(number, f"{entry.region} (rebuilt)", tensor, module=operation.module)
+            for entry in operation.enters
+            if entry.region in rebuilt
+            for tensor in entry.kept(sizes)
+        ]
         if rebuilt.isdisjoint(operation.regions):
-            candidates += [Term(number, operation.name, tensor, module=operation.module)
-                           for tensor in operation.keeps]
+            candidates += [
+                Term(number, operation.name, tensor, module=operation.module)
+                for tensor in operation.keeps
+            ]
         for term in candidates:
             if term.tensor.name not in seen:
                 seen.add(term.tensor.name)
                 yield term
 
 
-def _segment_terms(layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment,
-                   sizes: Sizes) -> Iterator[Term]:
+def _segment_terms(
+    layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment, sizes: Sizes
+) -> Iterator[Term]:
     first = segment.first_layer
     if not segment.unit and not segment.ops:
         for number in range(first, first + segment.num_layers):
@@ -98,13 +117,17 @@ def _segment_terms(layers: tuple[LayerDescription, ...], plan: RecomputePlan, se
     # A layer with an `ops(...)` policy keeps these and the results of the chosen operators.
     kept = layers[first].input
     if segment.split:
-        kept = kept._replace(name=f"1/{sizes.tp_size} of the layer input", num_bytes=kept.num_bytes // sizes.tp_size)
+        kept = kept._replace(
+            name=f"1/{sizes.tp_size} of the layer input", num_bytes=kept.num_bytes // sizes.tp_size
+        )
     yield Term(first, UNIT, kept)
     yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
     if segment.ops:
         for operation, call in kept_calls(layers[first], segment.ops, skip_tail=plan.skip_tail):
-            yield from (Term(first, operation.name, tensor, module=operation.module)
-                       for tensor in call.returns)
+            yield from (
+                Term(first, operation.name, tensor, module=operation.module)
+                for tensor in call.returns
+            )
 
 
 def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:
@@ -113,8 +136,12 @@ def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:
 
 def _placed(terms: Iterable[Term], plan: RecomputePlan) -> Iterator[Term]:
     """Marks the terms of segments that keep in host memory, except tensors that no policy moves."""
-    moved = {layer for segment in plan.segments if segment.on_host
-             for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)}
+    moved = {
+        layer
+        for segment in plan.segments
+        if segment.on_host
+        for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)
+    }
     return (term._replace(on_host=term.layer in moved and not term.tensor.stays) for term in terms)
 
 

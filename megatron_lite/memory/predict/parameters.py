@@ -14,7 +14,9 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds
 
 
-def parameter_count(model: ModelConfig, vocab_size: int, *, tp_size: int = 1, stage: Stage | None = None) -> int:
+def parameter_count(
+    model: ModelConfig, vocab_size: int, *, tp_size: int = 1, stage: Stage | None = None
+) -> int:
     """Returns how many parameters the whole model has, or one stage on one TP rank.
 
     vocab_size: the padded size if tp_size is above 1.
@@ -22,12 +24,23 @@ def parameter_count(model: ModelConfig, vocab_size: int, *, tp_size: int = 1, st
     counts in that stage.
     """
     stage = stage or whole_model(model.num_layers)
-    sizes = Sizes(micro_batch_size=1, seq_length=1, padded_vocab_size=vocab_size, tp_size=tp_size,
-                  has_embedding=stage.is_first, has_head=stage.is_last, first_layer=stage.first_layer)
-    ends = (*(embedding_operations(model, sizes) if stage.is_first else ()),
-            *(head_operations(model, sizes) if stage.is_last else ()))
-    return _elements(ends) + sum(count * _elements(layer.operations)
-                                 for layer, count in describe_kinds(model, sizes, stage.num_layers))
+    sizes = Sizes(
+        micro_batch_size=1,
+        seq_length=1,
+        padded_vocab_size=vocab_size,
+        tp_size=tp_size,
+        has_embedding=stage.is_first,
+        has_head=stage.is_last,
+        first_layer=stage.first_layer,
+    )
+    ends = (
+        *(embedding_operations(model, sizes) if stage.is_first else ()),
+        *(head_operations(model, sizes) if stage.is_last else ()),
+    )
+    return _elements(ends) + sum(
+        count * _elements(layer.operations)
+        for layer, count in describe_kinds(model, sizes, stage.num_layers)
+    )
 
 
 def rank_parameter_count(config: RunConfig, rank: int) -> int:
@@ -36,19 +49,36 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
     The vocabulary size must be known.
     """
     tp_size = config.parallel.tensor_model_parallel_size
-    return sum(parameter_count(config.model, config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size, stage=stage)
-               for stage in stages_of_rank(config.parallel, config.model.num_layers, rank))
+    return sum(
+        parameter_count(
+            config.model, config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size, stage=stage
+        )
+        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
+    )
 
 
 def rank_matrix_count(config: RunConfig, rank: int) -> int:
     """Returns how many parameters of a pipeline rank, on one TP rank, are in matrices of layers."""
-    sizes = Sizes(micro_batch_size=1, seq_length=1, padded_vocab_size=0, tp_size=config.parallel.tensor_model_parallel_size)
-    return sum(count * _elements(layer.operations, axes=(2,))
-               for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
-               for layer, count in describe_kinds(config.model, replace(sizes, first_layer=stage.first_layer), stage.num_layers))
+    sizes = Sizes(
+        micro_batch_size=1,
+        seq_length=1,
+        padded_vocab_size=0,
+        tp_size=config.parallel.tensor_model_parallel_size,
+    )
+    return sum(
+        count * _elements(layer.operations, axes=(2,))
+        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
+        for layer, count in describe_kinds(
+            config.model, replace(sizes, first_layer=stage.first_layer), stage.num_layers
+        )
+    )
 
 
 def _elements(operations: Iterable[Operation], axes: Collection[int] = (1, 2)) -> int:
     """Returns the elements of the parameters that have one of these numbers of axes."""
-    return sum(parameter.num_elements for operation in operations for parameter in operation.parameters
-               if len(parameter.shape) in axes)
+    return sum(
+        parameter.num_elements
+        for operation in operations
+        for parameter in operation.parameters
+        if len(parameter.shape) in axes
+    )

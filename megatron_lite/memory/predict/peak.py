@@ -60,7 +60,11 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
     for term in terms:
         if term.layer is not None:
             (moved if term.on_host else kept)[term.layer] += term.num_bytes
-    tables_from = {term.tensor.name: term.layer for term in terms if term.tensor.shared and term.layer is not None}
+    tables_from = {
+        term.tensor.name: term.layer
+        for term in terms
+        if term.tensor.shared and term.layer is not None
+    }
     layers = describe_layers(model, sizes, plan.num_layers)
     returned = _returned_early(plan, moved)
     of_regions: dict[tuple[int, frozenset[str], frozenset[str]], int] = {}
@@ -74,7 +78,9 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
         first, stop = segment.first_layer, segment.first_layer + segment.num_layers
         own = sum(kept[first:stop]) + sum(moved[first:stop])
         here, layer = before + early, layers[first]
-        tables = frozenset(name for name, layer_number in tables_from.items() if layer_number < first)
+        tables = frozenset(
+            name for name, layer_number in tables_from.items() if layer_number < first
+        )
         if segment.unit:
             held = here + own + _rebuilt_unit(layers[first:stop], segment, sizes, tables)
             yield PeakMoment(first, stop - 1, held + gathered_ahead if segment.split else held)
@@ -82,9 +88,12 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
         elif segment.ops:
             calls = kept_calls(layer, segment.ops, skip_tail=plan.skip_tail)
             names = tables | {tensor.name for _, call in calls for tensor in call.returns}
-            yield PeakMoment(first, stop - 1, here + own + _rebuilt_unit((layer,), segment, sizes, names))
+            yield PeakMoment(
+                first, stop - 1, here + own + _rebuilt_unit((layer,), segment, sizes, names)
+            )
         else:
-            key = (id(layer), segment.regions, tables)  # layers that are alike share one description
+            # layers that are alike share one description
+            key = (id(layer), segment.regions, tables)
             if key not in of_regions:
                 of_regions[key] = _fullest_replay(layer, segment.regions, sizes, tables)
             fullest = of_regions[key]  # 0 for an empty region: dropout at probability 0
@@ -103,12 +112,22 @@ def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
     shard of the split unit before it, because it starts the gather of that shard.
     moved: by layer, the bytes moved to host memory.
     """
-    sizes = [sum(moved[segment.first_layer : segment.first_layer + segment.num_layers]) for segment in plan.segments]
+    sizes = [
+        sum(moved[segment.first_layer : segment.first_layer + segment.num_layers])
+        for segment in plan.segments
+    ]
     returned: set[int] = set()
     early = [0] * len(sizes)
 
     def earlier(number: int, *, split: bool = False) -> int | None:
-        return next((one for one in reversed(range(number)) if (plan.segments[one].split if split else sizes[one])), None)
+        return next(
+            (
+                one
+                for one in reversed(range(number))
+                if (plan.segments[one].split if split else sizes[one])
+            ),
+            None,
+        )
 
     for number in reversed(range(len(sizes))):
         before = earlier(number, split=True) if plan.segments[number].split else None
@@ -119,8 +138,9 @@ def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
     return early
 
 
-def _rebuilt_unit(layers: Sequence[LayerDescription], segment: Segment, sizes: Sizes,
-                  kept: Set[str]) -> int:
+def _rebuilt_unit(
+    layers: Sequence[LayerDescription], segment: Segment, sizes: Sizes, kept: Set[str]
+) -> int:
     """Returns the bytes that the replay of a unit adds to the unit's kept bytes.
 
     They are all that its layers save without recomputation, except an input that is kept whole.
@@ -129,31 +149,50 @@ def _rebuilt_unit(layers: Sequence[LayerDescription], segment: Segment, sizes: S
     tables: dict[str, int] = {}
     rebuilt = 0
     for layer in layers:
-        tables |= {name: num_bytes for name, num_bytes in layer.tables().items() if name not in kept}
-        rebuilt += sum(term.num_bytes for term in layer_terms(layer.operations, 0, frozenset(), sizes)
-                       if term.tensor.name not in kept and not term.tensor.shared)
+        tables |= {
+            name: num_bytes for name, num_bytes in layer.tables().items() if name not in kept
+        }
+        rebuilt += sum(
+            term.num_bytes
+            for term in layer_terms(layer.operations, 0, frozenset(), sizes)
+            if term.tensor.name not in kept and not term.tensor.shared
+        )
     return rebuilt + sum(tables.values()) - (0 if segment.split else layers[0].input.num_bytes)
 
 
-def _fullest_replay(layer: LayerDescription, rebuilt: Set[str], sizes: Sizes, tables: Set[str]) -> int:
+def _fullest_replay(
+    layer: LayerDescription, rebuilt: Set[str], sizes: Sizes, tables: Set[str]
+) -> int:
     """Returns the most bytes that one layer with these regions holds right after a rebuild.
 
     0 if the layer rebuilds nothing. tables: the names of tensors that earlier layers hold; they do
     not count.
     """
-    return max((sum(num_bytes for name, num_bytes in held.items() if name not in tables)
-                for held in _replays(layer.operations, rebuilt, sizes)), default=0)
+    return max(
+        (
+            sum(num_bytes for name, num_bytes in held.items() if name not in tables)
+            for held in _replays(layer.operations, rebuilt, sizes)
+        ),
+        default=0,
+    )
 
 
-def _replays(operations: tuple[Operation, ...], rebuilt: Set[str], sizes: Sizes) -> Iterator[dict[str, int]]:
+def _replays(
+    operations: tuple[Operation, ...], rebuilt: Set[str], sizes: Sizes
+) -> Iterator[dict[str, int]]:
     """Yields {name: bytes} of the held tensors, at each operation whose backward rebuilds a tensor.
 
     Held are all tensors that the operations up to this one keep, and the rebuilt tensors.
     """
     # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
     # discarded output, or it lies in a rebuilt region and saves a tensor.
-    region_of = {name: entry.region for operation in operations for entry in operation.enters
-                 if entry.region in rebuilt for name in entry.discards}
+    region_of = {
+        name: entry.region
+        for operation in operations
+        for entry in operation.enters
+        if entry.region in rebuilt
+        for name in entry.discards
+    }
     for number, operation in enumerate(operations):
         reads_discarded = any(tensor.name in region_of for tensor in operation.keeps)
         if not reads_discarded and (rebuilt.isdisjoint(operation.regions) or not operation.keeps):
@@ -165,7 +204,9 @@ def _replays(operations: tuple[Operation, ...], rebuilt: Set[str], sizes: Sizes)
         # region's last operation saves.
         for again in _run_again(done, rebuilt):
             held |= _bytes_of(again)
-            for region in {region_of[tensor.name] for tensor in again.keeps if tensor.name in region_of}:
+            for region in {
+                region_of[tensor.name] for tensor in again.keeps if tensor.name in region_of
+            }:
                 makers = [one for one in done[:number] if region in one.regions]
                 held |= _bytes_of(*makers[-1:])
         yield held

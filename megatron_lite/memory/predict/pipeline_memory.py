@@ -65,7 +65,9 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
     for chunk, stage in enumerate(own_stages):
         for keeps_all in {action in whole for action in actions if action.kind == "forward"}:
             own = {False: 0, True: 0}  # by whether all layers share it
-            for term in activation_terms(config.model, _plan(config, stage, keeps_all), _sizes(config, device, stage)):
+            for term in activation_terms(
+                config.model, _plan(config, stage, keeps_all), _sizes(config, device, stage)
+            ):
                 own[term.tensor.shared] += 0 if term.on_host else term.num_bytes
             kept[chunk, keeps_all], tables[chunk] = own[False], max(tables.get(chunk, 0), own[True])
     # A stage's first forward adds its shared tables, hence the pop. Nothing subtracts them again,
@@ -74,7 +76,9 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
     for action in actions:
         sign = 1 if action.kind == "forward" else -1
         number += sign
-        held += sign * kept[action.chunk, action._replace(kind="forward") in whole] + tables.pop(action.chunk, 0)
+        held += sign * kept[action.chunk, action._replace(kind="forward") in whole] + tables.pop(
+            action.chunk, 0
+        )
         yield Tick(action, number, held)
 
 
@@ -93,7 +97,10 @@ def step_microbatches(config: RunConfig) -> int:
 
 def ranks_memory(config: RunConfig, device: str) -> tuple[RankMemory, ...]:
     """Returns the memory of every pipeline rank."""
-    return tuple(rank_memory(config, device, rank) for rank in range(config.parallel.pipeline_model_parallel_size))
+    return tuple(
+        rank_memory(config, device, rank)
+        for rank in range(config.parallel.pipeline_model_parallel_size)
+    )
 
 
 def fullest_rank(config: RunConfig, device: str) -> RankMemory:
@@ -123,11 +130,19 @@ def recomputing_microbatches(config: RunConfig, num_microbatches: int) -> tuple[
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is None:
         return (num_microbatches,) * len(all_stages)
     size = config.parallel.pipeline_model_parallel_size
-    whole = [_schedule(config, rank, num_microbatches, len(all_stages) // size)[1] for rank in range(size)]
-    return tuple(num_microbatches - sum(action.chunk == stage.chunk for action in whole[stage.rank]) for stage in all_stages)
+    whole = [
+        _schedule(config, rank, num_microbatches, len(all_stages) // size)[1]
+        for rank in range(size)
+    ]
+    return tuple(
+        num_microbatches - sum(action.chunk == stage.chunk for action in whole[stage.rank])
+        for stage in all_stages
+    )
 
 
-def spared_flops(config: RunConfig, num_microbatches: int, *, samples_per_microbatch: int, device: str) -> int:
+def spared_flops(
+    config: RunConfig, num_microbatches: int, *, samples_per_microbatch: int, device: str
+) -> int:
     """Returns the replay FLOPs that a step saves because some micro-batches keep everything.
 
     The figure is the sum over all stages and all their ranks.
@@ -135,11 +150,21 @@ def spared_flops(config: RunConfig, num_microbatches: int, *, samples_per_microb
     samples_per_microbatch: the samples of one micro-batch on all data-parallel ranks together.
     """
     counts, parallel = recomputing_microbatches(config, num_microbatches), config.parallel
-    return sum((num_microbatches - count) * replay_flops(
-        config.model, _plan(config, stage, False), batch=samples_per_microbatch, seq_length=config.data.seq_length, device=device,
-        tp_size=parallel.tensor_model_parallel_size, cp_size=parallel.context_parallel_size,
-        first_layer=stage.first_layer)
-        for stage, count in zip(stages(parallel, config.model.num_layers), counts, strict=True) if count < num_microbatches)
+    return sum(
+        (num_microbatches - count)
+        * replay_flops(
+            config.model,
+            _plan(config, stage, False),
+            batch=samples_per_microbatch,
+            seq_length=config.data.seq_length,
+            device=device,
+            tp_size=parallel.tensor_model_parallel_size,
+            cp_size=parallel.context_parallel_size,
+            first_layer=stage.first_layer,
+        )
+        for stage, count in zip(stages(parallel, config.model.num_layers), counts, strict=True)
+        if count < num_microbatches
+    )
 
 
 def _enough_microbatches(config: RunConfig, rank: int, chunks: int) -> int:
@@ -172,29 +197,61 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     def rebuilds(action: Action) -> int:
         chunk, keeps_all = action.chunk, action._replace(kind="forward") in whole
         if (chunk, keeps_all) not in rebuilt:
-            plan, sizes = _plan(config, own_stages[chunk], keeps_all), _sizes(config, device, own_stages[chunk])
-            rebuilt[chunk, keeps_all] = (peak(config.model, plan, sizes).held_bytes
-                                         - activation_bytes(config.model, plan, sizes))
+            plan, sizes = (
+                _plan(config, own_stages[chunk], keeps_all),
+                _sizes(config, device, own_stages[chunk]),
+            )
+            rebuilt[chunk, keeps_all] = peak(
+                config.model, plan, sizes
+            ).held_bytes - activation_bytes(config.model, plan, sizes)
         return rebuilt[chunk, keeps_all]
 
-    one = sum(activation_bytes(config.model, _plan(config, stage, Action("forward", 0, chunk) in whole),
-                               _sizes(config, device, stage)) for chunk, stage in enumerate(own_stages))
-    return RankMemory(rank=rank, stages=own_stages, kept_bytes=one, in_flight=max(tick.in_flight for tick in all_ticks),
-                      held_bytes=max(tick.kept_bytes for tick in all_ticks),
-                      peak_bytes=max(before.kept_bytes + rebuilds(tick.action)
-                                     for before, tick in itertools.pairwise(all_ticks) if tick.action.kind == "backward"))
+    one = sum(
+        activation_bytes(
+            config.model,
+            _plan(config, stage, Action("forward", 0, chunk) in whole),
+            _sizes(config, device, stage),
+        )
+        for chunk, stage in enumerate(own_stages)
+    )
+    return RankMemory(
+        rank=rank,
+        stages=own_stages,
+        kept_bytes=one,
+        in_flight=max(tick.in_flight for tick in all_ticks),
+        held_bytes=max(tick.kept_bytes for tick in all_ticks),
+        peak_bytes=max(
+            before.kept_bytes + rebuilds(tick.action)
+            for before, tick in itertools.pairwise(all_ticks)
+            if tick.action.kind == "backward"
+        ),
+    )
 
 
-def _schedule(config: RunConfig, rank: int, num_microbatches: int, chunks: int) -> tuple[list[Action], frozenset[Action]]:
+def _schedule(
+    config: RunConfig, rank: int, num_microbatches: int, chunks: int
+) -> tuple[list[Action], frozenset[Action]]:
     """Returns the actions of a step, and the forwards that keep everything."""
     size = config.parallel.pipeline_model_parallel_size
     num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
-    return (order(size=size, rank=rank, num_microbatches=num_microbatches, chunks=chunks),
-            keeping_all(size=size, rank=rank, num_microbatches=num_microbatches, num_kept=num_kept, chunks=chunks))
+    return (
+        order(size=size, rank=rank, num_microbatches=num_microbatches, chunks=chunks),
+        keeping_all(
+            size=size,
+            rank=rank,
+            num_microbatches=num_microbatches,
+            num_kept=num_kept,
+            chunks=chunks,
+        ),
+    )
 
 
 def _plan(config: RunConfig, stage: Stage, keeps_all: bool) -> RecomputePlan:
-    return keep_everything(stage.num_layers) if keeps_all else plan_stage(config.recompute, stage.num_layers, stage.number)
+    return (
+        keep_everything(stage.num_layers)
+        if keeps_all
+        else plan_stage(config.recompute, stage.num_layers, stage.number)
+    )
 
 
 def _sizes(config: RunConfig, device: str, stage: Stage) -> Sizes:

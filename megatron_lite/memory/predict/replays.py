@@ -22,14 +22,21 @@ class ReplayedCall(NamedTuple):
     call: OperatorCall
 
 
-def replayed_calls(layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool) -> Iterator[ReplayedCall]:
-    """Yields the calls of the segment's layers that backward runs again, in the order of the forward.
+def replayed_calls(
+    layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool
+) -> Iterator[ReplayedCall]:
+    """Yields the calls of the segment's layers that backward runs again, in the order of the
+    forward.
 
     layers: the descriptions of the segment's layers.
     """
     for number, layer in enumerate(layers):
         if segment.ops:
-            yield from (ReplayedCall(number, *one) for one, kept in _chosen(layer, segment.ops, skip_tail) if not kept)
+            yield from (
+                ReplayedCall(number, *one)
+                for one, kept in _chosen(layer, segment.ops, skip_tail)
+                if not kept
+            )
             continue
         skipped: set[tuple[str, int]] = set()
         if skip_tail and segment.unit and number == len(layers) - 1:
@@ -39,25 +46,35 @@ def replayed_calls(layers: Sequence[LayerDescription], segment: Segment, *, skip
         for region in segment.regions if skip_tail else ():
             skipped |= layer.tail(region)
         for operation in layer.operations if segment.unit else layer.inside(segment.regions):
-            yield from (ReplayedCall(number, operation, call) for position, call in enumerate(operation.calls)
-                        if (operation.name, position) not in skipped)
+            yield from (
+                ReplayedCall(number, operation, call)
+                for position, call in enumerate(operation.calls)
+                if (operation.name, position) not in skipped
+            )
 
 
 def left_out(layers: Sequence[LayerDescription], segment: Segment) -> frozenset[tuple[str, int]]:
-    """Returns the calls that a replay of the segment skips: (name of the operation, number of the call)."""
+    """Returns the calls that a replay of the segment skips: (name of the operation, number of the
+    call)."""
     if segment.unit or segment.ops:
         return layers[-1].tail()
-    return frozenset().union(*(layers[-1].tail(region) for region in segment.regions if REGIONS[region].skips_tail))
+    return frozenset().union(
+        *(layers[-1].tail(region) for region in segment.regions if REGIONS[region].skips_tail)
+    )
 
 
-def kept_calls(layer: LayerDescription, ops: Sequence[str], *, skip_tail: bool) -> list[tuple[Operation, OperatorCall]]:
+def kept_calls(
+    layer: LayerDescription, ops: Sequence[str], *, skip_tail: bool
+) -> list[tuple[Operation, OperatorCall]]:
     """Returns the calls of a layer whose results an `ops(...)` policy keeps."""
     return [one for one, kept in _chosen(layer, ops, skip_tail) if kept]
 
 
-def _chosen(layer: LayerDescription, ops: Sequence[str],
-            skip_tail: bool) -> Iterator[tuple[tuple[Operation, OperatorCall], bool]]:
-    """Yields each call with whether its result is kept. A tail that is skipped is neither kept nor run again."""
+def _chosen(
+    layer: LayerDescription, ops: Sequence[str], skip_tail: bool
+) -> Iterator[tuple[tuple[Operation, OperatorCall], bool]]:
+    """Yields each call with whether its result is kept. A tail that is skipped is neither kept nor
+    run again."""
     choice, tail = Choice(ops), layer.tail() if skip_tail else frozenset()
     for operation in layer.operations:
         for position, call in enumerate(operation.calls):

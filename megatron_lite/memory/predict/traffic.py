@@ -23,14 +23,17 @@ from megatron_lite.recompute.plan import RecomputePlan, Segment
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a part of the model. replay: those that backward issues while it rebuilds."""
+    """The collectives of a part of the model. replay: those that backward issues while it
+    rebuilds."""
 
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
     replay: tuple[Collective, ...] = ()
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.forward + other.forward, self.backward + other.backward, self.replay + other.replay)
+        return Traffic(
+            self.forward + other.forward, self.backward + other.backward, self.replay + other.replay
+        )
 
 
 def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Traffic:
@@ -42,12 +45,20 @@ def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> T
     return total + head_collectives(model, sizes)
 
 
-def segment_collectives(model: ModelConfig, plan: RecomputePlan, segment: Segment, sizes: Sizes,
-                        layers: tuple[LayerDescription, ...]) -> Traffic:
+def segment_collectives(
+    model: ModelConfig,
+    plan: RecomputePlan,
+    segment: Segment,
+    sizes: Sizes,
+    layers: tuple[LayerDescription, ...],
+) -> Traffic:
     """Returns the collectives of all layers of one segment. layers: those of the whole plan."""
     own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
-    replay = tuple(collective for _, _, call in replayed_calls(own, segment, skip_tail=plan.skip_tail)
-                   for collective in call.collectives)
+    replay = tuple(
+        collective
+        for _, _, call in replayed_calls(own, segment, skip_tail=plan.skip_tail)
+        for collective in call.collectives
+    )
     if segment.split:
         replay = (hidden_collective(ALL_GATHER, model, sizes), *replay)
     traffic = _of_operations(operation for layer in own for operation in layer.operations)
@@ -66,5 +77,7 @@ def head_collectives(model: ModelConfig, sizes: Sizes) -> Traffic:
 
 def _of_operations(operations: Iterable[Operation]) -> Traffic:
     operations = tuple(operations)
-    return Traffic(tuple(collective for operation in operations for collective in operation.forward),
-                    tuple(collective for operation in operations for collective in operation.backward))
+    return Traffic(
+        tuple(collective for operation in operations for collective in operation.forward),
+        tuple(collective for operation in operations for collective in operation.backward),
+    )
