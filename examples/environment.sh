@@ -1,18 +1,23 @@
-# Sourced by quickstart.sh and tests/run.sh: makes or re-uses the virtual environment, and installs the pinned packages into it.
+# quickstart.sh and tests/run.sh source this file. It defines
 #
-#   use_environment ROOT [EXTRAS]     afterwards `python` and `torchrun` are those of $VENV (default: ROOT/.venv)
+#   use_environment ROOT [EXTRAS]     makes the virtual environment $VENV (default: ROOT/.venv), or
+#                                     uses it again, and installs the pinned packages into it.
+#                                     Then `python` and `torchrun` are those of the environment.
 #
-# A finished installation leaves a mark in the environment and is skipped as long as setup.py and constraints.txt stay the
-# same. pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, a pip.conf) decide where the packages come from.
+# A finished installation leaves a mark in the environment. As long as setup.py and constraints.txt
+# stay the same, later calls install nothing. pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, a
+# pip.conf) decide where the packages come from.
 
 fail() {
     echo "error: $*" >&2
     exit 1
 }
 
-# Prints a Python of at least 3.10: $PYTHON if set, else the first on the PATH.
+# Prints the path of a Python >= 3.10: $PYTHON if it is set, else the first one on the PATH.
 find_python() {
-    local candidate candidates=(python3 python python3.14 python3.13 python3.12 python3.11 python3.10)
+    local candidate candidates=(
+        python3 python python3.14 python3.13 python3.12 python3.11 python3.10
+    )
     if [[ ${PYTHON:-} ]]; then candidates=("$PYTHON"); fi
     for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
@@ -20,7 +25,8 @@ find_python() {
             return
         fi
     done
-    fail "no Python of at least 3.10 found (tried: ${candidates[*]}). Install one, or name it: PYTHON=/path/to/python3"
+    fail "no Python of at least 3.10 found (tried: ${candidates[*]}). Install one, or name it:" \
+        "PYTHON=/path/to/python3"
 }
 
 make_venv() {
@@ -29,11 +35,15 @@ make_venv() {
     echo "making the virtual environment $venv with $python"
     if "$python" -c 'import ensurepip' 2>/dev/null; then
         "$python" -m venv "$venv"
-    elif "$python" -m pip --version >/dev/null 2>&1; then  # Debian without python3-venv: pip can still install itself there
+    elif "$python" -m pip --version >/dev/null 2>&1; then
+        # Debian without python3-venv has no ensurepip, but its pip can install a pip elsewhere.
         "$python" -m venv --without-pip "$venv"
-        "$python" -m pip install --quiet --target "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" pip
+        "$python" -m pip install --quiet pip --target "$("$venv/bin/python" -c \
+            'import sysconfig; print(sysconfig.get_path("purelib"))')"
     else
-        fail "$python has neither ensurepip nor pip, so no virtual environment can be made. On Debian and Ubuntu: apt install python3-venv. Or name an environment that has pip: VENV=/path/to/venv"
+        fail "$python has neither ensurepip nor pip, so it cannot make a virtual environment." \
+            "On Debian and Ubuntu: apt install python3-venv. Or name an environment that has pip:" \
+            "VENV=/path/to/venv"
     fi
 }
 
@@ -47,7 +57,8 @@ use_environment() {
         make_venv "$venv"
     fi
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-        || fail "$venv holds $("$venv/bin/python" --version), and Python >= 3.10 is needed: remove it, or name another with VENV"
+        || fail "$venv has $("$venv/bin/python" --version), but Python >= 3.10 is needed: remove" \
+            "it, or name another environment with VENV"
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
     unset PYTHONHOME
 
@@ -56,8 +67,11 @@ use_environment() {
     if [[ $(cat "$mark" 2>/dev/null) == "$state" ]]; then
         echo "$venv is up to date"
     else
-        python -m pip install --constraint "$root/constraints.txt" --editable "$root${extras:+[$extras]}" \
-            || fail "the installation failed; pip's message is above. It needs a package index: PIP_INDEX_URL names another"
-        echo "$state" | tee "$venv/.megatron_lite" > "$mark"  # the extras include the rest
+        python -m pip install \
+            --constraint "$root/constraints.txt" --editable "$root${extras:+[$extras]}" \
+            || fail "the installation failed; pip's message is above. It needs a package" \
+                "index: you can name another one with PIP_INDEX_URL"
+        # An installation with extras contains the one without.
+        echo "$state" | tee "$venv/.megatron_lite" > "$mark"
     fi
 }

@@ -1,11 +1,18 @@
-# Sourced by the launch scripts, pretrain_*.sh, recompute/*.sh and large/*.sh: how pretrain_gpt.py is started.
+# The launch scripts (pretrain_*.sh, recompute/*.sh, large/*.sh) source this file. It defines
 #
-#   launch FLAGS...     torchrun with $NPROC_PER_NODE ranks on this machine. Of several, $NNODES, it is number $NODE_RANK, and
-#                       they meet at $MASTER_ADDR, port $MASTER_PORT. With LAUNCHER=srun this is a task of srun: one rank.
-#   EXPLAIN=1           prints what --explain-recompute says, from one process, without a GPU, and nothing starts
-#   DRY_RUN=1           prints the command, and nothing starts
+#   launch FLAGS...     starts pretrain_gpt.py with FLAGS
 #
-# torchrun is that of $VENV (default: ROOT/.venv, which quickstart.sh makes), else that on the PATH.
+# These variables say how:
+#
+#   NPROC_PER_NODE      torchrun starts so many ranks on this machine
+#   NNODES              the number of machines (default: 1). With several, $NODE_RANK is the number
+#                       of this one, and they meet at $MASTER_ADDR, port $MASTER_PORT.
+#   LAUNCHER=srun       this script is a task of srun: it starts one rank, without torchrun
+#   EXPLAIN=1           prints the report of --explain-recompute; needs no GPU and trains nothing
+#   DRY_RUN=1           prints the command instead of running it
+#
+# torchrun and python are those of $VENV (default: ROOT/.venv, which quickstart.sh makes). If it
+# does not exist, they are those on the PATH.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH="${VENV:-$root/.venv}/bin:$PATH"
@@ -14,7 +21,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 launch() {
     local DISTRIBUTED_ARGS=(
         --standalone
-        --local-addr 127.0.0.1  # the machine's own name need not resolve
+        --local-addr 127.0.0.1  # works even if the machine's own name does not resolve
         --nproc_per_node "$NPROC_PER_NODE"
     )
     if ((${NNODES:-1} > 1)); then
@@ -35,9 +42,11 @@ launch() {
     if [[ ${DRY_RUN:-} ]]; then
         printf '%q ' "${command[@]}"
         echo
-    elif [[ ${command[0]} == torchrun && ${NNODES:-1} != 1 && ! (${NODE_RANK} && ${MASTER_ADDR}) ]]; then
-        echo "error: on $NNODES machines set MASTER_ADDR, the name of the first, and on each NODE_RANK, 0 to $((NNODES - 1));" \
-            "or NNODES=1; or start one task for each GPU: LAUNCHER=srun srun ... bash $0" >&2
+    elif [[ ${command[0]} == torchrun && ${NNODES:-1} != 1 \
+        && ! (${NODE_RANK} && ${MASTER_ADDR}) ]]; then
+        echo "error: on $NNODES machines set MASTER_ADDR, the name of the first one, and on each" \
+            "machine NODE_RANK, 0 to $((NNODES - 1)). Or set NNODES=1, or start one task per GPU:" \
+            "LAUNCHER=srun srun ... bash $0" >&2
         exit 2
     else
         exec "${command[@]}"

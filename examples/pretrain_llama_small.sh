@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# A small Llama-style model (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied) on mock data.
-# Runs as it is on a laptop's CPU; set the three variables for a machine with 8 GPUs:
-#   NPROC_PER_NODE=8 TP=4 bash examples/pretrain_llama_small.sh --bf16        (data-parallel size 8 / 4 = 2)
-# Needs an environment with megatron_lite (bash examples/quickstart.sh makes .venv). Further flags are handed on, and win.
-# Saves to CHECKPOINT_PATH, and a second start continues from there: remove the directory, or name another, to start anew.
+# Trains a small Llama-style model on mock data: rotary positions, RMSNorm, SwiGLU, grouped-query
+# attention, no biases, untied embeddings. It runs on a laptop's CPU. On a machine with 8 GPUs this
+# command gives a data-parallel size of 8 / 4 = 2:
+#   NPROC_PER_NODE=8 TP=4 bash examples/pretrain_llama_small.sh --bf16
+#
+# It needs an environment with megatron_lite: bash examples/quickstart.sh makes .venv. Flags after
+# the script's name override those of the script. The run saves to CHECKPOINT_PATH, and a second
+# start continues from there. To start anew, remove that directory or name another one.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

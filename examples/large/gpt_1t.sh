@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
 # GPT of one trillion parameters, as in table 3 of arXiv 2205.05198.
 # 512 GPUs: tensor-parallel 8, pipeline-parallel 64.
-# Recomputes nothing: all fits in 80 GB, since flash attention keeps no scores. To recompute core attention, as the paper does,
-# frees them only where attention is unfused, and then as much is kept as here.
-# Two virtual stages on each rank would lower the bubble from 12.3% to 6.2%. They fit with RECOMPUTE=pointwise, at no matmul.
+# It recomputes nothing: the run fits in 80 GB, because flash attention keeps no attention scores.
+# The paper's attention is unfused and keeps them, so the paper recomputes core attention. Both ways
+# keep the same bytes per layer.
+# Two virtual stages per rank would lower the bubble from 12.3% to 6.2%. They fit with
+# RECOMPUTE=pointwise, which repeats no matmul.
 #
-# Of a GPU of the first pipeline rank, as EXPLAIN=1 prints it: kept of one micro-batch, forwards in flight, at the peak of all of
-# them. In all: with the weights, gradients and optimizer states of its parameters, 18 bytes each.
+# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1 predicts it:
+#   kept          activations that one micro-batch keeps for backward
+#   in flight     micro-batches whose backward is still to come
+#   at the peak   most activations held at once, of all micro-batches in flight
+#   in all        the peak, and 18 bytes per parameter: weight, gradient and optimizer states
 #   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
 #   452,552,704          64       28,963,373,056          63.6   as it is
 #   269,043,776          64       17,271,230,448          52.7   RECOMPUTE=pointwise
@@ -16,12 +21,13 @@
 #   452,552,704         191       43,432,374,272          77.0   --num-virtual-stages-per-pipeline-rank 2
 #   269,043,776         191       25,959,700,432          60.8   RECOMPUTE=pointwise --num-virtual-stages-per-pipeline-rank 2
 #
-# SIZE=tiny runs on a CPU. README.md beside this file has the other variables. Further flags are handed on, and win.
+# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the other variables.
+# Flags after the script's name override those of the script.
 set -euo pipefail
 
-NNODES=${NNODES:-64}  # on each: MASTER_ADDR, and NODE_RANK from 0
+NNODES=${NNODES:-64}  # set MASTER_ADDR and NODE_RANK (from 0) on each
 NPROC_PER_NODE=${NPROC_PER_NODE:-8}
-DATA_PATH=${DATA_PATH:-}  # made-up tokens without it
+DATA_PATH=${DATA_PATH:-}  # if empty: made-up tokens
 VOCAB_SIZE=50257  # GPT-2's; padded to the paper's 51200
 TRAIN_ITERS=${TRAIN_ITERS:-100}
 RECOMPUTE=${RECOMPUTE:-none}

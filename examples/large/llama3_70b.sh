@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
 # Llama-3-70B, Meta's shape.
 # 64 GPUs: tensor-parallel 8, pipeline-parallel 4 with 5 virtual stages per rank, data-parallel 2.
-# Recomputes nothing: with flash attention and sequence parallelism all fits in 80 GB.
+# It recomputes nothing: with flash attention and sequence parallelism the run fits in 80 GB.
 #
-# Of a GPU of the first pipeline rank, as EXPLAIN=1 prints it: kept of one micro-batch, forwards in flight, at the peak of all of
-# them. In all: with the weights, gradients and optimizer states of its parameters, 18 bytes each.
+# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1 predicts it:
+#   kept          activations that one micro-batch keeps for backward
+#   in flight     micro-batches whose backward is still to come
+#   at the peak   most activations held at once, of all micro-batches in flight
+#   in all        the peak, and 18 bytes per parameter: weight, gradient and optimizer states
 #   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
 #  5,646,819,328          23       25,900,122,112          62.2   as it is
 #  3,801,161,728          23       17,468,817,408          54.3   RECOMPUTE=pointwise
 #   335,719,808          23        1,813,267,584          39.8   RECOMPUTE=full
 #
-# SIZE=tiny runs on a CPU. README.md beside this file has the other variables. Further flags are handed on, and win.
+# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the other variables.
+# Flags after the script's name override those of the script.
 set -euo pipefail
 
-NNODES=${NNODES:-8}  # on each: MASTER_ADDR, and NODE_RANK from 0
+NNODES=${NNODES:-8}  # set MASTER_ADDR and NODE_RANK (from 0) on each
 NPROC_PER_NODE=${NPROC_PER_NODE:-8}
-DATA_PATH=${DATA_PATH:-}  # made-up tokens without it
+DATA_PATH=${DATA_PATH:-}  # if empty: made-up tokens
 VOCAB_SIZE=128256
 TRAIN_ITERS=${TRAIN_ITERS:-100}
 RECOMPUTE=${RECOMPUTE:-none}
@@ -37,7 +41,7 @@ GPT_MODEL_ARGS=(
     --swiglu
     --disable-bias-linear
     --untie-embeddings-and-output-weights
-    --make-vocab-size-divisible-by 32  # so that nothing is padded
+    --make-vocab-size-divisible-by 32  # no row is padding
     --attention-dropout 0.0
     --hidden-dropout 0.0
 )

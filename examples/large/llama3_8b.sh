@@ -1,21 +1,25 @@
 #!/usr/bin/env bash
 # Llama-3-8B, Meta's shape.
 # 8 GPUs: tensor-parallel 4, data-parallel 2.
-# Recomputes nothing: with flash attention and sequence parallelism all fits in 80 GB.
+# It recomputes nothing: with flash attention and sequence parallelism the run fits in 80 GB.
 #
-# Of a GPU of the first pipeline rank, as EXPLAIN=1 prints it: kept of one micro-batch, forwards in flight, at the peak of all of
-# them. In all: with the weights, gradients and optimizer states of its parameters, 18 bytes each.
+# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1 predicts it:
+#   kept          activations that one micro-batch keeps for backward
+#   in flight     micro-batches whose backward is still to come
+#   at the peak   most activations held at once, of all micro-batches in flight
+#   in all        the peak, and 18 bytes per parameter: weight, gradient and optimizer states
 #   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
 #  9,698,992,128           1        9,698,992,128          42.7   as it is
 #  6,745,677,824           1        6,745,677,824          39.9   RECOMPUTE=pointwise
 #  1,096,113,152           1        1,096,113,152          34.7   RECOMPUTE=full
 #
-# SIZE=tiny runs on a CPU. README.md beside this file has the other variables. Further flags are handed on, and win.
+# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the other variables.
+# Flags after the script's name override those of the script.
 set -euo pipefail
 
 NNODES=${NNODES:-1}
 NPROC_PER_NODE=${NPROC_PER_NODE:-8}
-DATA_PATH=${DATA_PATH:-}  # made-up tokens without it
+DATA_PATH=${DATA_PATH:-}  # if empty: made-up tokens
 VOCAB_SIZE=128256
 TRAIN_ITERS=${TRAIN_ITERS:-100}
 RECOMPUTE=${RECOMPUTE:-none}
@@ -37,7 +41,7 @@ GPT_MODEL_ARGS=(
     --swiglu
     --disable-bias-linear
     --untie-embeddings-and-output-weights
-    --make-vocab-size-divisible-by 32  # so that nothing is padded
+    --make-vocab-size-divisible-by 32  # no row is padding
     --attention-dropout 0.0
     --hidden-dropout 0.0
 )

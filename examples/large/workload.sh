@@ -1,13 +1,18 @@
-# Sourced by the scripts beside it: what all of these runs share, and how they start. A script adds its own TRAINING_ARGS, and
-# defines GPT_MODEL_ARGS and MODEL_PARALLEL_ARGS.
+# The scripts beside this file source it. It has the flags that they share, and defines
 #
-#   launch_model FLAGS...   starts the flags of all arrays, then FLAGS, which win
-#   SIZE=tiny               each flag of TINY_ARGS that the script gives has the value that it has there: the same kind of
-#                           layout on the CPU of one machine
-#   RECOMPUTE               none, full, or what --recompute-modules takes
-#   DATA_PATH               PREFIX of PREFIX.bin and PREFIX.idx with tokens of TOKENIZER_MODEL; without it, made-up tokens
+#   launch_model FLAGS...   starts a run with the flags of all arrays and FLAGS, which override them
+#
+# A script adds to TRAINING_ARGS, and defines GPT_MODEL_ARGS and MODEL_PARALLEL_ARGS. Variables:
+#
+#   SIZE=tiny               replaces the value of each flag that TINY_ARGS has. The run then has the
+#                           same kind of layout on the CPU of one machine.
+#   RECOMPUTE               none, full, or the values of --recompute-modules
+#   DATA_PATH               PREFIX of PREFIX.bin and PREFIX.idx, with tokens of TOKENIZER_MODEL.
+#                           Without it the run trains on made-up tokens.
 #   CHECKPOINT_PATH         where to save, and to continue from
-# shellcheck disable=SC2034,SC2153,SC2154,SC2206  # launch.sh reads NNODES and NPROC_PER_NODE; the scripts define what is not here
+#
+# launch.sh reads NNODES and NPROC_PER_NODE. The scripts define the variables that are not set here.
+# shellcheck disable=SC2034,SC2153,SC2154,SC2206
 
 source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
 
@@ -25,20 +30,21 @@ TRAINING_ARGS=(
 case $RECOMPUTE in
     none) RECOMPUTE_ARGS=() ;;
     full) RECOMPUTE_ARGS=(--recompute-granularity full --recompute-method uniform) ;;
-    *) RECOMPUTE_ARGS=(--recompute-granularity selective --recompute-modules $RECOMPUTE) ;;  # may be several
+    # Not quoted: it may be several words.
+    *) RECOMPUTE_ARGS=(--recompute-granularity selective --recompute-modules $RECOMPUTE) ;;
 esac
 
 if [[ $DATA_PATH ]]; then
     DATA_ARGS=(
         --data-path "$DATA_PATH"
         --tokenizer-type HuggingFaceTokenizer
-        --tokenizer-model "${TOKENIZER_MODEL:?is the tokenizer of DATA_PATH: set it too}"
+        --tokenizer-model "${TOKENIZER_MODEL:?is not set: DATA_PATH needs its tokenizer}"
     )
 else
     DATA_ARGS=(
         --mock-data
         --tokenizer-type NullTokenizer
-        --vocab-size "$((VOCAB_SIZE - 1))"  # and one for the end of a document
+        --vocab-size "$((VOCAB_SIZE - 1))"  # NullTokenizer adds one for the end of a document
     )
 fi
 
@@ -78,7 +84,7 @@ launch_model() {
         "${GPT_MODEL_ARGS[@]}"
         "${TRAINING_ARGS[@]}"
         "${MODEL_PARALLEL_ARGS[@]}"
-        ${RECOMPUTE_ARGS[@]+"${RECOMPUTE_ARGS[@]}"}  # as old bash wants an array that may be empty
+        ${RECOMPUTE_ARGS[@]+"${RECOMPUTE_ARGS[@]}"}  # bash < 4.4: may be empty
         "${DATA_ARGS[@]}"
         "${EVAL_AND_LOGGING_ARGS[@]}"
     )

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Full recompute, block: the first RECOMPUTE_NUM_LAYERS layers are units, the others keep everything.
-# Keeps 2sbh/t bytes on each rank for a layer among the first, (34 + 5as/h)sbh/t for each of the others.
-# Rebuilds the first layers, each as full_uniform.sh does.
-# Choose it where full_uniform.sh leaves memory unused: lower the number until the memory is full, and each layer less saves time.
-# Runs as it is on a CPU; README.md beside this file shows the variables for 8 GPUs. Further flags are handed on, and win.
+# Full recompute, block: only the first RECOMPUTE_NUM_LAYERS layers are recomputed.
+#   keeps     2sbh/t bytes on each rank for each of these layers, and (34 + 5as/h)sbh/t for each of
+#             the others
+#   rebuilds  the first layers, each as in full_uniform.sh
+#   choose it if full_uniform.sh leaves memory unused. Lower the number until the memory is full:
+#             each layer that is not recomputed saves time.
+#
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
+# script's name override those of the script. The letters s, b, h, a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
@@ -13,7 +17,8 @@ HIDDEN_SIZE=${HIDDEN_SIZE:-128}
 NUM_ATTENTION_HEADS=${NUM_ATTENTION_HEADS:-8}
 SEQ_LENGTH=${SEQ_LENGTH:-128}
 RECOMPUTE_NUM_LAYERS=${RECOMPUTE_NUM_LAYERS:-2}
-source "$(dirname "${BASH_SOURCE[0]}")/workload.sh"  # GPT_MODEL_ARGS, TRAINING_ARGS, DATA_ARGS, EVAL_AND_LOGGING_ARGS
+# It defines GPT_MODEL_ARGS, TRAINING_ARGS, DATA_ARGS and EVAL_AND_LOGGING_ARGS.
+source "$(dirname "${BASH_SOURCE[0]}")/workload.sh"
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"

@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
-# Selective recompute of core attention, Megatron's default: what grows with the square of the sequence.
-# Keeps all but the attention scores, their softmax and its dropout: 34sbh/t bytes a layer on each rank.
-# Rebuilds these from query, key and value: one batched matmul, 2bs^2h FLOPs a layer.
-# Choose it with unfused attention. Flash attention does this by itself, and leaves it nothing to save.
-# Runs as it is on a CPU; README.md beside this file shows the variables for 8 GPUs. Further flags are handed on, and win.
+# Selective recompute of core attention, Megatron's default. Its memory grows with s squared.
+#   keeps     all but the attention scores, their softmax and its dropout: 34sbh/t bytes per layer
+#             on each rank
+#   rebuilds  these from query, key and value: one batched matmul, 2bs^2h FLOPs per layer
+#   choose it with unfused attention. Flash attention does the same by itself, so that recomputing
+#             core attention frees nothing.
+#
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
+# script's name override those of the script. The letters s, b, h, a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
@@ -12,7 +16,8 @@ NUM_LAYERS=${NUM_LAYERS:-4}
 HIDDEN_SIZE=${HIDDEN_SIZE:-128}
 NUM_ATTENTION_HEADS=${NUM_ATTENTION_HEADS:-8}
 SEQ_LENGTH=${SEQ_LENGTH:-128}
-source "$(dirname "${BASH_SOURCE[0]}")/workload.sh"  # GPT_MODEL_ARGS, TRAINING_ARGS, DATA_ARGS, EVAL_AND_LOGGING_ARGS
+# It defines GPT_MODEL_ARGS, TRAINING_ARGS, DATA_ARGS and EVAL_AND_LOGGING_ARGS.
+source "$(dirname "${BASH_SOURCE[0]}")/workload.sh"
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP"

@@ -1,10 +1,17 @@
-# Sourced by the job scripts beside it: runs the training as one step of the job and, when that ends, finishes the job or puts it
-# back into the queue, from where it continues at its newest checkpoint.
+# The job scripts beside this file source it. It runs the training as one step of the Slurm job.
+# When the step ends, it finishes the job, or puts it back into the queue. A requeued job continues
+# from its newest checkpoint.
 #
-#   check_flags FLAGS...   ends the job where the flags are wrong; else sets GOAL and SAVE, their --train-iters and --save
+#   check_flags FLAGS...   ends the job if the flags are wrong. Else it sets GOAL and SAVE, the
+#                          values of --train-iters and --save.
 #   train COMMAND...       runs COMMAND, and does not return
-#   MAX_STARTS             starts from one and the same checkpoint: what fails each time is not mended by another start
-#   SAVE_SECONDS           for the checkpoint when the job's time is over; less than --signal leaves
+#
+# Variables:
+#
+#   MAX_STARTS             so many starts from the same checkpoint are tried (default: 3). If they
+#                          all fail, another start would not help either, and the job ends.
+#   SAVE_SECONDS           so many seconds have the ranks to save when the job's time is over
+#                          (default: 120). It must be less than #SBATCH --signal leaves.
 # shellcheck disable=SC2154  # the scripts define root
 
 PATH="${VENV:-$root/.venv}/bin:$PATH"
@@ -16,7 +23,8 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 check_flags() {
     local config
     config=$(python "$root/pretrain_gpt.py" "$@" --dump-config) || exit 2
-    # A path is bytes without a zero byte: whatever else is in it arrives as it is.
+    # A path can hold any byte except zero. So a zero byte ends each value, and every path arrives
+    # unchanged.
     {
         IFS= read -r -d '' GOAL
         IFS= read -r -d '' SAVE
@@ -32,14 +40,15 @@ for value in (run["training"]["train_iters"], run["checkpoint"]["save"]):
     fi
 }
 
-# The iteration of the newest checkpoint, 0 without one.
+# Prints the iteration of the newest checkpoint, or 0 if there is none.
 saved_iteration() {
     local found=0
     read -r found 2>/dev/null <"$SAVE/latest_checkpointed_iteration.txt" || :
     if [[ $found =~ ^[0-9]{1,9}$ ]]; then echo "$((10#$found))"; else echo 0; fi
 }
 
-# Which start of this job from the checkpoint of iteration $1 this is. Slurm requeues without asking, so starts are counted.
+# Counts the starts of this job from the checkpoint of iteration $1, and prints the number of this
+# one. The count is in a file, because Slurm can also requeue a job by itself.
 count_start() {
     local job='' iteration='' starts=0
     read -r job iteration starts 2>/dev/null <"$SAVE/slurm_starts.txt" || :
@@ -52,16 +61,19 @@ requeue() {
     if [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" JobState=RUNNING "* ]]; then
         echo "requeued: job $SLURM_JOB_ID continues from iteration $(saved_iteration) of $GOAL"
         scontrol requeue "$SLURM_JOB_ID"
-    fi  # else it was cancelled, or Slurm requeues it
+    fi  # else the job was cancelled, or Slurm requeues it by itself
 }
 
-# The job's time is over, or Slurm wants its nodes: the ranks save and stop.
+# The handler of USR1 and TERM: the job's time is over, or Slurm takes its nodes back. It tells the
+# ranks to save and stop.
 stop() {
     woken=1
     if [[ ! $stopping ]]; then
-        stopping=1 step=${step:-${!:-}}  # before this starts a process too
+        stopping=1
+        # $! must be read before this function starts processes itself.
+        step=${step:-${!:-}}
         echo "stopping: the ranks are told to save"
-        scancel --signal=TERM "$SLURM_JOB_ID" || :  # its steps, not this shell
+        scancel --signal=TERM "$SLURM_JOB_ID" || :  # reaches the job's steps, not this shell
         requeue_later &
         deadline=$!
     fi
@@ -77,16 +89,17 @@ requeue_later() {
 
 train() {
     local begun starts status now
-    woken='' stopping='' step='' deadline=''  # of stop
+    woken='' stopping='' step='' deadline=''  # stop sets these
     mkdir -p "$SAVE"
     begun=$(saved_iteration)
     starts=$(count_start "$begun")
-    echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}: start $starts from iteration $begun of $GOAL"
+    echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}:" \
+        "start $starts from iteration $begun of $GOAL"
     trap stop USR1 TERM
     "$@" &
     step=${step:-$!}
     while woken='' status=0; do
-        wait "$step" || status=$?  # a signal wakes it early
+        wait "$step" || status=$?  # a signal ends the wait early
         if [[ ! $woken ]]; then break; fi
     done
     if [[ $deadline ]]; then kill "$deadline" 2>/dev/null || :; fi
@@ -99,6 +112,7 @@ train() {
         requeue
         exit "$status"
     fi
-    echo "error: start $starts from iteration $begun came no further (status $status): the job is not requeued" >&2
+    echo "error: start $starts from iteration $begun came no further (status $status):" \
+        "the job is not requeued" >&2
     exit $((status ? status : 1))
 }

@@ -1,8 +1,11 @@
-# Sourced by the job scripts beside it: what is trained, as FLAGS. Edit it, set the variables, or give flags to the script.
+# The job scripts beside this file source it. It defines FLAGS, the flags of the training. To change
+# the training, edit this file, set the variables below, or give flags to the job script.
 #
-#   TP, PP            sizes of the tensor- and pipeline-parallel groups; TP is a node's ranks, so that no group spans two nodes
+#   TP, PP            sizes of the tensor- and pipeline-parallel groups. TP defaults to the number
+#                     of ranks of a node, so that no tensor-parallel group spans two nodes.
 #   CHECKPOINT_PATH   where to save, and to continue from: a directory that every node sees
-#   DATA_PATH         PREFIX of PREFIX.bin and PREFIX.idx with tokens of TOKENIZER_MODEL; without it, made-up tokens
+#   DATA_PATH         PREFIX of PREFIX.bin and PREFIX.idx, with tokens of TOKENIZER_MODEL. Without
+#                     it the run trains on made-up tokens.
 # shellcheck disable=SC2034,SC2154  # the scripts read FLAGS and define root
 
 TP=${TP:-$RANKS_PER_NODE}
@@ -45,7 +48,7 @@ if [[ ${DATA_PATH:-} ]]; then
     DATA_ARGS=(
         --data-path "$DATA_PATH"
         --tokenizer-type HuggingFaceTokenizer
-        --tokenizer-model "${TOKENIZER_MODEL:?is the tokenizer of DATA_PATH: set it too}"
+        --tokenizer-model "${TOKENIZER_MODEL:?is not set: DATA_PATH needs its tokenizer}"
     )
 else
     DATA_ARGS=(
