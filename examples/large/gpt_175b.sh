@@ -3,7 +3,7 @@
 # 64 GPUs: tensor-parallel 8, pipeline-parallel 8 with 3 virtual stages per rank.
 # It recomputes nothing: the run fits in 80 GB, because flash attention keeps no attention scores.
 # The paper's attention is unfused and keeps them, so the paper recomputes core attention. Both ways
-# keep the same bytes per layer.
+# keep about the same bytes per layer.
 #
 # The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1 predicts it:
 #   kept          activations that one micro-batch keeps for backward

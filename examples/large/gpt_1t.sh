@@ -3,7 +3,7 @@
 # 512 GPUs: tensor-parallel 8, pipeline-parallel 64.
 # It recomputes nothing: the run fits in 80 GB, because flash attention keeps no attention scores.
 # The paper's attention is unfused and keeps them, so the paper recomputes core attention. Both ways
-# keep the same bytes per layer.
+# keep about the same bytes per layer.
 # Two virtual stages per rank would lower the bubble from 12.3% to 6.2%. They fit with
 # RECOMPUTE=pointwise, which repeats no matmul.
 #
