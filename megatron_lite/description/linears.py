@@ -122,7 +122,7 @@ def row_linear(
         )
     parameters = (
         Parameter("weight", (model.hidden_size, width)),
-        *((Parameter("bias", (model.hidden_size,)),) if bias else ()),
+        *((Parameter("bias", (model.hidden_size,), sizes.sequence_parallel),) if bias else ()),
     )
     return Operation(
         name,

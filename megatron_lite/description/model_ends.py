@@ -36,11 +36,18 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     keeps = [KeptTensor("token ids", 8 * sizes.tokens)]
     if sizes.tp_size > 1:
         keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
-    parameters = [Parameter("word_embeddings.weight", _words(model, sizes))]
+    untied = model.untie_embeddings_and_output_weights
+    parameters = [
+        Parameter(
+            "word_embeddings.weight", _words(model, sizes), tied=not untied and not sizes.has_head
+        )
+    ]
     if model.positions.learned:
         parameters.append(
             Parameter(
-                "position_embeddings.weight", (model.max_position_embeddings, model.hidden_size)
+                "position_embeddings.weight",
+                (model.max_position_embeddings, model.hidden_size),
+                partial=sizes.sequence_parallel,
             )
         )
     if model.hidden_dropout > 0.0:
@@ -72,7 +79,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     # A tied model multiplies by the embedding's weight. A last stage without the embedding holds a
     # copy of that weight.
     if not untied:
-        copy = Parameter("embedding.word_embeddings.weight", _words(model, sizes))
+        copy = Parameter("embedding.word_embeddings.weight", _words(model, sizes), tied=True)
         weights = () if sizes.has_embedding else (copy,)
     row = sizes.tokens * sizes.accumulate_bytes
     several = sizes.tp_size > 1
@@ -95,7 +102,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                 KeptTensor("output of the last layer", hidden),
                 norm_statistics("final norm", model, sizes, sizes.local_tokens),
             ),
-            parameters=norm_parameters(model, model.hidden_size),
+            parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
         ),
         Operation(
             "output_layer",

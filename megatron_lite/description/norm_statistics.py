@@ -16,10 +16,16 @@ def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> K
     )
 
 
-def norm_parameters(model: ModelConfig, width: int, prefix: str = "") -> tuple[Parameter, ...]:
-    """Returns the weight of a norm and, for LayerNorm, the bias. Each has `width` elements."""
+def norm_parameters(
+    model: ModelConfig, width: int, prefix: str = "", *, partial: bool
+) -> tuple[Parameter, ...]:
+    """Returns the weight of a norm and, for LayerNorm, the bias. Each has `width` elements.
+
+    partial: whether each TP rank normalizes other tokens or other heads.
+    """
     return tuple(
-        Parameter(f"{prefix}{name}", (width,)) for name in ("weight", "bias")[: model.norm_vectors]
+        Parameter(f"{prefix}{name}", (width,), partial)
+        for name in ("weight", "bias")[: model.norm_vectors]
     )
 
 

@@ -16,6 +16,7 @@ from megatron_lite.description.sizes import Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 SHIFT = "ring shift"
+QK_LAYERNORM, LINEAR_PROJ = "qk_layernorm", "linear_proj"
 
 
 class KeptTensor(NamedTuple):
@@ -77,10 +78,17 @@ class OperatorCall(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of an operation's module. shape: its shape on one TP rank."""
+    """A parameter of an operation's module.
+
+    shape: its shape on one TP rank.
+    partial: whether each TP rank computes only a part of its gradient, so that they must be added.
+    tied: whether the first and the last pipeline stage both hold it, and add their gradients.
+    """
 
     name: str
     shape: tuple[int, ...]
+    partial: bool = False
+    tied: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -167,6 +175,21 @@ class LayerDescription:
             for tensor in one.keeps
             if tensor.shared
         }
+
+    def parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """Yields (module, parameter) in the order of the model's `named_parameters`.
+
+        It is the order of the operations, except that attention registers its linear layers before
+        the norms of query and key.
+        """
+        late: tuple[Operation, ...] = ()
+        for operation in self.operations:
+            if operation.name == QK_LAYERNORM:
+                late = (operation,)
+                continue
+            yield from ((operation.module, one) for one in operation.parameters)
+            if operation.name == LINEAR_PROJ:
+                yield from ((norm.module, one) for norm in late for one in norm.parameters)
 
     def inside(self, regions: Set[str]) -> Iterator[Operation]:
         """Yields the operations that lie in one of the regions."""

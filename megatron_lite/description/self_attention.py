@@ -23,6 +23,7 @@ from megatron_lite.description.linears import OPERATORS
 from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
 from megatron_lite.description.operations import (
     ALL_GATHER,
+    QK_LAYERNORM,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -80,12 +81,12 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
         rows = (heads.query + heads.kv) // sizes.element_bytes // model.head_dim
         yield Operation(
-            "qk_layernorm",
+            QK_LAYERNORM,
             "self_attention",
             (*raw, norm_statistics("qk norm", model, sizes, rows)),
             parameters=(
-                *norm_parameters(model, model.head_dim, "q_layernorm."),
-                *norm_parameters(model, model.head_dim, "k_layernorm."),
+                *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
+                *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
             ),
         )
     if rotary:

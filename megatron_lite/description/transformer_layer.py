@@ -10,6 +10,7 @@ from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REG
 from megatron_lite.description.linears import column_linear, row_linear
 from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
 from megatron_lite.description.operations import (
+    LINEAR_PROJ,
     KeptTensor,
     LayerDescription,
     Operation,
@@ -89,7 +90,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
             ),
             *attention_operations(model, sizes, layer),
             row_linear(
-                "linear_proj",
+                LINEAR_PROJ,
                 "self_attention.linear_proj",
                 "projection",
                 width=model.num_attention_heads * d // tp_size,
@@ -164,7 +165,7 @@ def _norm(
         (residual, norm_statistics(statistics, model, sizes, sizes.local_tokens)),
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
-        parameters=norm_parameters(model, model.hidden_size),
+        parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
     )
 
 

@@ -1,8 +1,7 @@
 """The gradients of a rank in flat buckets, float32 (float64 for a float64 model).
 
-    [ gradients that TP ranks must add | all others | padding ]       one bucket
-
-Backward accumulates in the buckets, and a bucket is reduced over data-parallel ranks as a whole.
+description/gradient_buckets.py defines the place of each gradient in its bucket. Backward
+accumulates in the buckets, and a bucket is reduced over data-parallel ranks as a whole.
 
 The first gradient of a step is copied into the parameter's view of its bucket, and `.grad` becomes
 that view. The view therefore needs no zeroing. Later micro-batches add to it. The `.grad` of a
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.description.gradient_buckets import BucketLayout, Gradient, bucket_layouts
 from megatron_lite.parallel.collectives import (
     Started,
     all_reduce_,
@@ -34,54 +34,39 @@ from megatron_lite.parallel.collectives import (
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 
-ALIGNMENT = 32  # elements: 128 bytes, so that vectorised kernels take their fast path on every view
-
 
 class Bucket:
     """Gradients that are reduced together.
 
-    places[name]: the elements of `flat` that belong to a parameter.
-    num_partial: the first `num_partial` elements are gradients that TP ranks must add.
+    layout: the places of the gradients in `flat`.
     own: the elements of which this rank holds the sum: all of them, or 1/shards.
+    tied: whether it holds the gradient that the first and the last pipeline stage add.
     awaited: the parameters whose last gradient of the step has not arrived.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        layout: BucketLayout,
         *,
+        dtype: torch.dtype,
         device: torch.device,
         rank: int,
-        shards: int,
+        tied: bool,
     ) -> None:
-        # stable
-        ordered = sorted(parameters.items(), key=lambda item: not spec_of(item[1]).sum_grad_over_tp)
-        self.places: dict[str, slice] = {}
-        self.num_partial = total = 0
-        for name, parameter in ordered:
-            self.places[name] = slice(total, total + parameter.numel())
-            total = _round_up(total + parameter.numel(), ALIGNMENT)
-            if spec_of(parameter).sum_grad_over_tp:
-                self.num_partial = total
-        # Every rank's share must be equally long, and each must start at an aligned element.
-        total = _round_up(total, ALIGNMENT * shards) if shards > 1 else total
-        self.tied = any(spec_of(parameter).tied for parameter in parameters.values())
-        self.flat = torch.zeros(
-            total, dtype=torch.promote_types(torch.float32, ordered[0][1].dtype), device=device
-        )
-        self.own = slice(rank * total // shards, (rank + 1) * total // shards)
-        self.awaited = set(parameters)
+        self._rank, self.layout, self.tied = rank, layout, tied
+        self.flat = torch.zeros(layout.num_elements, dtype=dtype, device=device)
+        self.own = layout.own(rank)
+        self.awaited = set(layout.places)
         self.started: Started | None = None
 
-    def own_part(self, name: str, rank: int | None = None) -> slice:
-        """Returns the elements of a flattened parameter of which a rank holds the sum.
+    @property
+    def places(self) -> dict[str, slice]:
+        """The elements of `flat` that belong to each parameter."""
+        return self.layout.places
 
-        rank: None for this rank. The slice has start >= stop if the rank holds none.
-        """
-        length = self.own.stop - self.own.start
-        first = self.own.start if rank is None else rank * length
-        place = self.places[name]
-        return slice(max(first - place.start, 0), min(first + length, place.stop) - place.start)
+    def own_part(self, name: str, rank: int | None = None) -> slice:
+        """See BucketLayout. rank: None for this rank."""
+        return self.layout.own_part(name, self._rank if rank is None else rank)
 
 
 class GradBuffer:
@@ -102,14 +87,16 @@ class GradBuffer:
         self._overlaps = self._config.overlap_grad_reduce and parallel.dp_cp_group is not None
         self.shards = parallel.dp_cp_size if self._config.use_distributed_optimizer else 1
         size = self._config.bucket_size(parallel.dp_cp_size) if self._overlaps else None
+        gradients = [_gradient(name, one) for name, one in parameters.items()]
         self.buckets = [
             Bucket(
-                chosen,
+                layout,
+                dtype=_sum_dtype(parameters[name] for name in layout.places),
                 device=parallel.device,
                 rank=parallel.dp_cp_rank if self.shards > 1 else 0,
-                shards=self.shards,
+                tied=any(spec_of(parameters[name]).tied for name in layout.places),
             )
-            for chosen in _by_bucket(parameters, size)
+            for layout in bucket_layouts(gradients, bucket_size=size, shards=self.shards)
         ]
         self._parameters = dict(parameters)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
@@ -183,9 +170,10 @@ class GradBuffer:
         """
         for bucket in self.buckets:
             first, last, _ = (bucket.own if part is None else part).indices(bucket.flat.numel())
-            if first < bucket.num_partial:
+            if first < bucket.layout.num_partial:
                 all_reduce_(
-                    bucket.flat[first : min(last, bucket.num_partial)], self._parallel.tp_group
+                    bucket.flat[first : min(last, bucket.layout.num_partial)],
+                    self._parallel.tp_group,
                 )
             if bucket.tied:
                 all_reduce_(bucket.flat[first:last], self._parallel.embedding_group)
@@ -267,34 +255,13 @@ class GradBuffer:
         bucket.started, bucket.awaited = None, set(bucket.places)
 
 
-def _by_bucket(
-    parameters: Mapping[str, nn.Parameter], size: int | None
-) -> list[dict[str, nn.Parameter]]:
-    """Splits the parameters into buckets.
-
-    size: None puts all into one bucket. Otherwise the parameters go in reverse order, and a bucket
-        is closed as soon as it has `size` elements.
-    A parameter that two pipeline stages share has a bucket of its own. Otherwise the two stages
-    would cut it into different pieces.
-    """
-    buckets: list[dict[str, nn.Parameter]] = [{}]
-    tied = {name: parameter for name, parameter in parameters.items() if spec_of(parameter).tied}
-    others = [item for item in parameters.items() if item[0] not in tied]
-    for name, parameter in others if size is None else reversed(others):
-        if size is not None and sum(one.numel() for one in buckets[-1].values()) >= size:
-            buckets.append({})
-        buckets[-1][name] = parameter
-    # On the first stage the embedding's gradient arrives last, so its bucket comes last. The two
-    # stages reduce over different groups of ranks, so their orders need not match.
-    return [
-        bucket
-        for bucket in (*buckets, *({name: parameter} for name, parameter in tied.items()))
-        if bucket
-    ]
+def _gradient(name: str, parameter: nn.Parameter) -> Gradient:
+    spec = spec_of(parameter)
+    return Gradient(name, parameter.numel(), spec.sum_grad_over_tp, spec.tied)
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def _sum_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    return torch.promote_types(torch.float32, next(iter(parameters)).dtype)
 
 
 def _autograd_sums_into(parameter: nn.Parameter, view: Tensor) -> bool:

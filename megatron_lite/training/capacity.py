@@ -16,15 +16,12 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.optimizer_settings import OPTIMIZERS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
-from megatron_lite.memory.predict.parameters import rank_matrix_count, rank_parameter_count
+from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import gather_texts
 
-# Bytes of one parameter: the gradient buffer is float32, and so is the master of a 16-bit weight.
-GRADIENT, MASTER = 4, 4
 MEMINFO, CGROUP_LIMITS = (
     Path("/proc/meminfo"),
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")),
@@ -74,21 +71,9 @@ def check_fits(config: RunConfig, parallel: ParallelState) -> None:
 
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """Returns a lower bound of the bytes that one rank holds for its parameters all the time."""
-    count, matrices = (
-        rank_parameter_count(config, parallel.pp_rank),
-        rank_matrix_count(config, parallel.pp_rank),
-    )
-    weight = 4 if config.training.precision == "fp32" else 2
-    of_rule = OPTIMIZERS[config.optimizer.optimizer]
-    states = (
-        matrices * of_rule.matrix
-        + (count - matrices) * of_rule.other
-        + (0 if weight == 4 else count * MASTER)
-    )
-    if config.data_parallel.use_torch_fsdp2:
-        return (count * (weight + GRADIENT) + states) // parallel.dp_cp_size
-    shares = parallel.dp_cp_size if config.data_parallel.use_distributed_optimizer else 1
-    return count * (weight + GRADIENT) + states // shares
+    return rank_states(
+        config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
+    ).total
 
 
 def memory_bytes(device: torch.device) -> int | None:

@@ -12,13 +12,8 @@ from arguments import parse_args
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages, stages_of_rank
-from megatron_lite.memory.predict.parameters import (
-    parameter_count,
-    rank_matrix_count,
-    rank_parameter_count,
-)
+from megatron_lite.memory.predict.parameters import parameter_count, rank_parameter_count
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.parameter_spec import spec_of
 from tests.support.models import (
     VOCAB_SIZE,
     build_tiny_model,
@@ -90,23 +85,6 @@ def test_a_pipeline_rank_holds_all_of_its_stages() -> None:
         assert [stage.number for stage in owned] == [rank, 2 + rank]
         counts = [parameter_count(config.model, 256, tp_size=2, stage=stage) for stage in owned]
         assert rank_parameter_count(config, rank) == sum(counts) and all(counts)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_matrices_of_layers_are_those_that_are_marked(name: str) -> None:
-    words = (
-        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12 "
-        "--seq-length 12 "
-        "--micro-batch-size 1 --vocab-size 98 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 2"
-    )
-    config = replace(parse_args(words.split()).config, model=replace(MODELS[name], num_layers=4))
-    with tp_state(1) as state:
-        model = build_tiny_model(config.model, state)
-    marked = sum(value.numel() for value in model.parameters() if spec_of(value).matrices)
-    assert [rank_matrix_count(config, rank) for rank in (0, 1)] == [
-        marked // 4
-    ] * 2 and marked % 4 == 0
 
 
 def test_without_padding_the_count_is_that_of_the_unpadded_weights() -> None:

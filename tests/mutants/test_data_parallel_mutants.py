@@ -82,17 +82,12 @@ def buckets_are_sent_as_they_become_complete(patch: Patch) -> None:
 
 
 def a_tied_weight_shares_a_bucket(patch: Patch) -> None:
-    real = grad_buffer.spec_of
-    by_bucket = grad_buffer._by_bucket
+    layouts = grad_buffer.bucket_layouts
 
-    def common(parameters: Any, size: int | None) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(
-                grad_buffer, "spec_of", lambda parameter: replace(real(parameter), tied=False)
-            )
-            return by_bucket(parameters, size)
+    def common(gradients: Any, **sizes: Any) -> Any:
+        return layouts([one._replace(tied=False) for one in gradients], **sizes)
 
-    patch.setattr(grad_buffer, "_by_bucket", common)
+    patch.setattr(grad_buffer, "bucket_layouts", common)
 
 
 def tied_gradients_are_not_added(patch: Patch) -> None:

@@ -96,7 +96,7 @@ def test_gradients_that_tp_ranks_add_come_first_and_shares_are_equal_and_aligned
             (bucket,) = buffer_of(Chain(partial=("third",)), parallel, config).buckets
             return (
                 list(bucket.places),
-                bucket.num_partial,
+                bucket.layout.num_partial,
                 bucket.flat.numel(),
                 (bucket.own.start, bucket.own.stop),
             )

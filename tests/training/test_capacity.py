@@ -3,7 +3,6 @@ tensor is made."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,9 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import capacity
-from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.capacity import (
     check_fits,
     least_bytes,
@@ -30,50 +26,6 @@ from tests.support.runs import tiny_run
 
 RUN = tiny_run(learning_rate=0.001)
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("rule", ["adam", "muon"])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_lower_bound_is_what_a_run_holds_for_its_parameters(bf16: bool, rule: str) -> None:
-    run = replace(
-        RUN, training=replace(RUN.training, bf16=bf16), optimizer=OptimizerConfig(optimizer=rule)
-    )
-    with parallel_state(run.parallel, seed=1) as parallel:
-        trainer = build_trainer(run, parallel)
-        trainer.saver.__exit__(None, None, None)
-        weights = list(trainer.model.parameters())
-        count = sum(weight.numel() for weight in weights)
-        states = sum(
-            value.numel() * value.element_size()
-            for state in trainer.optimizer.states.values()
-            for value in state.values()
-            if value.numel() > 1
-        )
-        gradients = sum(
-            grad.numel() * grad.element_size() for grad in trainer.optimizer.buffer.grads.values()
-        )
-        assert gradients == 4 * count and states > 4 * count
-        assert (
-            least_bytes(run, parallel)
-            == sum(one.numel() * one.element_size() for one in weights) + gradients + states
-        )
-
-
-@pytest.mark.parametrize(
-    ("options", "whole", "shared"),
-    [
-        (DataParallelConfig(), 18, 0),
-        (DataParallelConfig(use_torch_fsdp2=True), 0, 18),
-        (DataParallelConfig(use_distributed_optimizer=True), 6, 12),
-    ],
-)
-def test_what_data_parallel_ranks_share_counts_for_its_share(
-    options: DataParallelConfig, whole: int, shared: int
-) -> None:
-    run = replace(RUN, training=replace(RUN.training, bf16=True), data_parallel=options)
-    parallel = ParallelState(device=CPU, rng=None, dp_size=4)  # type: ignore[arg-type]
-    count = capacity.rank_parameter_count(run, 0)
-    assert least_bytes(run, parallel) == whole * count + shared * count // 4
 
 
 def test_a_model_beyond_the_hosts_memory_is_refused_on_every_rank_with_numbers() -> None:

@@ -27,6 +27,7 @@ from megatron_lite.memory.predict.flops import replayed_flops
 from megatron_lite.memory.predict.kept_tensors import EMBEDDING, HEAD, Term, activation_terms
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
 from megatron_lite.memory.predict.replays import left_out, replayed_calls
+from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.traffic import (
     Traffic,
     embedding_collectives,
@@ -124,6 +125,8 @@ class Report:
     own: the cost of the run's own flags.
     without: the cost without recomputation, on the rank that then has the highest peak.
     without_here: the cost without recomputation, on `rank`.
+    states: the bytes that `rank` holds from step to step, on the first of `dp_cp_size`
+        data-parallel and context-parallel ranks, which holds most.
     """
 
     config: RunConfig
@@ -134,6 +137,8 @@ class Report:
     own: Priced
     without: Priced
     without_here: Priced
+    states: RankStates
+    dp_cp_size: int
     embedding: ReportPart
     rotary_tables: ReportPart
     runs: tuple[LayerRun, ...]
@@ -187,6 +192,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     """
     run, config = config, _of_one_replica(config, dp_size)
     pipeline_size, model = config.parallel.pipeline_model_parallel_size, config.model
+    dp_cp_size = dp_size * config.parallel.context_parallel_size
     own, without = price(config, device), price(with_flags(config), device)
     plans = rank_plans(config, own.rank)
     sizes = replace(
@@ -219,6 +225,8 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
         policies=policies,
         without_here=price(with_flags(config), device, rank=own.rank),
         num_microbatches=step_microbatches(config),
+        states=rank_states(config, own.rank, dp_cp_size=dp_cp_size, dp_cp_rank=0),
+        dp_cp_size=dp_cp_size,
         ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
         embedding=ReportPart(
             _largest_first(term for term in terms if term.operation == EMBEDDING),

@@ -204,9 +204,39 @@ def _totals(report: Report) -> Iterator[str]:
     yield from _text(
         "The peak is an estimate: what is held when backward is at its fullest, of what is "
         "kept and of what is "
-        "rebuilt. Weights, gradients, optimizer states and short-lived buffers come on top, "
-        "whatever is recomputed."
+        "rebuilt. Short-lived buffers come on top, whatever is recomputed."
     )
+    yield ""
+    yield from _whole_rank(report)
+
+
+def _whole_rank(report: Report) -> Iterator[str]:
+    """Yields the lines of everything that the rank holds, activations and states."""
+    states, peak = report.states, report.own.peak.held_bytes
+    rows = [
+        ("weights", states.weights),
+        ("master weights", states.masters),
+        ("gradients", states.gradients),
+        ("optimizer states", states.optimizer),
+        ("activations at the peak", peak),
+    ]
+    total = states.total + peak
+    unit = _column_unit(number for _, number in rows)
+    yield f"{'All that the rank holds':26}{unit.name:>14}{'bytes':>20}"
+    for name, number in rows:
+        if number:
+            yield f"  {name:24}{unit.number(number):>14}{number:20,}   {number / total:5.1%}"
+    ranks = report.dp_cp_size
+    where = f"   on the first of {ranks} data-parallel ranks" if ranks > 1 else ""
+    yield ""
+    yield f"  {'together':24}{unit.number(total):>14}{total:20,}{where}"
+    sharding = report.config.data_parallel
+    if ranks == 1 and (sharding.use_torch_fsdp2 or sharding.use_distributed_optimizer):
+        yield ""
+        yield from _text(
+            "There is one data-parallel rank here, so nothing is sharded. With WORLD_SIZE=N and "
+            "RANK=0 in the environment the figures are those of N ranks."
+        )
 
 
 def _pipeline(report: Report) -> Iterator[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
@@ -57,28 +56,7 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
     )
 
 
-def rank_matrix_count(config: RunConfig, rank: int) -> int:
-    """Returns how many parameters of a pipeline rank, on one TP rank, are in matrices of layers."""
-    sizes = Sizes(
-        micro_batch_size=1,
-        seq_length=1,
-        padded_vocab_size=0,
-        tp_size=config.parallel.tensor_model_parallel_size,
-    )
+def _elements(operations: Iterable[Operation]) -> int:
     return sum(
-        count * _elements(layer.operations, axes=(2,))
-        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
-        for layer, count in describe_kinds(
-            config.model, replace(sizes, first_layer=stage.first_layer), stage.num_layers
-        )
-    )
-
-
-def _elements(operations: Iterable[Operation], axes: Collection[int] = (1, 2)) -> int:
-    """Returns the elements of the parameters that have one of these numbers of axes."""
-    return sum(
-        parameter.num_elements
-        for operation in operations
-        for parameter in operation.parameters
-        if len(parameter.shape) in axes
+        parameter.num_elements for operation in operations for parameter in operation.parameters
     )

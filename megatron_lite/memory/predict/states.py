@@ -1,0 +1,160 @@
+"""The bytes that one rank holds from step to step: weights, gradients and optimizer states.
+
+                 weights          masters          gradients        optimizer states
+    replicated   whole            whole            whole buckets    whole
+    ZeRO-1       whole buckets    1/n              whole buckets    1/n
+    FSDP2        1/n              -                1/n              1/n
+
+n is the number of data-parallel and context-parallel ranks. Weights have the dtype of the run,
+except that FSDP2 keeps its rows in float32. Masters exist only beside 16-bit weights. All else is
+float32. Every figure is exact: buckets and pieces are those that training allocates. Not counted
+are AdamW's step counters, 4 bytes for each parameter. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.optimizer_settings import OPTIMIZERS
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage, stages_of_rank
+from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import Operation, Parameter
+from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+
+FLOAT32 = 4
+
+
+class RankStates(NamedTuple):
+    """The bytes on the device of one rank, between two steps and during each of them.
+
+    masters: the float32 weights that the optimizer updates, where they are not the weights.
+    gradients: under FSDP2 they exist from the first backward of a step to its end.
+    optimizer: the states of the update rule, such as the two moments of AdamW.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all four."""
+        return sum(self)
+
+
+class _Held(NamedTuple):
+    """A parameter of a rank. is_matrix: whether it is a weight of a linear layer in a layer."""
+
+    name: str
+    parameter: Parameter
+    is_matrix: bool
+
+    @property
+    def num_elements(self) -> int:
+        return self.parameter.num_elements
+
+
+def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
+    """Returns the bytes of one rank. The vocabulary size must be known.
+
+    pp_rank: the pipeline rank.
+    dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
+        parallelism together, and the number of this rank among them.
+    """
+    held = [
+        one
+        for stage in stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
+        for one in _parameters(config, stage)
+    ]
+    element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
+    whole = sum(one.num_elements for one in held)
+    if config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1:
+        return _fully_sharded(config, held, dp_cp_size, dp_cp_rank)
+    zero1 = config.data_parallel.use_distributed_optimizer and dp_cp_size > 1
+    shards = dp_cp_size if zero1 else 1
+    buckets = bucket_layouts(
+        [
+            Gradient(one.name, one.num_elements, one.parameter.partial, one.parameter.tied)
+            for one in held
+        ],
+        bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
+        shards=shards,
+    )
+    in_buckets = sum(bucket.num_elements for bucket in buckets)
+    rank = dp_cp_rank if zero1 else 0
+    matrices = {one.name for one in held if one.is_matrix}
+    pieces = [
+        (name in matrices, part.stop - part.start)
+        for bucket in buckets
+        for name in bucket.places
+        for part in (bucket.own_part(name, rank),)
+        if part.start < part.stop
+    ]
+    masters = in_buckets // shards if zero1 else whole
+    return RankStates(
+        weights=element * (in_buckets if zero1 else whole),
+        masters=FLOAT32 * masters if element < FLOAT32 else 0,
+        gradients=FLOAT32 * in_buckets,
+        optimizer=_optimizer_bytes(config, pieces),
+    )
+
+
+def _fully_sharded(
+    config: RunConfig, held: list[_Held], dp_cp_size: int, dp_cp_rank: int
+) -> RankStates:
+    """Returns the bytes under FSDP2, which splits the rows of a parameter like torch.chunk.
+
+    Every rank allocates as many rows of the weight as the first rank has.
+    """
+    allocated, own, pieces = 0, 0, []
+    for one in held:
+        rows, *others = one.parameter.shape
+        per_rank = -(-rows // dp_cp_size)
+        mine = max(0, min(per_rank, rows - dp_cp_rank * per_rank)) * math.prod(others)
+        allocated += per_rank * math.prod(others)
+        own += mine
+        if mine:
+            pieces.append((one.is_matrix, mine))
+    return RankStates(
+        weights=FLOAT32 * allocated,
+        masters=0,
+        gradients=FLOAT32 * own,
+        optimizer=_optimizer_bytes(config, pieces),
+    )
+
+
+def _optimizer_bytes(config: RunConfig, pieces: list[tuple[bool, int]]) -> int:
+    """Returns the bytes of the update rule's states.
+
+    pieces: (whether it is a matrix, elements) of each piece that the rank updates.
+    """
+    rule = OPTIMIZERS[config.optimizer.optimizer]
+    return sum(number * (rule.matrix if is_matrix else rule.other) for is_matrix, number in pieces)
+
+
+def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
+    """Yields the parameters of a stage on one TP rank, in the order of the model."""
+    sizes = Sizes.of(config, device="cpu", stage=stage)
+    if stage.is_first:
+        yield from _of_operations(embedding_operations(config.model, sizes))
+    for number, layer in enumerate(describe_layers(config.model, sizes, stage.num_layers)):
+        prefix = f"decoder.layers.{stage.first_layer + number}"
+        for module, parameter in layer.parameters():
+            name = f"{prefix}.{module}.{parameter.name}"
+            yield _Held(name, parameter, len(parameter.shape) == 2)
+    if stage.is_last:
+        yield from _of_operations(head_operations(config.model, sizes))
+
+
+def _of_operations(operations: tuple[Operation, ...]) -> Iterator[_Held]:
+    for operation in operations:
+        for parameter in operation.parameters:
+            name = ".".join(filter(None, (operation.module, parameter.name)))
+            yield _Held(name, parameter, False)

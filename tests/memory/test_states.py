@@ -1,0 +1,144 @@
+"""The predicted bytes of weights, gradients and optimizer states are those that a run holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.training.build_trainer import build_trainer
+from tests.support.equality import VARIANTS
+from tests.support.ranks import run_ranks
+from tests.support.runs import tiny_run
+
+OVERLAP = dict(overlap_grad_reduce=True, ddp_bucket_size=5000)
+LAYOUTS = {
+    "replicated": DataParallelConfig(),
+    "replicated, buckets": DataParallelConfig(**OVERLAP),
+    "ZeRO-1": DataParallelConfig(use_distributed_optimizer=True),
+    "ZeRO-1, buckets": DataParallelConfig(use_distributed_optimizer=True, **OVERLAP),
+    "FSDP2": DataParallelConfig(use_torch_fsdp2=True),
+    "FSDP2, wrapped": DataParallelConfig(use_torch_fsdp2=True, fsdp_memory_efficient_wrapping=True),
+}
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the storages, each once."""
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in local}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def held(run: RunConfig) -> tuple[RankStates, RankStates]:
+    """Returns the bytes that this rank holds after one step, and those predicted."""
+    with parallel_state(run.parallel, seed=1) as parallel:
+        trainer = build_trainer(run, parallel)
+        grads: list[Tensor] = []
+        publish = trainer.optimizer.layout.publish
+
+        def remember() -> None:
+            grads.extend(piece.grad for piece in trainer.optimizer.layout.pieces)
+            publish()
+
+        trainer.optimizer.layout.publish = remember  # type: ignore[method-assign]
+        trainer.run()
+        weights = list(trainer.model.parameters())
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
+        own = {one.untyped_storage()._cdata for one in local}
+        masters = [
+            piece.master
+            for piece in trainer.optimizer.layout.pieces
+            if piece.master.untyped_storage()._cdata not in own
+        ]
+        own |= {one.untyped_storage()._cdata for one in masters}
+        states = [
+            value
+            for state in trainer.optimizer.states.values()
+            for value in state.values()
+            if value.untyped_storage()._cdata not in own
+        ]
+        found = RankStates(
+            weights=bytes_of(weights),
+            masters=bytes_of(masters),
+            gradients=bytes_of(grads),
+            optimizer=bytes_of(states),
+        )
+        told = rank_states(
+            run, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
+        )
+    return found, told
+
+
+def differing(rank: int, world_size: int, runs: dict[str, RunConfig]) -> dict[str, Any]:
+    both = {name: held(run) for name, run in runs.items()}
+    return {name: (found, told) for name, (found, told) in both.items() if found != told}
+
+
+def run_of(
+    layout: str, variant: str, *, rule: str = "adam", pp_size: int = 1, **settings: Any
+) -> RunConfig:
+    bf16 = settings.pop("bf16", False)
+    run = tiny_run(
+        model={**VARIANTS[variant], "hidden_size": 48},
+        training=dict(train_iters=1, eval_iters=0, bf16=bf16),
+        data_parallel=LAYOUTS[layout],
+        learning_rate=1e-3,
+        **settings,
+    )
+    return replace(
+        run,
+        optimizer=OptimizerConfig(optimizer=rule),
+        parallel=replace(run.parallel, pipeline_model_parallel_size=pp_size),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
+    runs = {
+        f"{variant} {rule} bf16={bf16}": run_of(layout, variant, rule=rule, bf16=bf16)
+        for variant, rule, bf16 in (
+            ("gpt2", "adam", False),
+            ("gpt2", "muon", True),
+            ("qwen", "adam", True),
+            ("neox", "muon", False),
+        )
+    }
+    assert run_ranks(differing, 2, runs, detail=False) == [{}] * 2
+
+
+@pytest.mark.parametrize("layout", ["replicated", "ZeRO-1, buckets", "FSDP2"])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_states_in_tensor_and_pipeline_parallel_layouts_are_those_predicted(
+    layout: str, tp_size: int, pp_size: int
+) -> None:
+    runs = {
+        variant: run_of(
+            layout,
+            variant,
+            bf16=variant == "qwen",
+            pp_size=pp_size,
+            tp_size=tp_size,
+            sequence_parallel=tp_size > 1,
+        )
+        for variant in ("gpt2", "qwen")
+    }
+    assert run_ranks(differing, 4, runs, detail=False) == [{}] * 4
+
+
+def test_states_of_one_rank_are_those_predicted() -> None:
+    runs = {
+        f"{layout} {variant} {bf16}": run_of(layout, variant, bf16=bf16)
+        for layout in ("replicated", "ZeRO-1", "FSDP2")
+        for variant in VARIANTS
+        for bf16 in (False, True)
+    }
+    assert differing(0, 1, runs) == {}
