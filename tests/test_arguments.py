@@ -16,6 +16,7 @@ from megatron_lite.cli.preparation import arguments_table
 from megatron_lite.config import flags
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
+from megatron_lite.config.optimizer_settings import OPTIMIZERS
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = (
@@ -55,7 +56,7 @@ FAULTS = [
         "--tokenizer-type TikTokenizer",
         "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer",
     ),
-    ("--optimizer sgd", "--optimizer must be one of adam, muon (got 'sgd')"),
+    ("--optimizer sgd", f"--optimizer must be one of {', '.join(OPTIMIZERS)} (got 'sgd')"),
     ("--muon-nesterov", "--muon-nesterov needs --optimizer muon (got adam)"),
     (
         "--optimizer muon --muon-scalar-optimizer lion",

@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import (
@@ -331,7 +331,7 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     (
         OptimizerConfig,
         {"optimizer": "sgd"},
-        "--optimizer must be one of adam, muon (got 'sgd')",
+        f"--optimizer must be one of {', '.join(OPTIMIZERS)} (got 'sgd')",
         {"optimizer": "adam"},
     ),
     *[

@@ -20,6 +20,9 @@ TABLES = {
     "activation_function": "model.activations",
     "REGIONS": "config.regions",
     "RULES": "optim.optimizer",
+    "OPTIMIZERS": "config.optimizer_settings",
+    "OptimizerConfig": "config.optimizer_settings",
+    "REFUSED_OPTIMIZER_FLAGS": "config.optimizer_settings",
 }
 
 
