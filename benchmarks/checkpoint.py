@@ -68,7 +68,7 @@ from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
 from megatron_lite.training.step import train_step  # noqa: E402
 
 DISK, OURS = "disk", "megatron_lite"
-CHUNK_BYTES = 2**22
+BUFFER_BYTES = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,15 +210,15 @@ def synced(path: Path) -> None:
 def write_plainly(path: Path, data: memoryview) -> None:
     """Writes the bytes to one file and syncs it: the disk's own speed."""
     with path.open("wb", buffering=0) as file:
-        for start in range(0, len(data), CHUNK_BYTES):
-            file.write(data[start : start + CHUNK_BYTES])
+        for start in range(0, len(data), BUFFER_BYTES):
+            file.write(data[start : start + BUFFER_BYTES])
         sync_file(file)
     sync_folder(str(path.parent))
 
 
 def read_plainly(path: Path) -> None:
-    """Reads one file in chunks: the disk's own speed."""
-    buffer = bytearray(CHUNK_BYTES)
+    """Reads one file through a small buffer: the disk's own speed."""
+    buffer = bytearray(BUFFER_BYTES)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass

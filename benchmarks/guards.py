@@ -73,7 +73,7 @@ def engines(
     found = {
         name: plain(name) for name in (NONE, "NaN of a rank", "spike", "slow rank", "weight hash")
     }
-    found["NaN of a rank"].optimizer.layout.gradients.watch()
+    found["NaN of a rank"].optimizer.measure_own_grad_norm()
     found["spike"].optimizer.spikes = SpikeGuard(3.0, parallel.device)
     slow_ranks = SlowRanks(LoggingConfig(log_straggler=True, straggler_ratio=100.0), parallel)
     hashed = found["weight hash"]

@@ -55,13 +55,15 @@ def kept(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     ).mean()
 
 
-def in_chunks(hidden_states: Tensor, weight: Tensor, labels: Tensor, *, chunk_size: int) -> Tensor:
-    """Returns our loss, computed from the logits of `chunk_size` tokens at a time."""
+def in_chunks(
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, *, loss_chunk_size: int
+) -> Tensor:
+    """Returns our loss, computed from the logits of `loss_chunk_size` tokens at a time."""
     return vocab_parallel_linear_cross_entropy(
         hidden_states,
         weight,
         labels,
-        chunk_size=chunk_size,
+        loss_chunk_size=loss_chunk_size,
         tp_group=None,
         sequence_parallel=False,
         first_id=0,
@@ -86,7 +88,7 @@ def fused(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def engines(chunk_sizes: Sequence[int]) -> dict[str, Loss]:
     """Returns the loss of every row by name, KEPT first."""
-    ours = {f"chunks of {size}": partial(in_chunks, chunk_size=size) for size in chunk_sizes}
+    ours = {f"chunks of {size}": partial(in_chunks, loss_chunk_size=size) for size in chunk_sizes}
     return {
         KEPT: kept,
         **ours,

@@ -49,8 +49,8 @@ from megatron_lite.config.stages import stages_of_rank  # noqa: E402
 from megatron_lite.model.sharding import shard_model_  # noqa: E402
 from megatron_lite.model.stage_models import ModelStages  # noqa: E402
 from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
-from megatron_lite.parallel.chunks import select  # noqa: E402
 from megatron_lite.parallel.rng import RngStreams  # noqa: E402
+from megatron_lite.parallel.sequence_spans import select  # noqa: E402
 from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
 from megatron_lite.pipeline.links import Links  # noqa: E402
 from megatron_lite.training.batches import MicroBatch  # noqa: E402
@@ -73,7 +73,7 @@ class Layout:
 
 
 def split(**sizes: Any) -> Layout:
-    """Returns the layout of two ranks that share one model."""
+    """Returns the layout of two ranks that split one model."""
     return Layout(parallel=ParallelConfig(distributed_backend="gloo", **sizes))
 
 
@@ -180,7 +180,7 @@ def build_engine(
     micro_batches: int,
     parallel: ParallelState,
 ) -> Engine:
-    """Returns the engine: its step is train_step over this rank's share of the micro-batches.
+    """Returns the engine: its step is train_step over this rank's part of the micro-batches.
 
     All micro-batches are the same batch. micro_batches: their number in a step, over all ranks.
     """
@@ -199,7 +199,7 @@ def build_engine(
         None
         if parallel.pp_size == 1
         else Links(
-            parallel.pp_lanes,
+            parallel.pp_direction_groups,
             shape=(shape.seq_length, shape.batch_size, shape.hidden_size),
             dtype=DTYPES[setting.dtype],
             device=parallel.device,
@@ -276,11 +276,11 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
                     )
                 )
     names = [engine.name for engine in engines] if rank == 0 else []
-    shared: list[Any] = [names]
-    dist.broadcast_object_list(shared)
+    agreed: list[Any] = [names]
+    dist.broadcast_object_list(agreed)
     by_name = {engine.name: engine for engine in engines}
-    found = {name: _counted(by_name.get(name)) for name in shared[0]}
-    samples = time_in_rounds(shared[0], by_name, args, title, progress)
+    found = {name: _counted(by_name.get(name)) for name in agreed[0]}
+    samples = time_in_rounds(agreed[0], by_name, args, title, progress)
     if rank:
         return []
     return [

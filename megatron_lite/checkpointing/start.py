@@ -79,7 +79,7 @@ class Found(NamedTuple):
 def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     """Returns the point that --load asks for. Every rank must call this.
 
-    Each rank reads a share of the files of every step that is tried, and compares their checksums.
+    Each rank reads a part of the files of every step that is tried, and compares their checksums.
     Raises InputError on every rank in three cases: the directory holds no step and
     --allow-fresh-start is not given; no step is good; the first step is damaged and
     --no-load-fallback is given.
@@ -252,14 +252,14 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
 def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     """Returns why a step cannot be relied on; None if it holds what was written.
 
-    rank, size: this call reads and checks the contents of one rank's share of the files.
+    rank, size: this call reads and checks the contents of one rank's part of the files.
     """
     try:
         manifest = Manifest.read(step)
         if f"iter_{manifest.iteration:07d}" != step.stem:
             raise InputError(f"{step}: the manifest is that of iteration {manifest.iteration}")
         manifest.check_sizes(step)
-        manifest.check_contents(step, manifest.share(rank, size))
+        manifest.check_contents(step, manifest.files_of_rank(rank, size))
         metadata = Metadata.read(step)
         if metadata.progress.iteration != manifest.iteration:
             raise InputError(

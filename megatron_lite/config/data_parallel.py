@@ -12,7 +12,7 @@ from megatron_lite.config.checks import flag, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """The share of a model that each of n data-parallel ranks holds, and how gradients are summed.
+    """The part of a model that each of n data-parallel ranks holds, and how gradients are summed.
 
         neither flag                 whole weights, gradients and optimizer states
         use_distributed_optimizer    whole weights and gradients, 1/n of the optimizer states and

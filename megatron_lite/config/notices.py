@@ -57,10 +57,10 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
     tokens = (
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )
-    chunk_size = config.training.loss_chunk_size
-    if chunk_size is not None and chunk_size >= tokens:
+    loss_chunk_size = config.training.loss_chunk_size
+    if loss_chunk_size is not None and loss_chunk_size >= tokens:
         notices.append(
-            f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at "
+            f"--loss-chunk-size {loss_chunk_size} takes all {tokens} tokens of a micro-batch at "
             "once: their logits are not "
             "kept, but exist"
         )

@@ -109,11 +109,11 @@ class ParallelConfig:
     def sequence_parts(self) -> int:
         """The number that --seq-length must be a multiple of.
 
-        Each of several context-parallel ranks holds two chunks of the sequence. Sequence
-        parallelism splits each chunk over the t tensor-parallel ranks.
+        Each of several context-parallel ranks holds two spans of the sequence. Sequence
+        parallelism splits each span over the t tensor-parallel ranks.
         """
-        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
-        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+        spans = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return spans * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the world size divided by the number of ranks of one model, t x c x p.

@@ -57,7 +57,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         model, tp_size = self.model, self.parallel.tensor_model_parallel_size
-        # Each tensor-parallel rank holds whole heads and groups, and an equal share of the MLP.
+        # Each tensor-parallel rank holds whole heads and groups, and an equal part of the MLP.
         divided = (
             ("--num-attention-heads", model.num_attention_heads),
             ("--num-query-groups", model.query_groups),
@@ -135,7 +135,7 @@ class RunConfig:
             size=size,
             rank=0,
             num_microbatches=num_microbatches,
-            chunks=len(self.stage_lengths()) // size,
+            num_chunks=len(self.stage_lengths()) // size,
         )
 
     def stage_lengths(self) -> list[int]:
@@ -198,8 +198,8 @@ class RunConfig:
             )
 
     def _check_context_parallel(self) -> None:
-        # A rank holds two chunks of the sequence, one from each end: a causal mask then gives all
-        # ranks equal work (parallel/chunks.py).
+        # A rank holds two spans of the sequence, one from each end: a causal mask then gives all
+        # ranks equal work (parallel/sequence_spans.py).
         size, parts = self.parallel.context_parallel_size, self.parallel.sequence_parts
         if self.data.seq_length % parts:
             shards = (
@@ -300,9 +300,9 @@ class RunConfig:
             * self.model.hidden_size
         )
         if elements % tp_size:
-            share = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
+            divisor = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
             raise ValueError(
-                f"{flag} splits the {elements} elements of --seq-length{share} x "
+                f"{flag} splits the {elements} elements of --seq-length{divisor} x "
                 "--micro-batch-size x --hidden-size "
                 f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them"
             )

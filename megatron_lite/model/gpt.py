@@ -14,8 +14,8 @@ from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import LanguageModelEmbedding, OutputEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
-from megatron_lite.parallel.chunks import select
 from megatron_lite.parallel.parameter_spec import mark, spec_of
+from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
@@ -104,7 +104,7 @@ class GPTModel(nn.Module):
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Returns the negative log-likelihood of each label, float32 [b, s]. Needs the whole model.
 
-        tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's chunks, and
+        tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's spans, and
         the result is too.
         """
         return self.losses(self.hidden_states(tokens), labels)
@@ -139,7 +139,7 @@ class GPTModel(nn.Module):
                 partial(
                     vocab_parallel_linear_cross_entropy,
                     labels=labels,
-                    chunk_size=self.loss_chunk_size,
+                    loss_chunk_size=self.loss_chunk_size,
                     tp_group=group,
                     sequence_parallel=self.context.sequence_parallel,
                     first_id=self.first_id,

@@ -45,7 +45,8 @@ class ParallelState:
 
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
         The group joins the data-parallel and the context-parallel axis.
-    pp_lanes: groups of the pipeline's ranks. Each carries one direction (see pipeline/links.py).
+    pp_direction_groups: groups of the pipeline's ranks, one for each direction (see
+        pipeline/links.py).
     embedding_group: the first and the last pipeline rank, which share a tied embedding. It is None
         on the ranks between them.
     saver_group: all ranks, over gloo. Only the writer of a checkpoint uses it, since it may run in
@@ -60,7 +61,7 @@ class ParallelState:
     dp_group: ProcessGroup | None = None
     dp_cp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
-    pp_lanes: tuple[ProcessGroup, ...] = ()
+    pp_direction_groups: tuple[ProcessGroup, ...] = ()
     embedding_group: ProcessGroup | None = None
     saver_group: ProcessGroup | None = None
     tp_rank: int = 0
@@ -264,7 +265,7 @@ def _build(
         ),
         mesh=mesh,
         dp_cp_group=_dp_cp_group(mesh, groups),
-        pp_lanes=_lanes(mesh, config),
+        pp_direction_groups=_direction_groups(mesh, config),
         embedding_group=_embedding_group(mesh, groups["pp"]),
         saver_group=dist.new_group(
             backend="gloo" if device.type == "cuda" else None,
@@ -287,13 +288,13 @@ def _dp_cp_group(
     return groups["dp"] or groups["cp"]
 
 
-def _lanes(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
+def _direction_groups(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
     """Returns four groups of the pipeline's ranks, or none without a pipeline.
 
-    Lanes 0 and 1 carry forward and backward tensors between neighbouring ranks. Lanes 2 and 3 carry
-    them between the last rank and the first, which is needed if a rank holds several stages. With
-    two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two ranks of a
-    group in order, and in one group they would wait for each other.
+    Groups 0 and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3
+    carry them between the last rank and the first, which is needed if a rank holds several stages.
+    With two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two ranks
+    of a group in order, and in one group they would wait for each other.
     """
     if config.pipeline_model_parallel_size == 1:
         return ()

@@ -29,7 +29,7 @@ from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.hooked import rebuild_call
 from megatron_lite.recompute.layer_state import Written
-from megatron_lite.recompute.offload import CudaLanes, Lanes, Offload
+from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
@@ -196,13 +196,13 @@ class _Shared:
     def __init__(self, host_layers: list[int], rng: Generators | None) -> None:
         self._host_layers, self._rng = host_layers, rng
         self._pool: Pool | None = None
-        self._lanes: Lanes | None = None
+        self._copy_streams: CopyStreams | None = None
         self._offload: Offload | None = None
         self._notified: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out host memory and streams, which belong to a process; a copy makes its own."""
-        return {**self.__dict__, "_pool": None, "_lanes": None, "_offload": None}
+        return {**self.__dict__, "_pool": None, "_copy_streams": None, "_offload": None}
 
     def notify(self, text: str) -> None:
         """Warns with `text`, but only the first time."""
@@ -229,13 +229,13 @@ class _Shared:
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
-        if self._pool is None or self._lanes is None:
+        if self._pool is None or self._copy_streams is None:
             self._pool = Pool(pinned=device.type == "cuda")
-            self._lanes = CudaLanes(device) if device.type == "cuda" else Lanes()
+            self._copy_streams = CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
         if self._offload is None or layer == self._host_layers[0]:
-            self._offload = Offload(self._lanes, kind=device.type)
+            self._offload = Offload(self._copy_streams, kind=device.type)
         with self._offload.segment(self._pool, stay=stay):
             yield
         if layer == self._host_layers[-1]:

@@ -34,7 +34,7 @@ from megatron_lite.recompute.versions import version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, tuple[Any, ...], dict[str, Any]], Any]
-Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+BeforeWrite = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 class KeptResults:
@@ -160,7 +160,7 @@ class _Numbering(KeepsResults):
 
     operators: the operators whose calls are numbered, with their names.
     run: called as `run(place, args, kwargs)` in place of each call; returns its result.
-    watch: called before every other operator that writes into its arguments.
+    before_write: called before every other operator that writes into its arguments.
     counts: whether the mode is in use at the moment. Otherwise every call runs as it is.
     """
 
@@ -168,11 +168,16 @@ class _Numbering(KeepsResults):
         self,
         operators: dict[Any, str],
         run: Run,
-        watch: Watch,
+        before_write: BeforeWrite,
         counts: Callable[[KeepsResults], bool],
     ) -> None:
         super().__init__()
-        self._operators, self._run, self._watch, self._counts = operators, run, watch, counts
+        self._operators, self._run, self._before_write, self._counts = (
+            operators,
+            run,
+            before_write,
+            counts,
+        )
         self._numbers = Counter[Any]()
 
     def __torch_dispatch__(
@@ -184,7 +189,7 @@ class _Numbering(KeepsResults):
     ) -> Any:
         if func not in self._operators or not self._counts(self):
             if func._schema.is_mutable and self._counts(self):
-                self._watch(func, args, kwargs or {})
+                self._before_write(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         self._numbers[func] += 1
         return self._run((func, self._numbers[func]), args, kwargs or {})

@@ -53,14 +53,14 @@ class Record:
         self._complete = False
         self._position = 0
 
-    def watch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` with comparison: the first call is recorded, later calls are compared.
 
         It covers the arguments, the values passed to `see` inside the call, and the results.
         RecomputeMismatch: a later call differs from the first one, or a call changes a buffer.
         """
 
-        def watched(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
             self.restart()
             self.see(f"{self.what}, input", args)
             buffers = self._buffers()
@@ -75,7 +75,7 @@ class Record:
             self.complete()
             return outputs
 
-        return watched
+        return call
 
     def restart(self) -> None:
         """Begins the forward, or a replay, at the first entry of the record."""

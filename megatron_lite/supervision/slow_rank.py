@@ -38,7 +38,7 @@ PROBE_SIZE, PROBE_MATMULS = 4096, 8
 
 
 class RankTime(NamedTuple):
-    """The time in ms that one rank needed for its share of a step. stage: its pipeline rank."""
+    """The time in ms that one rank needed for its part of a step. stage: its pipeline rank."""
 
     rank: int
     stage: int

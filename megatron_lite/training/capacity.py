@@ -87,8 +87,8 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     )
     if config.data_parallel.use_torch_fsdp2:
         return (count * (weight + GRADIENT) + states) // parallel.dp_cp_size
-    shares = parallel.dp_cp_size if config.data_parallel.use_distributed_optimizer else 1
-    return count * (weight + GRADIENT) + states // shares
+    num_parts = parallel.dp_cp_size if config.data_parallel.use_distributed_optimizer else 1
+    return count * (weight + GRADIENT) + states // num_parts
 
 
 def memory_bytes(device: torch.device) -> int | None:

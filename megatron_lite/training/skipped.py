@@ -213,7 +213,7 @@ def skipped_batches_path(config: RunConfig) -> str | None:
 def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
     """Returns the first thing on this rank that is not finite, or "". Reads the device.
 
-    The order is: its loss, its own gradient (if watched, else the summed gradient of its pieces).
+    The order is: its loss, its own gradient (if measured, else the summed gradient of its pieces).
     """
     if not math.isfinite(traces.own_loss.item()):
         return LOSS

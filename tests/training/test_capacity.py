@@ -67,7 +67,7 @@ def test_the_lower_bound_is_what_a_run_holds_for_its_parameters(bf16: bool, rule
         (DataParallelConfig(use_distributed_optimizer=True), 6, 12),
     ],
 )
-def test_what_data_parallel_ranks_share_counts_for_its_share(
+def test_what_data_parallel_ranks_split_counts_for_its_part(
     options: DataParallelConfig, whole: int, shared: int
 ) -> None:
     run = replace(RUN, training=replace(RUN.training, bf16=True), data_parallel=options)

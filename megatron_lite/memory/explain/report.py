@@ -182,7 +182,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     """Returns the report on a run. The vocabulary size must be known.
 
     device: "cpu" or "cuda".
-    dp_size: the number of data-parallel ranks that share --global-batch-size.
+    dp_size: the number of data-parallel ranks that split --global-batch-size.
     ValueError: the run cannot split this batch.
     """
     run, config = config, _of_one_replica(config, dp_size)
@@ -243,15 +243,16 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
 
 
 def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
-    """Returns the run of one data-parallel rank, with its share of the batch.
+    """Returns the run of one data-parallel rank, with its part of the batch.
 
-    ValueError: the share is not a whole number of micro-batches.
+    ValueError: that part is not a whole number of micro-batches.
     """
     config.training.batch_schedule(dp_size)
     batch = config.training.global_batch_size
-    share = None if batch is None else batch // dp_size
+    batch_of_rank = None if batch is None else batch // dp_size
     return replace(
-        config, training=replace(config.training, global_batch_size=share, rampup_batch_size=())
+        config,
+        training=replace(config.training, global_batch_size=batch_of_rank, rampup_batch_size=()),
     )
 
 
