@@ -153,9 +153,9 @@ def parse_benchmark(
 ) -> argparse.Namespace:
     """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
     args = parser.parse_args(argv)
-    args.device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
         parser.error(
             "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"

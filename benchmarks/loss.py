@@ -250,9 +250,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="also write settings and every sample, after each block of rows",
     )
     args = parser.parse_args(argv)
-    args.device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
         parser.error(
             "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"

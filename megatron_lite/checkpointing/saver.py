@@ -176,13 +176,9 @@ class Saver:
         """
         if self._under_way is None:
             return
-        future = self._under_way.future
         # The minimum over ranks is FAILED if any has failed, else WRITING if any still writes.
-        state = WRITING if not future.done() else DONE if future.exception() is None else FAILED
-        if (
-            all_reduce_(torch.tensor(state), self._parallel.world_group, dist.ReduceOp.MIN).item()
-            != WRITING
-        ):
+        state = torch.tensor(_state(self._under_way.future))
+        if all_reduce_(state, self._parallel.world_group, dist.ReduceOp.MIN).item() != WRITING:
             self.wait(say)
 
     def wait(self, say: Say) -> None:
@@ -218,3 +214,9 @@ class Saver:
         )
         for notice in notices:
             say(notice)
+
+
+def _state(write: Future[list[str]]) -> float:
+    if not write.done():
+        return WRITING
+    return DONE if write.exception() is None else FAILED

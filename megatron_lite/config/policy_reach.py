@@ -109,13 +109,9 @@ def _longest_stage(rule: Rule, num_layers: Sequence[int]) -> int:
 
 def _existing(rule: Rule, num_layers: Sequence[int]) -> str:
     count = _longest_stage(rule, num_layers)
-    where = (
-        ""
-        if len(num_layers) == 1
-        else " of a stage"
-        if rule.stage is None
-        else f" of stage {rule.stage}"
-    )
+    where = ""
+    if len(num_layers) > 1:
+        where = " of a stage" if rule.stage is None else f" of stage {rule.stage}"
     return f"the layers{where} are 0 to {count - 1}" if count > 1 else f"the only layer{where} is 0"
 
 

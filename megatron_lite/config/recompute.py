@@ -184,13 +184,7 @@ class RecomputeConfig:
         for field in fields:
             value = getattr(self, field)
             if value:
-                shown = (
-                    " ".join(value)
-                    if isinstance(value, tuple)
-                    else ""
-                    if value is True
-                    else str(value)
-                )
-                raise ValueError(
-                    f"--{field.replace('_', '-')}{' ' + shown if shown else ''} {rule}"
-                )
+                words = [f"--{field.replace('_', '-')}"]
+                if value is not True:
+                    words += value if isinstance(value, tuple) else [str(value)]
+                raise ValueError(f"{' '.join(words)} {rule}")

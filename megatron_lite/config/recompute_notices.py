@@ -106,12 +106,15 @@ def _partial_checkpointing_without_effect(config: RunConfig) -> list[str]:
 
 
 def _operators_without_effect(config: RunConfig, names: set[str]) -> list[str]:
+    no_attention = ""
+    if config.model.always_unfused:
+        no_attention = "attention is unfused and builds its scores"
+    elif config.model.attention_dropout > 0.0:
+        no_attention = (
+            "--attention-dropout draws random numbers, so that attention has to run again"
+        )
     reasons = {
-        "attention": "attention is unfused and builds its scores"
-        if config.model.always_unfused
-        else "--attention-dropout draws random numbers, so that attention has to run again"
-        if config.model.attention_dropout > 0.0
-        else "",
+        "attention": no_attention,
         "collective": _no_collective(config),
         "max": "no layer of this model computes one",
     }

@@ -136,7 +136,9 @@ class TrainingConfig:
     @property
     def precision(self) -> str:
         """The format of weights and activations: "fp32", "bf16" or "fp16"."""
-        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+        if self.bf16:
+            return "bf16"
+        return "fp16" if self.fp16 else "fp32"
 
     def batch_size(self, data_parallel_size: int) -> int:
         """Returns the number of samples per iteration over all ranks.

@@ -94,7 +94,9 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: tuple[KeptTensor, ...] = (whole,)
     if rotary or normed or grouped:
-        prefix = "rotated " if rotary else "normed " if normed else ""
+        prefix = "normed " if normed else ""
+        if rotary:
+            prefix = "rotated "
         value = whole if normed and not apart else KeptTensor("value", heads.kv, True)
         inputs = (
             KeptTensor(f"{prefix}query", heads.query, True),
@@ -124,13 +126,9 @@ def _flash(
         sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
     )
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    kernel = (
-        "flash_attention_for_cpu"
-        if sizes.device == "cpu"
-        else "efficient_attention"
-        if windowed
-        else "flash_attention"
-    )
+    kernel = "efficient_attention" if windowed else "flash_attention"
+    if sizes.device == "cpu":
+        kernel = "flash_attention_for_cpu"
     operator = (
         f"aten._scaled_dot_product_{kernel}.default"
         if sizes.cp_size == 1

@@ -103,9 +103,9 @@ class ParallelState:
         """`dp_cp_group` as a mesh with one axis, or None if that group is None."""
         if self.mesh is None or self.dp_cp_group is None:
             return None
-        return self.mesh[
-            "data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"
-        ]
+        if self.dp_size > 1 and self.cp_size > 1:
+            return self.mesh["data"]
+        return self.mesh["dp" if self.dp_size > 1 else "cp"]
 
     @property
     def world_group(self) -> ProcessGroup | None:

@@ -235,13 +235,9 @@ def _difference(before: Seen, now: Seen) -> str:
             f"{now.shapes} in the replay"
         )
     streams = [name for name in before.streams if now.streams[name] != before.streams[name]]
-    random = (
-        f"RNG stream {', '.join(streams)} stood elsewhere than in forward"
-        if streams
-        else "the RNG streams agree"
-        if before.streams
-        else "no RNG stream was compared"
-    )
+    random = "the RNG streams agree" if before.streams else "no RNG stream was compared"
+    if streams:
+        random = f"RNG stream {', '.join(streams)} stood elsewhere than in forward"
     changed = [
         number
         for number, (one, other) in enumerate(zip(before.tensors, now.tensors, strict=True))

@@ -64,11 +64,9 @@ class ReplicaCheck:
             for number in odd_ones_out(hashes[places], group)
         ]
         names = list(dict.fromkeys(held[number].name for number in odd))
-        text = (
-            names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
-            if names
-            else ""
-        )
+        text = names[0] if names else ""
+        if len(names) > 1:
+            text += f" and {len(names) - 1} more tensors"
         return by_rank(gather_texts(text, self._parallel))
 
     def _held(self) -> list[_Held]:

@@ -260,10 +260,10 @@ def _references(config: Any, place: str, depth: int) -> set[str]:
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, str):
         return set(INTERPOLATION.findall(value))
-    below = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    )
-    return set().union(*(_references(inner, "", depth - 1) for inner in below)) if depth else set()
+    if depth == 0 or not isinstance(value, (Mapping, list)):
+        return set()
+    below = value.values() if isinstance(value, Mapping) else value
+    return set().union(*(_references(inner, "", depth - 1) for inner in below))
 
 
 def _relevant(

@@ -137,9 +137,12 @@ class SkippedUpdates:
             and self._minimum is not None
             and figures.loss_scale > self._minimum
         )
+        reason = "overflow" if overflow else "not finite"
+        if finite:
+            reason = "spike"
         return SkippedUpdate(
             iteration=iteration,
-            reason="spike" if finite else "overflow" if overflow else "not finite",
+            reason=reason,
             first_sample=samples.start,
             num_samples=len(samples),
             in_a_row=progress.skipped_in_a_row + (not overflow),
