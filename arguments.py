@@ -378,8 +378,8 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--distributed-timeout-seconds-after-init",
         int,
-        "the same from the second iteration on; it must cover the "
-        "writing of a checkpoint, for which ranks wait",
+        "the same from the second iteration on; it must cover the writing of a checkpoint, for "
+        "which ranks wait",
     )
 
 
@@ -451,9 +451,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--recompute-policy",
         str,
-        "what each layer rebuilds and where it keeps the rest, such as "
-        "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of "
-        "the flags above",
+        "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
+        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above",
     )
     group.switch(
         "--contiguous-saved-activations",
@@ -507,16 +506,15 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.off_switch(
         "--no-gradient-accumulation-fusion",
         "gradient_accumulation_fusion",
-        "do not use NVIDIA apex's kernel for "
-        "weight gradients on CUDA, even where it is installed (docs/apex.md)",
+        "do not use NVIDIA apex's kernel for weight gradients on CUDA, even where it is installed "
+        "(docs/apex.md)",
     )
     group.value(
         "--loss-chunk-size",
         int,
-        "tokens of a micro-batch that have logits at a time, which backward computes again; "
-        "all of them, and kept, if not given. In bf16 the gradient of the output weight then "
-        "differs by less than 2^-8 "
-        "of its norm; losses and other gradients are the same bits",
+        "tokens of a micro-batch that have logits at a time, which backward computes again; all of "
+        "them, and kept, if not given. In bf16 the gradient of the output weight then differs by "
+        "less than 2^-8 of its norm; losses and other gradients are the same bits",
     )
     group.value(
         "--eval-interval",
@@ -532,8 +530,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.switch(
         "--exit-signal-handler",
-        "save and stop after the iteration or the batch of an "
-        "evaluation in which any rank gets SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
+        "save and stop after the iteration or the batch of an evaluation in which any rank gets "
+        "SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
     )
     group.value(
         "--exit-signal",
@@ -558,8 +556,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--check-weight-hash-across-dp-replicas-interval",
         int,
-        "iterations between comparisons of the weights that "
-        "several ranks hold alike; also before each checkpoint",
+        "iterations between comparisons of the weights that several ranks hold alike; also before "
+        "each checkpoint",
     )
     group.switch(
         "--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)"
@@ -931,8 +929,7 @@ def _build_config(given: dict[str, Any], config_json: str | None, notices: list[
     if required:
         raise ValueError(
             f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as "
-            "flags, or a whole "
-            "run with --config-json FILE"
+            "flags, or a whole run with --config-json FILE"
         )
     return RunConfig(
         **{topic: config_class(**values[topic]) for topic, config_class in classes.items()}

@@ -139,21 +139,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json,
     )
     print(
-        f"{device_name(torch.device(args.device))}, torch {torch.__version__}, {args.clock} "
-        f"time, medians of {args.repeats} "
-        "rounds"
+        f"{device_name(torch.device(args.device))}, torch {torch.__version__}, {args.clock} time, "
+        f"medians of {args.repeats} rounds"
     )
     print(
         f"GPT-2 of transformers, {args.num_layers} layers of h {args.hidden_size}, s "
-        f"{args.seq_length}, b "
-        f"{args.micro_batch_size}, V {args.vocab_size}, {args.dtype}, dropout 0.1"
+        f"{args.seq_length}, b {args.micro_batch_size}, V {args.vocab_size}, {args.dtype}, dropout "
+        "0.1"
     )
     print(f"\n{'engine':26}{'kept MiB':>10}{'time / none':>13}   lowest to highest")
     for row in rows:
         print(
             f"{row['engine']:26}{row['kept_bytes'] / 2**20:10.2f}{row['ratio']:13.2f}   "
-            f"{row['lowest']:.2f} to "
-            f"{row['highest']:.2f}"
+            f"{row['lowest']:.2f} to {row['highest']:.2f}"
         )
     return 0
 

@@ -450,9 +450,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = sum(value.nbytes for value in one.tensors().values())
         report["bytes"] = size
         print(
-            f"{report['device']}, {report['threads']} CPU thread(s), torch "
-            f"{torch.__version__}, {size / 2**20:.1f} MiB of "
-            f"tensors, medians of {args.repeats} rounds (least-most)\n{HEADER}",
+            f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, "
+            f"{size / 2**20:.1f} MiB of tensors, medians of {args.repeats} rounds (least-most)\n"
+            f"{HEADER}",
             flush=True,
         )
         for rows in (

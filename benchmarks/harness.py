@@ -200,8 +200,7 @@ def heading(report: dict[str, Any]) -> str:
     """Returns two lines: the machine, and the shape that is measured."""
     return (
         f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
-        f"{report['clock']} time, medians of "
-        f"{report['rounds']} rounds\n"
+        f"{report['clock']} time, medians of {report['rounds']} rounds\n"
         + ", ".join(f"{name} {value}" for name, value in report["shape"].items())
     )
 

@@ -192,8 +192,7 @@ def line(row: Row) -> str:
 
 HEADER = (
     f"{'dtype':8}{'h':>6}{'V':>8}  {'':15}{'ms':>9}  "
-    f"{'time / kept':17}{'kept MiB':>9}{'peak MiB':>9}{'/ logits':>10}"
-    f"{'loss':>10}"
+    f"{'time / kept':17}{'kept MiB':>9}{'peak MiB':>9}{'/ logits':>10}{'loss':>10}"
 )
 
 
@@ -277,8 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(
         f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, "
-        f"{args.clock} time, medians of "
-        f"{args.repeats} rounds (least-most), {args.tokens} tokens\n{HEADER}",
+        f"{args.clock} time, medians of {args.repeats} rounds (least-most), {args.tokens} tokens\n"
+        f"{HEADER}",
         flush=True,
     )
     for dtype, hidden_size, vocab_size in itertools.product(

@@ -236,8 +236,7 @@ def measure(setting: Setting, place: Place, args: argparse.Namespace, progress: 
     parallel = place.parallel
     title = (
         f"TP {parallel.tp_size}{', sequence parallel' if place.sequence_parallel else ''}, "
-        f"{setting.dtype}, dropout "
-        f"{setting.dropout}"
+        f"{setting.dtype}, dropout {setting.dropout}"
     )
     contestants = build_contestants(setting, place)
     engines = [

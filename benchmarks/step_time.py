@@ -146,8 +146,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         ratio = "" if row.engine == OURS else f"{middle:.2f} ({low:.2f}-{high:.2f})"
         yield (
             f"{row.dtype:8}{row.dropout:8.1f}  "
-            f"{row.engine:23}{row.ms:9.1f}{row.tokens_per_second:11.0f}"
-            f"{row.gemm_fraction:6.0%}   {ratio:24}"
+            f"{row.engine:23}{row.ms:9.1f}{row.tokens_per_second:11.0f}{row.gemm_fraction:6.0%}   "
+            f"{ratio:24}"
         ).rstrip()
 
 

@@ -156,9 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_benchmark(parser, argv)
     if args.dtype != ["float32"] or args.dropout != [0.0] or args.profile:
         parser.error(
-            "an optimizer step has no dropout, and torch's Muon no float32 masters: leave "
-            "--dtype, --dropout and "
-            "--profile out"
+            "an optimizer step has no dropout, and torch's Muon no float32 masters: leave --dtype, "
+            "--dropout and --profile out"
         )
     report: dict[str, Any] = new_report(args)
     print(

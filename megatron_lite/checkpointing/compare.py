@@ -53,8 +53,7 @@ def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: str) -> 
         raise InputError(
             f"{where} holds the optimizer states of --optimizer {theirs}, from which --optimizer "
             f"{mine} cannot go on: give --optimizer {theirs}, or --no-load-optim to start the "
-            "states "
-            "from zero, or --finetune to take the weights alone"
+            "states from zero, or --finetune to take the weights alone"
         )
 
 
@@ -71,9 +70,8 @@ def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where:
     }
     if differing:
         raise InputError(
-            f"{where} was trained on other data, and its position there means nothing here. "
-            "Give its data, or "
-            f"--allow-changed-data to go on with this one:{_table(differing)}"
+            f"{where} was trained on other data, and its position there means nothing here. Give "
+            f"its data, or --allow-changed-data to go on with this one:{_table(differing)}"
         )
 
 

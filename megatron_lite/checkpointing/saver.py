@@ -80,9 +80,8 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
                     or LATEST
                 )
                 raise InputError(
-                    f"--save {root} holds a checkpoint already ({there}): continue from it "
-                    f"with --load {root}, or "
-                    "choose an empty directory"
+                    f"--save {root} holds a checkpoint already ({there}): continue from it with "
+                    f"--load {root}, or choose an empty directory"
                 )
             remove_leftovers(root, lock.token)
         except BaseException:

@@ -133,16 +133,14 @@ class ShardReader:
                 )
             if part.get_dtype() not in FLOATS:
                 raise InputError(
-                    f"{path}: {key} must hold one of {', '.join(FLOATS)} (got "
-                    f"{part.get_dtype()}): the checkpoint "
-                    "is damaged"
+                    f"{path}: {key} must hold one of {', '.join(FLOATS)} (got {part.get_dtype()}): "
+                    "the checkpoint is damaged"
                 )
             dtypes.add(part.get_dtype())
         if len(dtypes) > 1:
             raise InputError(
                 f"{self._step}: {key} must have one dtype in all files (got "
-                f"{', '.join(sorted(dtypes))}): the "
-                "checkpoint is damaged"
+                f"{', '.join(sorted(dtypes))}): the checkpoint is damaged"
             )
         return FLOATS[dtypes.pop()]
 

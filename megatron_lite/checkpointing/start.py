@@ -264,8 +264,8 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
         if metadata.progress.iteration != manifest.iteration:
             raise InputError(
                 f"{step / METADATA}: progress.iteration must be that of the step, "
-                f"{manifest.iteration} (got "
-                f"{metadata.progress.iteration}): the checkpoint is damaged"
+                f"{manifest.iteration} (got {metadata.progress.iteration}): the checkpoint is "
+                "damaged"
             )
         # Each rank has a random-number file of its own, so a step has at least as many files as
         # ranks. The check comes before expected_files, which lists a name for every rank.
@@ -287,15 +287,13 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
     if there.fault is not None:
         raise InputError(
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
-            "Remove the file to "
-            "start from scratch"
+            "Remove the file to start from scratch"
         )
     if options.allow_fresh_start:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add "
-        "--allow-fresh-start to "
-        "begin without one"
+        "--allow-fresh-start to begin without one"
     )
 
 

@@ -192,9 +192,8 @@ class StepWriter:
         reason = answers[first][1:].decode(errors="replace")
         if answers[first].startswith(FAILED):
             reason = (
-                f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could "
-                "not be written by rank "
-                f"{first}: {reason}. Earlier checkpoints are as they were"
+                f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not "
+                f"be written by rank {first}: {reason}. Earlier checkpoints are as they were"
             )
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure

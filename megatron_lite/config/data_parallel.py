@@ -50,9 +50,8 @@ class DataParallelConfig:
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise ValueError(
-                "--overlap-param-gather needs --use-distributed-optimizer: otherwise no "
-                "weights are gathered after "
-                "a step"
+                "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
+                "are gathered after a step"
                 + (
                     " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
                     if self.use_torch_fsdp2

@@ -70,8 +70,8 @@ class ParallelConfig:
         ):
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage and "
-                "--num-virtual-stages-per-pipeline-rank both give the "
-                "number of virtual stages: set one"
+                "--num-virtual-stages-per-pipeline-rank both give the number of virtual stages: "
+                "set one"
             )
         # The value 1 means no virtual stages, and is legal without a pipeline too.
         if self.num_virtual_stages_per_pipeline_rank == 1:
@@ -88,9 +88,9 @@ class ParallelConfig:
     def _check_context_parallel(self) -> None:
         if self.cp_comm_type in ("a2a", "a2a+p2p"):
             raise ValueError(
-                f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads "
-                "over context-parallel "
-                "ranks during attention, and here each rank keeps its heads; use p2p or allgather"
+                f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads over "
+                "context-parallel ranks during attention, and here each rank keeps its heads; use "
+                "p2p or allgather"
             )
         require_one_of(self, "cp_comm_type", CP_COMM_TYPES)
         if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
@@ -131,7 +131,6 @@ class ParallelConfig:
             product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")
             raise ValueError(
                 f"world size {world_size} is not a multiple of {product}: start a multiple of "
-                f"{ranks} processes "
-                "(torchrun --nproc_per_node, srun --ntasks)"
+                f"{ranks} processes (torchrun --nproc_per_node, srun --ntasks)"
             )
         return world_size // ranks

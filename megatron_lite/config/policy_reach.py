@@ -67,8 +67,8 @@ def check_policy_reaches(
         if rule.action.unit > longest:
             warnings.append(
                 f"{setting} '{rule}': a unit of {rule.action.unit} is more than the "
-                f"{_layers(longest)} in a row that "
-                f"the rule applies to: no unit has more than {_layers(longest)}"
+                f"{_layers(longest)} in a row that the rule applies to: no unit has more than "
+                f"{_layers(longest)}"
             )
         warnings += (f"{setting} '{rule}': {fault}" for fault in _beyond(rule, num_layers))
     return warnings
@@ -79,9 +79,8 @@ def _missing(rule: Rule, num_layers: Sequence[int]) -> str | None:
     if rule.stage is not None and rule.stage >= len(num_layers):
         if len(num_layers) == 1:
             return (
-                f"stage {rule.stage} does not exist: without a pipeline the model is one "
-                "stage, stage 0; leave out "
-                f"stage{rule.stage}/"
+                f"stage {rule.stage} does not exist: without a pipeline the model is one stage, "
+                f"stage 0; leave out stage{rule.stage}/"
             )
         return f"stage {rule.stage} does not exist: the stages are 0 to {len(num_layers) - 1}"
     count = _longest_stage(rule, num_layers)

@@ -77,9 +77,8 @@ class RecomputeConfig:
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise ValueError(
-                    "--recompute-activations means --recompute-granularity selective, but full "
-                    "is given too: leave "
-                    "one of them out"
+                    "--recompute-activations means --recompute-granularity selective, but full is "
+                    "given too: leave one of them out"
                 )
             object.__setattr__(self, "recompute_granularity", "selective")
         # A setting that the granularity never reads would have no effect: it is refused.
@@ -115,9 +114,9 @@ class RecomputeConfig:
             rule.action.unit for rule in self.policy.rules
         ):
             raise ValueError(
-                "--contiguous-saved-activations is for the inputs of layers that are "
-                "recomputed whole, and none is: "
-                "give --recompute-granularity full, or a --recompute-policy with full"
+                "--contiguous-saved-activations is for the inputs of layers that are recomputed "
+                "whole, and none is: give --recompute-granularity full, or a --recompute-policy "
+                "with full"
             )
 
     @property
@@ -163,8 +162,7 @@ class RecomputeConfig:
         ):
             raise ValueError(
                 "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
-                "nothing), not a "
-                f"number of bytes (got {self.activation_memory_budget})"
+                f"nothing), not a number of bytes (got {self.activation_memory_budget})"
             )
         for flag, value, allowed in (
             ("--recompute-granularity", self.recompute_granularity, GRANULARITIES),

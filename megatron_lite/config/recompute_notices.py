@@ -71,8 +71,8 @@ def recompute_notices_on(config: RunConfig, device: str) -> list[str]:
         return []  # all devices behave alike, and `recompute_notices` has the notice
     return [
         f"--recompute-modules {region} saves next to nothing on "
-        f"{'CUDA' if device == 'cuda' else 'a CPU'}: flash "
-        "attention runs there, and rebuilds its scores in backward by itself"
+        f"{'CUDA' if device == 'cuda' else 'a CPU'}: flash attention runs there, and rebuilds its "
+        "scores in backward by itself"
         for region in without_effect(modules, builds_scores=config.model.builds_scores(device))
     ]
 
@@ -97,11 +97,9 @@ def _partial_checkpointing_without_effect(config: RunConfig) -> list[str]:
     if num_kept < config.most_in_flight(most):
         return []
     return [
-        f"{flag('num_microbatches_with_partial_activation_checkpoints')} {num_kept}: a step "
-        f"has at most {most} "
-        f"micro-batch{'es' if most > 1 else ''} (--global-batch-size over --micro-batch-size), "
-        "so all of them keep "
-        "everything and nothing is recomputed"
+        f"{flag('num_microbatches_with_partial_activation_checkpoints')} {num_kept}: a step has at "
+        f"most {most} micro-batch{'es' if most > 1 else ''} (--global-batch-size over "
+        "--micro-batch-size), so all of them keep everything and nothing is recomputed"
     ]
 
 

@@ -83,9 +83,8 @@ class RunConfig:
         if not self.training.fp16:
             for name in self.loss_scaling.changed():
                 raise ValueError(
-                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss "
-                    "of a float32 or --bf16 "
-                    "run is not scaled"
+                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a "
+                    "float32 or --bf16 run is not scaled"
                 )
         self._check_recompute_policy()
         self._check_pipeline()
@@ -98,16 +97,14 @@ class RunConfig:
         ):
             raise ValueError(
                 "--train-samples counts the learning-rate schedule in samples: use "
-                "--lr-decay-samples, "
-                "--lr-warmup-samples and --lr-wsd-decay-samples"
+                "--lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples"
             )
         if not by_samples and (
             schedule.lr_decay_samples or schedule.lr_warmup_samples or schedule.lr_wsd_decay_samples
         ):
             raise ValueError(
                 "--train-iters counts the learning-rate schedule in iterations: use "
-                "--lr-decay-iters, "
-                "--lr-warmup-iters and --lr-wsd-decay-iters"
+                "--lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters"
             )
 
     def check_complete_for_training(self) -> None:
@@ -152,9 +149,8 @@ class RunConfig:
                 if not IN_GROUPS.issuperset(entry.operators):
                     raise ValueError(
                         f"--recompute-policy '{rule}': how many bytes {entry.name} would keep "
-                        "cannot be told before "
-                        f"the run; {', '.join(GROUPS)} name operators of which it can, and so "
-                        "do their members"
+                        f"cannot be told before the run; {', '.join(GROUPS)} name operators of "
+                        "which it can, and so do their members"
                     )
             if rule.store.startswith("split"):
                 self._check_split(
@@ -169,15 +165,13 @@ class RunConfig:
         if self.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
             if not in_pipeline:
                 raise ValueError(
-                    f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch "
-                    "is in flight at a "
-                    "time"
+                    f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is "
+                    "in flight at a time"
                 )
             if all(rule.action == LayerAction() for rule in self.recompute.policy.rules):
                 raise ValueError(
-                    f"{flag} says which micro-batches keep what the others recompute, and "
-                    "nothing is recomputed: "
-                    "give --recompute-granularity or --recompute-policy too"
+                    f"{flag} says which micro-batches keep what the others recompute, and nothing "
+                    "is recomputed: give --recompute-granularity or --recompute-policy too"
                 )
             # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
             most = self.most_in_flight(2 * self.parallel.pipeline_model_parallel_size)
@@ -185,16 +179,13 @@ class RunConfig:
             if num_kept >= most:
                 raise ValueError(
                     f"{flag} {num_kept}: at most {most} forwards are in flight at once, on the "
-                    "first pipeline rank, "
-                    "so every micro-batch would keep everything and nothing would be "
-                    "recomputed: give at most "
-                    f"{most - 1}, or leave the recomputation out"
+                    "first pipeline rank, so every micro-batch would keep everything and nothing "
+                    f"would be recomputed: give at most {most - 1}, or leave the recomputation out"
                 )
         if in_pipeline and self.logging.memory_timeline is not None:
             raise ValueError(
-                "--memory-timeline records the forward and backward of one micro-batch, which "
-                "a pipeline mixes with "
-                "those of others: give --pipeline-model-parallel-size 1"
+                "--memory-timeline records the forward and backward of one micro-batch, which a "
+                "pipeline mixes with those of others: give --pipeline-model-parallel-size 1"
             )
 
     def _check_context_parallel(self) -> None:
@@ -210,24 +201,22 @@ class RunConfig:
             under = ", which --sequence-parallel splits again" if shards else ""
             raise ValueError(
                 f"--seq-length {self.data.seq_length} is not divisible by 2 x "
-                "--context-parallel-size "
-                f"{size}{shards} = {parts}: each rank holds two chunks of the sequence{under}"
+                f"--context-parallel-size {size}{shards} = {parts}: each rank holds two chunks of "
+                f"the sequence{under}"
             )
         if self.model.attention_dropout > 0.0 and not self.model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with --attention-dropout "
                 f"{self.model.attention_dropout}: give --attention-dropout 0, or "
-                "--attention-backend unfused, which "
-                "builds the scores"
+                "--attention-backend unfused, which builds the scores"
             )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with --window-size "
-                f"{limit},0: which keys "
-                "of another rank a window reaches differs from rank to rank, and so would the "
-                "work. Give "
-                "--attention-backend unfused, which builds the scores"
+                f"{limit},0: which keys of another rank a window reaches differs from rank to "
+                "rank, and so would the work. Give --attention-backend unfused, which builds the "
+                "scores"
             )
 
     def _check_compiler(self) -> None:
@@ -235,22 +224,19 @@ class RunConfig:
         if not self.training.torch_compile:
             if budget is not None:
                 raise ValueError(
-                    f"--activation-memory-budget {budget} is a setting of torch's compiler: "
-                    "give --torch-compile "
-                    "too"
+                    f"--activation-memory-budget {budget} is a setting of torch's compiler: give "
+                    "--torch-compile too"
                 )
             return
         if self.model.norm_impl == "apex":
             raise ValueError(
                 "--norm-impl apex cannot go with --torch-compile: its kernels would end every "
-                "compiled graph, and "
-                "the compiler makes its own. Leave one of them out"
+                "compiled graph, and the compiler makes its own. Leave one of them out"
             )
         if self.recompute.recompute_verify:
             raise ValueError(
-                "--recompute-verify has nothing to compare under --torch-compile, whose "
-                "compiled layers decide "
-                "themselves what they keep and recompute: leave one of them out"
+                "--recompute-verify has nothing to compare under --torch-compile, whose compiled "
+                "layers decide themselves what they keep and recompute: leave one of them out"
             )
         if any(
             rule.action != LayerAction() or rule.store != "device"
@@ -258,23 +244,21 @@ class RunConfig:
         ):
             raise ValueError(
                 "--torch-compile decides itself what compiled layers recompute: give "
-                "--activation-memory-budget "
-                "instead of a recompute policy, or leave --torch-compile out"
+                "--activation-memory-budget instead of a recompute policy, or leave "
+                "--torch-compile out"
             )
         for axis in ("tensor_model_parallel_size", "context_parallel_size"):
             if (size := getattr(self.parallel, axis)) > 1:
                 raise ValueError(
-                    f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective "
-                    "would end a compiled "
-                    "graph"
+                    f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective would "
+                    "end a compiled graph"
                 )
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel.overlap_param_gather and self.training.torch_compile:
             raise ValueError(
-                "--overlap-param-gather cannot go with --torch-compile: each module's wait for "
-                "its weights would "
-                "end a compiled graph. Leave one of them out"
+                "--overlap-param-gather cannot go with --torch-compile: each module's wait for its "
+                "weights would end a compiled graph. Leave one of them out"
             )
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
             raise ValueError(
@@ -288,9 +272,8 @@ class RunConfig:
             raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
         if self.parallel.sequence_parallel:
             raise ValueError(
-                f"{flag} has nothing to split under --sequence-parallel, where each rank's "
-                "input is already 1/t: "
-                "leave one of them out"
+                f"{flag} has nothing to split under --sequence-parallel, where each rank's input "
+                "is already 1/t: leave one of them out"
             )
         cp_size = self.parallel.context_parallel_size
         elements = (
@@ -303,8 +286,8 @@ class RunConfig:
             divisor = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
             raise ValueError(
                 f"{flag} splits the {elements} elements of --seq-length{divisor} x "
-                "--micro-batch-size x --hidden-size "
-                f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them"
+                f"--micro-batch-size x --hidden-size over --tensor-model-parallel-size {tp_size} "
+                "ranks, which does not divide them"
             )
 
     def to_json(self) -> str:

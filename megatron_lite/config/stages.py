@@ -62,8 +62,8 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
         if layers % num_chunks:
             raise ValueError(
                 f"pipeline rank {rank} holds {layers} layers, which are not divisible by "
-                f"{num_chunks} virtual stages: "
-                "change --num-layers or --num-virtual-stages-per-pipeline-rank"
+                f"{num_chunks} virtual stages: change --num-layers or "
+                "--num-virtual-stages-per-pipeline-rank"
             )
     # Stage n of the model is on rank n mod p, so the virtual stages of the ranks interleave.
     found: list[Stage] = []
@@ -129,10 +129,8 @@ def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
     if not fixed and num_layers % size:
         raise ValueError(
             f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size "
-            f"({size}): the stages of "
-            "the pipeline need whole layers; --decoder-first-pipeline-num-layers N gives the "
-            "first one another "
-            "number"
+            f"({size}): the stages of the pipeline need whole layers; "
+            "--decoder-first-pipeline-num-layers N gives the first one another number"
         )
     if fixed and (left < others or (left and not others) or (others and left % others)):
         raise ValueError(_uneven_fault(parallel, num_layers, others=others, left=left))
@@ -155,16 +153,14 @@ def _uneven_fault(parallel: ParallelConfig, num_layers: int, *, others: int, lef
     flags = " and ".join(given)
     if left < 0:
         return (
-            f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: "
-            "give the pipeline rank"
-            f"{'' if one else 's'} fewer layers"
+            f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: give "
+            f"the pipeline rank{'' if one else 's'} fewer layers"
         )
     if not others:
         return (
-            f"{flags} are {num_layers - left} layers together, and --num-layers is "
-            f"{num_layers}: the two ranks of "
-            "--pipeline-model-parallel-size 2 hold all layers, so give two numbers with that "
-            "sum, or only one of the flags"
+            f"{flags} are {num_layers - left} layers together, and --num-layers is {num_layers}: "
+            "the two ranks of --pipeline-model-parallel-size 2 hold all layers, so give two "
+            "numbers with that sum, or only one of the flags"
         )
     rest = (
         f"{flags} {'leaves' if one else 'leave'} {left} of --num-layers {num_layers} for the other "
@@ -190,8 +186,7 @@ def _num_chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:
         )
     if per_rank[0] % layers:
         raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the "
-            f"{per_rank[0]} layers of a "
-            "pipeline rank"
+            f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the {per_rank[0]} "
+            "layers of a pipeline rank"
         )
     return per_rank[0] // layers

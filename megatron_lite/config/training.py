@@ -83,8 +83,8 @@ class TrainingConfig:
         if self.skip_update_on_spike is not None and not 1.0 < self.skip_update_on_spike < math.inf:
             raise ValueError(
                 "--skip-update-on-spike must be above 1 and finite (got "
-                f"{self.skip_update_on_spike}): a spike is a "
-                "loss above so many times its running mean"
+                f"{self.skip_update_on_spike}): a spike is a loss above so many times its running "
+                "mean"
             )
         object.__setattr__(self, "exit_signal", self.exit_signal.upper())
         require_one_of(self, "exit_signal", EXIT_SIGNALS)
@@ -101,8 +101,7 @@ class TrainingConfig:
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size} is not divisible by "
-                "--micro-batch-size "
-                f"{self.micro_batch_size}"
+                f"--micro-batch-size {self.micro_batch_size}"
             )
         if self.train_samples is not None and self.global_batch_size is None:
             raise ValueError(
@@ -128,9 +127,8 @@ class TrainingConfig:
             )
         if missing % increment:
             raise ValueError(
-                f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} "
-                "is not a multiple of "
-                f"the increment {increment}"
+                f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} is "
+                f"not a multiple of the increment {increment}"
             )
 
     @property
@@ -159,8 +157,7 @@ class TrainingConfig:
         if batch % step:
             raise ValueError(
                 f"--global-batch-size {batch} is not divisible by --micro-batch-size "
-                f"{self.micro_batch_size} x "
-                f"data-parallel size {data_parallel_size} = {step}"
+                f"{self.micro_batch_size} x data-parallel size {data_parallel_size} = {step}"
             )
         return batch // step
 
@@ -177,9 +174,8 @@ class TrainingConfig:
         for what, size in (("start", start), ("increment", increment)):
             if size % step:
                 raise ValueError(
-                    f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is "
-                    "not divisible by "
-                    f"--micro-batch-size {self.micro_batch_size} x data-parallel size "
+                    f"--rampup-batch-size {start} {increment} {samples}: the {what} {size} is not "
+                    f"divisible by --micro-batch-size {self.micro_batch_size} x data-parallel size "
                     f"{data_parallel_size} = {step}"
                 )
         return BatchSchedule(
@@ -404,8 +400,8 @@ class CheckpointConfig:
         if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:
             raise ValueError(
                 f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
-                "--save-interval "
-                f"{self.save_interval}: most of the iterations that it would keep are not saved"
+                f"--save-interval {self.save_interval}: most of the iterations that it would keep "
+                "are not saved"
             )
         for field in (
             "allow_fresh_start",

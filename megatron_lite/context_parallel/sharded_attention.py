@@ -168,8 +168,7 @@ def _attend_in_named_group(
 # issues no collective.
 _OPERATORS = torch.library.Library("megatron_lite", "DEF")
 _OPERATORS.define(
-    "context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str "
-    "comm_type, float scale)"
-    " -> (Tensor, Tensor)"
+    "context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str comm_type, "
+    "float scale) -> (Tensor, Tensor)"
 )
 _OPERATORS.impl("context_parallel_attention", _attend_in_named_group, "CompositeExplicitAutograd")

@@ -226,8 +226,8 @@ class GradBuffer:
         if bucket.started is not None:
             raise RuntimeError(
                 f"--overlap-grad-reduce: another gradient of {name} came after its bucket was "
-                "sent: a parameter "
-                "must get all of its gradient at once in the last micro-batch of a step"
+                "sent: a parameter must get all of its gradient at once in the last micro-batch of "
+                "a step"
             )
         if name in self._last:
             bucket.awaited.discard(name)

@@ -59,8 +59,7 @@ class LrSchedule:
         if warmup and warmup >= decay > 0:
             raise ValueError(
                 f"the warm-up ({warmup:g} samples) must be shorter than the decay ({decay} "
-                "samples): lower "
-                "--lr-warmup-iters or raise --lr-decay-iters"
+                "samples): lower --lr-warmup-iters or raise --lr-decay-iters"
             )
         wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batches.full
         if wsd > decay - warmup:

@@ -196,9 +196,8 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
     # local rank.
     if launch.local_rank >= count and not (count == 1 and launch.launcher == "slurm"):
         raise InputError(
-            f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. "
-            "Start at most "
-            f"{count} processes per node, or use --distributed-backend gloo"
+            f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. Start "
+            f"at most {count} processes per node, or use --distributed-backend gloo"
         )
     device = torch.device("cuda", launch.local_rank if launch.local_rank < count else 0)
     torch.cuda.set_device(device)
@@ -228,8 +227,7 @@ def _join(
         raise InputError(
             f"the store at {launch.master_addr}:{launch.master_port} does not answer any more "
             f"(--distributed-timeout-minutes {config.distributed_timeout_minutes}): see what "
-            "happened to rank 0's "
-            "host"
+            "happened to rank 0's host"
         ) from error
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -90,8 +90,8 @@ def check_num_microbatches(
     if num_chunks > 1 and num_microbatches % size:
         raise ValueError(
             f"{num_microbatches} micro-batches per step are not a multiple of "
-            f"--pipeline-model-parallel-size {size}"
-            f", as several virtual stages per rank need: {remedy}"
+            f"--pipeline-model-parallel-size {size}, as several virtual stages per rank need: "
+            f"{remedy}"
         )
 
 

@@ -298,9 +298,8 @@ def _check(segment: Segment, setting: str) -> None:
     where = f"{setting}, layer {segment.first_layer}"
     if segment.regions:
         raise ValueError(
-            f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's "
-            "layers name none: use "
-            "full, none or ops(...)"
+            f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's layers "
+            "name none: use full, none or ops(...)"
         )
     if segment.unit and segment.num_layers > 1:
         raise ValueError(

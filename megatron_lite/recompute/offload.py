@@ -224,9 +224,8 @@ class _OnHost:
         """
         if self.torn:
             raise RuntimeError(
-                "a tensor that was saved for backward has been modified by an inplace "
-                "operation while it was "
-                "being copied to host memory"
+                "a tensor that was saved for backward has been modified by an inplace operation "
+                "while it was being copied to host memory"
             )
         self.call_back()
         self._group.call_back()

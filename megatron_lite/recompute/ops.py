@@ -221,8 +221,7 @@ def _saved(result: _Result, operator: Any, name: str) -> Any:
     if result.is_written or version_of(result.value) != result.version:
         raise RuntimeError(
             f"{name}: the result of {operator} is to be kept for backward, but was written to "
-            "later in the layer. "
-            "Leave the operator out of ops(...), or use full"
+            "later in the layer. Leave the operator out of ops(...), or use full"
         )
     return SavedValue(result.value)
 
@@ -266,8 +265,7 @@ def _check(operator: Any, name: str, setting: str) -> None:
     if torch.Tag.nondeterministic_seeded in operator.tags and name not in IN_GROUPS:
         raise InputError(
             f"{setting} ops({name}): it draws random numbers. In a replay without it all later "
-            "draws would "
-            "be others, and the gradients wrong"
+            "draws would be others, and the gradients wrong"
         )
 
 

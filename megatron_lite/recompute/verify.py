@@ -231,8 +231,7 @@ def _difference(before: Seen, now: Seen) -> str:
     if now.place != before.place or now.shapes != before.shapes:
         return (
             f"recomputation took another path: {before.place} with shapes {before.shapes} in "
-            f"forward, {now.place} with "
-            f"{now.shapes} in the replay"
+            f"forward, {now.place} with {now.shapes} in the replay"
         )
     streams = [name for name in before.streams if now.streams[name] != before.streams[name]]
     random = "the RNG streams agree" if before.streams else "no RNG stream was compared"

@@ -245,8 +245,7 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
     if tokenizer.vocab_size > config.tokenizer.true_vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model "
-            f"{config.tokenizer.true_vocab_size}: it is not "
-            "the one that the model was trained with"
+            f"{config.tokenizer.true_vocab_size}: it is not the one that the model was trained with"
         )
     eod = end_of_document(tokenizer)
     with parallel_state(config.parallel, seed=args.seed) as parallel:
@@ -265,9 +264,9 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
             window = config.data.seq_length
             if parallel.rank == 0 and len(tokens) + args.max_new_tokens > window:
                 print(
-                    f"note: the model sees the last {window} tokens only (its --seq-length), "
-                    "fewer than the prompt's "
-                    f"{len(tokens)} and --max-new-tokens {args.max_new_tokens} together",
+                    f"note: the model sees the last {window} tokens only (its --seq-length), fewer "
+                    f"than the prompt's {len(tokens)} and --max-new-tokens {args.max_new_tokens} "
+                    "together",
                     file=sys.stderr,
                     flush=True,
                 )

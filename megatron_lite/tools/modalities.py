@@ -94,9 +94,8 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
         early = _early_settings(config)
         require(
             early is not None or is_modalities(config),
-            "modalities: there is no component activation_checkpointed, and no "
-            f"{BY_VARIANT}, so nothing is said of recomputation: choose a --recompute-policy "
-            "yourself",
+            f"modalities: there is no component activation_checkpointed, and no {BY_VARIANT}, so "
+            "nothing is said of recomputation: choose a --recompute-policy yourself",
         )
         if early is None:
             nothing = (
@@ -212,9 +211,8 @@ def _of_classes(given: Mapping[str, Any], file: Any) -> Translation:
         require(
             known,
             f"modalities: {BY_CLASS}: {shown(name)} is no class of a whole layer (such as "
-            "GPT2Block, or a name in "
-            f"block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give a "
-            "--recompute-policy with regions instead",
+            f"GPT2Block, or a name in block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give "
+            "a --recompute-policy with regions instead",
         )
     if not names:
         return Translation(KEEP)

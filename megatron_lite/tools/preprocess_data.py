@@ -180,9 +180,8 @@ def _encode_all(
                 yield pending.popleft().result()
         except BrokenProcessPool:
             raise InputError(
-                "a worker process was killed, perhaps for want of memory: use fewer --workers, "
-                "or a lower "
-                "--max-line-bytes"
+                "a worker process was killed, perhaps for want of memory: use fewer --workers, or "
+                "a lower --max-line-bytes"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -139,8 +139,7 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     if enabled and given.get("ac_mode") is not None:
         notes += (
             f"torchtune: ac_mode {mode} beside enable_activation_checkpointing true makes "
-            "torchtune apply neither; here "
-            "ac_mode says how",
+            "torchtune apply neither; here ac_mode says how",
         )
     if given.get("ac_option") is not None and mode != SELECTIVE:
         notes += (f"torchtune: ac_option has no meaning with ac_mode {mode}",)
@@ -207,8 +206,8 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     ]
     require(
         not (shapes and mode == SELECTIVE and option == "op"),
-        "torchtitan: per_op_sac_force_recompute_mm_shapes_by_fqns "
-        f"{shown(shapes)} is not translated: ops(...) tells operators apart, not their shapes",
+        f"torchtitan: per_op_sac_force_recompute_mm_shapes_by_fqns {shown(shapes)} is not "
+        "translated: ops(...) tells operators apart, not their shapes",
     )
     notes += without_counterpart(
         "torchtitan",
@@ -408,14 +407,12 @@ def _memory_efficient_wrapping(given: Mapping[str, Any]) -> tuple[bool, tuple[st
     if others:
         notes.append(
             f"torchtune: custom_sharded_layers {shown(others)} has no counterpart: only token "
-            "embedding and output "
-            "projection can be units of their own"
+            "embedding and output projection can be units of their own"
         )
     if len(known) == 1:
         notes.append(
             f"torchtune: custom_sharded_layers has {known[0]} alone; "
-            "--fsdp-memory-efficient-wrapping is for token "
-            "embedding and output projection"
+            "--fsdp-memory-efficient-wrapping is for token embedding and output projection"
         )
     return bool(known) or any(given.get(key, False) for key in WRAPPING[:2]), tuple(notes)
 

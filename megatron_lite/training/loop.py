@@ -148,9 +148,8 @@ class Trainer:
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
                 log.line(
-                    f"nothing to train: iteration {self.progress.iteration} is the end of the "
-                    "run or past it "
-                    f"({self.num_iterations})"
+                    f"nothing to train: iteration {self.progress.iteration} is the end of the run "
+                    f"or past it ({self.num_iterations})"
                 )
             exits.begin()
             timed = self._slow_ranks.listening() if self._slow_ranks is not None else nullcontext()
@@ -347,8 +346,8 @@ class Trainer:
         if self._replicas is not None and (fault := self._replicas.fault()) is not None:
             raise TrainingError(
                 f"iteration {self.progress.iteration}: ranks no longer hold the same weights: "
-                f"{fault}. Continue "
-                "from a checkpoint before it, without the node of that rank if it happens again"
+                f"{fault}. Continue from a checkpoint before it, without the node of that rank if "
+                "it happens again"
             )
 
     def _evaluate(
@@ -391,8 +390,7 @@ class Trainer:
         if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
             raise TrainingError(
                 f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower "
-                "--lr; "
-                "--no-check-for-nan-in-loss-and-grad goes on nevertheless"
+                "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
             )
         return None
 
@@ -419,8 +417,7 @@ class Trainer:
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(
                 f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
-                "Lower --lr, and "
-                f"continue from an earlier checkpoint"
+                "Lower --lr, and continue from an earlier checkpoint"
             )
         self._compare_replicas()
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)

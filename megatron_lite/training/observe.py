@@ -61,8 +61,7 @@ class ActivationBytes:
         if self.host_measured != self.host_predicted:
             return (
                 f"the first micro-batch keeps {self.host_measured} bytes in host memory, and "
-                f"{self.host_predicted} were "
-                "predicted"
+                f"{self.host_predicted} were predicted"
             )
         if self.unaccounted:
             return (

@@ -83,9 +83,8 @@ class SkippedUpdate:
         )
         return (
             f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row "
-            f"({self.reason}): lm loss "
-            f"{self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, samples "
-            f"{self.first_sample} to {last}"
+            f"({self.reason}): lm loss {self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, "
+            f"samples {self.first_sample} to {last}"
             + (f"; not finite on {self.found_on}" if self.found_on else "")
         )
 
@@ -169,12 +168,10 @@ class SkippedUpdates:
         if reason == "spike":
             raise TrainingError(
                 f"iteration {update.iteration}: the loss is {update.lm_loss}, more than "
-                "--skip-update-on-spike "
-                f"{config.skip_update_on_spike} times its running mean {update.mean_loss}, and "
-                f"{update.in_a_row} updates in a "
-                "row were skipped (--max-skipped-updates). Lower --lr, or look at the samples "
-                f"in {SKIPPED_BATCHES}, and "
-                "continue from the last checkpoint"
+                f"--skip-update-on-spike {config.skip_update_on_spike} times its running mean "
+                f"{update.mean_loss}, and {update.in_a_row} updates in a row were skipped "
+                "(--max-skipped-updates). Lower --lr, or look at the samples in "
+                f"{SKIPPED_BATCHES}, and continue from the last checkpoint"
             )
         at_scale = (
             ""
@@ -188,8 +185,7 @@ class SkippedUpdates:
             fix = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
         raise TrainingError(
             f"iteration {update.iteration}: the loss is {update.lm_loss} and the gradient norm "
-            f"{update.grad_norm}"
-            f"{at_scale}{found}, so no weight was changed. Lower --lr or raise "
+            f"{update.grad_norm}{at_scale}{found}, so no weight was changed. Lower --lr or raise "
             f"--lr-warmup-iters; {fix}"
         )
 

@@ -70,9 +70,8 @@ def notes(
             Note(
                 "head",
                 f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
-                "Recomputing layers does not lower the head; a smaller --micro-batch-size "
-                "does, and so does "
-                "a larger --tensor-model-parallel-size, which splits the logits.",
+                "Recomputing layers does not lower the head; a smaller --micro-batch-size does, "
+                "and so does a larger --tensor-model-parallel-size, which splits the logits.",
             )
         )
     return tuple(found)
@@ -165,9 +164,8 @@ def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
         )
         yield Note(
             "unit",
-            f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at "
-            "the peak, "
-            f"{size(held)} against {size(peaks[best])}; no unit size holds less than {best}. "
+            f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at the "
+            f"peak, {size(held)} against {size(peaks[best])}; no unit size holds less than {best}. "
             f"{reason}",
         )
 
@@ -187,9 +185,9 @@ def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]
         sequence = price(replace(whole, parallel=parallel), sizes.device)
         if sequence.kept_bytes <= own.kept_bytes and sequence.peak.held_bytes < own.peak.held_bytes:
             text += (
-                " --sequence-parallel in its place splits these inputs too, and norms and "
-                "dropouts besides: "
-                f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}."
+                " --sequence-parallel in its place splits these inputs too, and norms and dropouts "
+                f"besides: {size(sequence.peak.held_bytes)} at the peak against "
+                f"{size(own.peak.held_bytes)}."
             )
     yield Note("distribute", text)
 
@@ -222,8 +220,8 @@ def _host(sizes: Sizes, own: Priced) -> Iterator[Note]:
         yield Note(
             "host",
             f"@host copies {size(own.host_bytes)} to the host in forward and as much back in "
-            "backward, for every "
-            "micro-batch. Where that takes longer than the layers between, the device waits.",
+            "backward, for every micro-batch. Where that takes longer than the layers between, the "
+            "device waits.",
         )
 
 
@@ -233,8 +231,8 @@ def _peak(own: Priced, without: Priced) -> Iterator[Note]:
         yield Note(
             "peak",
             f"The peak {'hardly drops' if share < 1.0 else 'does not drop'}: "
-            f"{size(own.peak.held_bytes)}, "
-            f"{share:.1%} of the {size(without.peak.held_bytes)} without recomputation.",
+            f"{size(own.peak.held_bytes)}, {share:.1%} of the {size(without.peak.held_bytes)} "
+            "without recomputation.",
         )
 
 

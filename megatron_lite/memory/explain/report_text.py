@@ -62,8 +62,8 @@ def _head(report: Report) -> Iterator[str]:
     pipeline = f", pipeline-parallel {len(report.ranks)}" if report.ranks else ""
     yield from _field(
         "ranks",
-        f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; "
-        f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
+        f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; on "
+        f"{'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
         f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
         f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}",
     )
@@ -202,10 +202,9 @@ def _totals(report: Report) -> Iterator[str]:
         )
     yield ""
     yield from _text(
-        "The peak is an estimate: what is held when backward is at its fullest, of what is "
-        "kept and of what is "
-        "rebuilt. Weights, gradients, optimizer states and short-lived buffers come on top, "
-        "whatever is recomputed."
+        "The peak is an estimate: what is held when backward is at its fullest, of what is kept "
+        "and of what is rebuilt. Weights, gradients, optimizer states and short-lived buffers come "
+        "on top, whatever is recomputed."
     )
 
 
@@ -251,11 +250,9 @@ def _pipeline(report: Report) -> Iterator[str]:
         )
     )
     yield from _text(
-        "> is the rank that holds most. kept: of a step's first micro-batch, in all stages of "
-        "the rank; the most "
-        f"of any rank is {LOGGED}. in flight: forwards that wait for their backward at once, "
-        "each of one stage, "
-        f"{steps}."
+        "> is the rank that holds most. kept: of a step's first micro-batch, in all stages of the "
+        f"rank; the most of any rank is {LOGGED}. in flight: forwards that wait for their backward "
+        f"at once, each of one stage, {steps}."
     )
 
 
@@ -302,10 +299,9 @@ def _policies(report: Report) -> Iterator[str]:
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
     yield from _text(
         f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: "
-        "--recompute-granularity full "
-        "--recompute-method METHOD --recompute-num-layers N; distributed: "
-        "--distribute-saved-activations. "
-        "selective MODULES: --recompute-granularity selective --recompute-modules MODULES."
+        "--recompute-granularity full --recompute-method METHOD --recompute-num-layers N; "
+        "distributed: --distribute-saved-activations. selective MODULES: --recompute-granularity "
+        "selective --recompute-modules MODULES."
         + (
             " on rank: the pipeline rank that would hold most, of which the bytes are."
             if report.ranks

@@ -115,9 +115,8 @@ class SavedTensor(Generic[Label]):
         """Returns the saved tensor. RuntimeError if it was written to after the save."""
         if self.detached._version != self._version:
             raise RuntimeError(
-                f"a tensor {list(self.detached.shape)} saved in {self.label!r} has been "
-                "modified by an "
-                f"inplace operation: is at version {self.detached._version}, expected "
+                f"a tensor {list(self.detached.shape)} saved in {self.label!r} has been modified "
+                f"by an inplace operation: is at version {self.detached._version}, expected "
                 f"{self._version}"
             )
         return self.detached
