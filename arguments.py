@@ -93,10 +93,8 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if unread:
         parser.error(_unread_message(unread, supported_flags(parser)))
     given = vars(namespace)
-    dump_config, explain_recompute = (
-        given.pop("dump_config", False),
-        given.pop("explain_recompute", False),
-    )
+    dump_config = given.pop("dump_config", False)
+    explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
     if dump_config and explain_recompute:
         parser.error(

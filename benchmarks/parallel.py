@@ -431,10 +431,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layouts", nargs="+", default=[], metavar="NAME", help='only these rows and "one process"'
     )
     args = parse_benchmark(parser, argv)
-    args.ranks, args.cpu_threads = (
-        max(layout.ranks for layout in layouts(1).values()),
-        torch.get_num_threads(),
-    )
+    args.ranks = max(layout.ranks for layout in layouts(1).values())
+    args.cpu_threads = torch.get_num_threads()
     if args.device.type != "cpu":
         parser.error(f"the ranks are processes on the CPU: give --device cpu (got {args.device})")
     if args.micro_batches < args.ranks or args.micro_batches % args.ranks:

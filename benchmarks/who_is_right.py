@@ -55,12 +55,10 @@ MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
-NOT_APPLICABLE, EQUAL, ROUNDED, REFUSED_TOO = (
-    "-",
-    "equal",
-    "equal up to rounding",
-    "error, as without",
-)
+NOT_APPLICABLE = "-"
+EQUAL = "equal"
+ROUNDED = "equal up to rounding"
+REFUSED_TOO = "error, as without"
 PLAIN_REFUSES = "weights written before backward"
 
 

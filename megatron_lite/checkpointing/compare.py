@@ -33,10 +33,8 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         "norm_impl",
     }
     mine, theirs = asdict(ours.model), asdict(saved.model)
-    mine["vocabulary"], theirs["vocabulary"] = (
-        ours.tokenizer.true_vocab_size,
-        saved.tokenizer.true_vocab_size,
-    )
+    mine["vocabulary"] = ours.tokenizer.true_vocab_size
+    theirs["vocabulary"] = saved.tokenizer.true_vocab_size
     differing = {
         name: (theirs[name], mine[name])
         for name in mine

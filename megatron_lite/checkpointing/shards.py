@@ -79,10 +79,8 @@ class ShardReader:
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
         """
-        theirs, ours = (
-            (saved.global_shape, saved.tp_dim, saved.tp_blocks),
-            (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks),
-        )
+        theirs = (saved.global_shape, saved.tp_dim, saved.tp_blocks)
+        ours = (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks)
         if theirs != ours:
             raise InputError(
                 f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
@@ -121,10 +119,8 @@ class ShardReader:
         """
         dtypes = set()
         for tp_rank in range(1 if saved.tp_dim is None else self._saved_tp_size):
-            path, expected = (
-                self._path(saved, tp_rank),
-                saved.file_shape(tp_rank, self._saved_tp_size),
-            )
+            path = self._path(saved, tp_rank)
+            expected = saved.file_shape(tp_rank, self._saved_tp_size)
             part = self._entry(path, key)
             if tuple(part.get_shape()) != expected:
                 raise InputError(

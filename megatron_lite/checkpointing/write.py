@@ -116,10 +116,8 @@ class StepWriter:
 
     def _publish(self, temporary: Path, iteration: int, rows: Rows) -> bytes:
         assert self._lock is not None
-        directory, origin = (
-            SaveDirectory(self._root, self._lock),
-            Origin(self._lock.start, self._course),
-        )
+        directory = SaveDirectory(self._root, self._lock)
+        origin = Origin(self._lock.start, self._course)
         write_synced(temporary / MANIFEST, Manifest(iteration, rows, origin).to_json().encode())
         points.reached(Point.MANIFEST)
         sync_folder(str(temporary))

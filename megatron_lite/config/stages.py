@@ -120,10 +120,8 @@ def most_in_flight(*, size: int, rank: int, num_microbatches: int, num_chunks: i
 
 def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
     size = parallel.pipeline_model_parallel_size
-    first, last = (
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-    )
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
     fixed = [layers for layers in (first, last) if layers is not None]
     others, left = size - len(fixed), num_layers - sum(fixed)
     if not fixed and num_layers % size:

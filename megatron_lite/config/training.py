@@ -150,10 +150,8 @@ class TrainingConfig:
 
         Raises ValueError if the batch does not divide over ranks and micro-batches.
         """
-        batch, step = (
-            self.batch_size(data_parallel_size),
-            self.micro_batch_size * data_parallel_size,
-        )
+        batch = self.batch_size(data_parallel_size)
+        step = self.micro_batch_size * data_parallel_size
         if batch % step:
             raise ValueError(
                 f"--global-batch-size {batch} is not divisible by --micro-batch-size "

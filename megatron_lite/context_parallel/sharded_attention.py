@@ -113,11 +113,9 @@ class Reading(NamedTuple):
 
 
 def _reading(rank: int, source: int, num_tokens: int) -> Reading:
-    every, first, second = (
-        slice(0, num_tokens),
-        slice(0, num_tokens // 2),
-        slice(num_tokens // 2, num_tokens),
-    )
+    every = slice(0, num_tokens)
+    first = slice(0, num_tokens // 2)
+    second = slice(num_tokens // 2, num_tokens)
     if source == rank:
         return Reading(every, every, True)
     return Reading(every, first, False) if source < rank else Reading(second, every, False)

@@ -253,10 +253,8 @@ def _exchange(
     if sizes.cp_size == 1:
         return (), ()
     part = 2 * Heads.of(model, sizes).kv
-    gather, scatter = (
-        Collective(ALL_GATHER, sizes.cp_size * part),
-        Collective(REDUCE_SCATTER, sizes.cp_size * part),
-    )
+    gather = Collective(ALL_GATHER, sizes.cp_size * part)
+    scatter = Collective(REDUCE_SCATTER, sizes.cp_size * part)
     if model.builds_scores(sizes.device):
         return (gather,), (scatter,)
     shift = Collective(SHIFT, part)

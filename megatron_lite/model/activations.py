@@ -51,10 +51,8 @@ class _CpuTanhGELU(torch.autograd.Function):
     def forward(ctx: Any, intermediate: Tensor) -> Tensor:
         ctx.save_for_backward(intermediate)
         output = torch.empty_like(intermediate, memory_format=torch.contiguous_format)
-        slope, dtype = (
-            (8.0 / math.pi) ** 0.5,
-            torch.promote_types(intermediate.dtype, torch.float32),
-        )
+        slope = (8.0 / math.pi) ** 0.5
+        dtype = torch.promote_types(intermediate.dtype, torch.float32)
         for part, into in zip(
             intermediate.reshape(-1).split(ELEMENTS_AT_A_TIME),
             output.view(-1).split(ELEMENTS_AT_A_TIME),

@@ -99,11 +99,9 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         q, d = self.queries_per_group, self.config.head_dim
         grouped = qkv.view(s, b, self.groups, q + 2, d)
-        query, key, value = (
-            grouped[..., :q, :].reshape(s, b, self.groups * q, d),
-            grouped[..., q, :],
-            grouped[..., q + 1, :],
-        )
+        query = grouped[..., :q, :].reshape(s, b, self.groups * q, d)
+        key = grouped[..., q, :]
+        value = grouped[..., q + 1, :]
         copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
         if q > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()

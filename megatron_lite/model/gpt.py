@@ -172,10 +172,10 @@ class GPTModel(nn.Module):
         if isinstance(self.embedding, LanguageModelEmbedding):
             seq_length, hidden_states = inputs.shape[1], self.embedding(inputs)
         else:
-            seq_length, hidden_states = (
-                inputs.shape[0] * (self.context.size if self.context.sequence_parallel else 1),
-                inputs,
+            seq_length = inputs.shape[0] * (
+                self.context.size if self.context.sequence_parallel else 1
             )
+            hidden_states = inputs
         rotary = self._rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan)
 

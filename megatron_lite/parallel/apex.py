@@ -128,10 +128,8 @@ def installed_package() -> Package:
     beside the program.
     """
     if (loaded := sys.modules.get("apex")) is not None:
-        folders, place = (
-            [str(folder) for folder in getattr(loaded, "__path__", ())],
-            getattr(loaded, "__file__", None),
-        )
+        folders = [str(folder) for folder in getattr(loaded, "__path__", ())]
+        place = getattr(loaded, "__file__", None)
     else:
         try:
             spec = importlib.util.find_spec("apex")

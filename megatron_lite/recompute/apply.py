@@ -120,13 +120,11 @@ class _Recomputed:
     def __init__(
         self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, *, verify: bool
     ) -> None:
-        self._layer, self._name, self._segment, self._shared, self._verify = (
-            layer,
-            name,
-            segment,
-            shared,
-            verify,
-        )
+        self._layer = layer
+        self._name = name
+        self._segment = segment
+        self._shared = shared
+        self._verify = verify
         # another library's wrapper; None for the method of the class
         self._before = layer.__dict__.get("forward")
         self._written: dict[tuple[bool, ...], Written] = {}

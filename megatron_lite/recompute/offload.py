@@ -192,12 +192,10 @@ class _OnHost:
     def __init__(
         self, copy_streams: CopyStreams, slot: Slot, group: _SegmentCopies, device: torch.device
     ) -> None:
-        self._copy_streams, self._slot, self._group, self._device = (
-            copy_streams,
-            slot,
-            group,
-            device,
-        )
+        self._copy_streams = copy_streams
+        self._slot = slot
+        self._group = group
+        self._device = device
         self._returned: Tensor | None = None
         self._is_awaited = True
         self.torn = False

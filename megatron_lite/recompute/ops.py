@@ -172,12 +172,10 @@ class _Numbering(KeepsResults):
         counts: Callable[[KeepsResults], bool],
     ) -> None:
         super().__init__()
-        self._operators, self._run, self._before_write, self._counts = (
-            operators,
-            run,
-            before_write,
-            counts,
-        )
+        self._operators = operators
+        self._run = run
+        self._before_write = before_write
+        self._counts = counts
         self._numbers = Counter[Any]()
 
     def __torch_dispatch__(

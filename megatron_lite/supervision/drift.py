@@ -70,10 +70,8 @@ class ReplicaCheck:
         return by_rank(gather_texts(text, self._parallel))
 
     def _held(self) -> list[_Held]:
-        layout, specs = (
-            self._optimizer.layout,
-            {name: spec_of(value) for name, value in self._model.named_parameters()},
-        )
+        layout = self._optimizer.layout
+        specs = {name: spec_of(value) for name, value in self._model.named_parameters()}
         if not layout.replicates_weights:
             return [_Held(piece.name, piece.master, piece.spec) for piece in layout.pieces]
         held = [

@@ -121,12 +121,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         )
         ctx.save_for_backward(hidden_states, weight, *local, share)
         ctx.add = own_sum(weight)
-        ctx.loss_chunk_size, ctx.tp_group, ctx.sequence_parallel, ctx.num_ids = (
-            loss_chunk_size,
-            tp_group,
-            sequence_parallel,
-            num_ids,
-        )
+        ctx.loss_chunk_size = loss_chunk_size
+        ctx.tp_group = tp_group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.num_ids = num_ids
         return losses.view(labels.shape)
 
     @staticmethod

@@ -70,10 +70,8 @@ def write_corpus(output: str, corpus: str | None) -> None:
                 raise
             print(f"{error}: using the sources of Python's standard library instead", flush=True)
     if not documents:
-        name, documents = (
-            "the sources of Python's standard library",
-            stdlib(Path(sysconfig.get_paths()["stdlib"])),
-        )
+        name = "the sources of Python's standard library"
+        documents = stdlib(Path(sysconfig.get_paths()["stdlib"]))
     random.Random(SHUFFLE_SEED).shuffle(documents)
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "corpus.jsonl")

@@ -186,10 +186,8 @@ def _check_batches(
         check_num_microbatches(
             batches.num_microbatches(batches.full), size=parallel.pp_size, num_chunks=num_chunks
         )
-    ramp, unit = (
-        " ".join(map(str, config.training.rampup_batch_size)),
-        batches.samples_per_microbatch * parallel.pp_size,
-    )
+    ramp = " ".join(map(str, config.training.rampup_batch_size))
+    unit = batches.samples_per_microbatch * parallel.pp_size
     for size in sizes:
         check_num_microbatches(
             batches.num_microbatches(size),

@@ -25,9 +25,10 @@ from megatron_lite.parallel.texts import gather_texts
 
 # Bytes of one parameter: the gradient buffer is float32, and so is the master of a 16-bit weight.
 GRADIENT, MASTER = 4, 4
-MEMINFO, CGROUP_LIMITS = (
-    Path("/proc/meminfo"),
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")),
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 FIX = (
     "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
@@ -73,10 +74,8 @@ def check_fits(config: RunConfig, parallel: ParallelState) -> None:
 
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     """Returns a lower bound of the bytes that one rank holds for its parameters all the time."""
-    count, matrices = (
-        rank_parameter_count(config, parallel.pp_rank),
-        rank_matrix_count(config, parallel.pp_rank),
-    )
+    count = rank_parameter_count(config, parallel.pp_rank)
+    matrices = rank_matrix_count(config, parallel.pp_rank)
     weight = 4 if config.training.precision == "fp32" else 2
     of_rule = OPTIMIZERS[config.optimizer.optimizer]
     states = (

@@ -269,10 +269,8 @@ def iteration_line(
     Megatron's fields come first, in its order, and our own fields come after them.
     """
     last = records[-1]
-    ms, full_ms = (
-        sum(record.iteration_ms for record in records) / len(records),
-        _full_batch_ms(records, facts),
-    )
+    ms = sum(record.iteration_ms for record in records) / len(records)
+    full_ms = _full_batch_ms(records, facts)
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
     fields = [
         (

@@ -174,10 +174,8 @@ class Trainer:
             log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
             return False
         self._clock = time.perf_counter()
-        first, waits = (
-            self.progress.iteration + 1,
-            self.config.parallel.distributed_timeout_seconds_after_init,
-        )
+        first = self.progress.iteration + 1
+        waits = self.config.parallel.distributed_timeout_seconds_after_init
         self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
         while self.progress.iteration < self.num_iterations:
             batch = self.batches.at(self.progress.consumed_samples)
@@ -443,14 +441,10 @@ class Trainer:
 
     def _open_log(self) -> RunLog:
         config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
-        vocabulary, batch_size = (
-            config.tokenizer.padded_vocab_size(self.parallel.tp_size),
-            self.batches.full,
-        )
-        remaining, consumed = (
-            self.num_iterations - self.progress.iteration,
-            self.progress.consumed_samples,
-        )
+        vocabulary = config.tokenizer.padded_vocab_size(self.parallel.tp_size)
+        batch_size = self.batches.full
+        remaining = self.num_iterations - self.progress.iteration
+        consumed = self.progress.consumed_samples
         spared = {
             size: spared_flops(
                 config,

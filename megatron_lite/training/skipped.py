@@ -104,12 +104,10 @@ class SkippedUpdates:
         *,
         loss_scale_minimum: float | None,
     ) -> None:
-        self._config, self._parallel, self._pieces, self._dataset = (
-            config.training,
-            parallel,
-            pieces,
-            dataset,
-        )
+        self._config = config.training
+        self._parallel = parallel
+        self._pieces = pieces
+        self._dataset = dataset
         self._minimum = loss_scale_minimum
 
     def judge(

@@ -402,10 +402,8 @@ def paper_figure(config: RunConfig, segment: Segment, sizes: Sizes) -> PaperFigu
     the recomputed regions and on how the layer is split over ranks.
     """
     heads, t = config.model.num_attention_heads, sizes.tp_size
-    sbh, scores = (
-        sizes.tokens * config.model.hidden_size,
-        5 * heads * sizes.seq_length * sizes.tokens // t,
-    )
+    sbh = sizes.tokens * config.model.hidden_size
+    scores = 5 * heads * sizes.seq_length * sizes.tokens // t
     if segment.unit:
         split = sizes.sequence_parallel or segment.split
         return PaperFigure("2sbh/t" if split else "2sbh", 2 * sbh // (t if split else 1))

@@ -197,10 +197,8 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     def rebuilds(action: Action) -> int:
         chunk, keeps_all = action.chunk, action._replace(kind="forward") in whole
         if (chunk, keeps_all) not in rebuilt:
-            plan, sizes = (
-                _plan(config, own_stages[chunk], keeps_all),
-                _sizes(config, device, own_stages[chunk]),
-            )
+            plan = _plan(config, own_stages[chunk], keeps_all)
+            sizes = _sizes(config, device, own_stages[chunk])
             rebuilt[chunk, keeps_all] = peak(
                 config.model, plan, sizes
             ).held_bytes - activation_bytes(config.model, plan, sizes)
