@@ -195,16 +195,14 @@ def build_engine(
     for chunk in model:
         shard_model_(chunk, parallel, layout.data_parallel)
     optimizer = Optimizer(model, OptimizerConfig(), parallel, layout.data_parallel)
-    links = (
-        None
-        if parallel.pp_size == 1
-        else Links(
+    links = None
+    if parallel.pp_size > 1:
+        links = Links(
             parallel.pp_direction_groups,
             shape=(shape.seq_length, shape.batch_size, shape.hidden_size),
             dtype=DTYPES[setting.dtype],
             device=parallel.device,
         )
-    )
     runner = StageRunner(model, parallel, links=links)
     spans = next(iter(model)).context.cp.spans(shape.seq_length // parallel.cp_size)
     own = MicroBatch(*(select(tensor, spans, 1) for tensor in batch))

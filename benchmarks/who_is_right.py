@@ -360,22 +360,12 @@ def tables() -> str:
         "silently other": lambda text: text.startswith("**"),
         "not applicable": lambda text: text == NOT_APPLICABLE,
     }
-    parts = [
-        (
-            f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on "
-            "a CPU. Rows by outcome:\n"
-        ),
-        _table(
-            ["rows", *head],
-            [
-                (
-                    name,
-                    [str(sum(kind(line[number]) for line in every)) for number in range(len(head))],
-                )
-                for name, kind in kinds.items()
-            ],
-        ),
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    counts = [
+        (name, [str(sum(kind(line[number]) for line in every)) for number in range(len(head))])
+        for name, kind in kinds.items()
     ]
+    parts = [f"{versions}, on a CPU. Rows by outcome:\n", _table(["rows", *head], counts)]
     for title, (what, _) in TABLES.items():
         parts += [f"### {title}\n", _table([what, *head], found[title])]
     return "\n".join(parts)

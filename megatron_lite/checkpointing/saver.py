@@ -117,10 +117,9 @@ class Saver:
         course: tuple[OwnSteps, ...] = (),
     ) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
-        self._writer = (
-            None
-            if options.save is None
-            else StepWriter(
+        self._writer: StepWriter | None = None
+        if options.save is not None:
+            self._writer = StepWriter(
                 options,
                 parallel,
                 token=claim.token,
@@ -128,7 +127,6 @@ class Saver:
                 started_at=started_at,
                 course=course,
             )
-        )
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )

@@ -200,17 +200,10 @@ def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -
         kept += [KeptTensor("cast softmax", elements * sizes.element_bytes)]
     scores, context = _matmuls(model, sizes)
     forward, backward = _exchange(model, sizes)
-    gathers = (
-        (
-            OperatorCall(
-                OPERATORS[ALL_GATHER],
-                (KeptTensor("gathered key and value", forward[0].num_bytes),),
-                collectives=forward,
-            ),
-        )
-        if forward
-        else ()
-    )
+    gathers = []
+    if forward:
+        gathered = KeptTensor("gathered key and value", forward[0].num_bytes)
+        gathers = [OperatorCall(OPERATORS[ALL_GATHER], (gathered,), collectives=forward)]
     calls = (
         *gathers,
         OperatorCall(

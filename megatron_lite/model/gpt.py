@@ -71,8 +71,9 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(
             config, context, plan or keep_everything(stage.num_layers), stage
         )
-        self.output_layer = (
-            ColumnParallelLinear(
+        self.output_layer: ColumnParallelLinear | None = None
+        if untied and stage.is_last:
+            self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
                 vocab_size,
                 bias=False,
@@ -81,9 +82,6 @@ class GPTModel(nn.Module):
                 padded_output_size=padded_vocab_size,
                 matrices=(),
             )
-            if untied and stage.is_last
-            else None
-        )
         # Two stages hold a tied weight. The mark makes the optimizer add their gradients, and count
         # the weight only once in norms.
         if stage.count > 1 and not untied and self.embedding is not None:
@@ -172,9 +170,8 @@ class GPTModel(nn.Module):
         if isinstance(self.embedding, LanguageModelEmbedding):
             seq_length, hidden_states = inputs.shape[1], self.embedding(inputs)
         else:
-            seq_length = inputs.shape[0] * (
-                self.context.size if self.context.sequence_parallel else 1
-            )
+            shards = self.context.size if self.context.sequence_parallel else 1
+            seq_length = inputs.shape[0] * shards
             hidden_states = inputs
         rotary = self._rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan)

@@ -40,13 +40,8 @@ class Norm(nn.Module):
             ParameterSpec(global_shape=(size,), init_value=1.0, sum_grad_over_tp=partial_grad),
             context,
         )
-        self.bias = (
-            new_parameter(
-                ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad), context
-            )
-            if config.norm_vectors == 2
-            else None
-        )
+        bias_spec = ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad)
+        self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.normalize(hidden_states, self.weight, self.bias, self.epsilon)

@@ -69,16 +69,13 @@ def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
 
     They are the flags, the world size, torch's version and a digest of this package's code.
     """
-    flags = (
-        {}
-        if run is None
-        else {
-            flag(name): str(value)
-            for topic in asdict(run).values()
-            for name, value in topic.items()
-            if name not in MAY_DIFFER
-        }
-    )
+    topics = {} if run is None else asdict(run)
+    flags = {
+        flag(name): str(value)
+        for topic in topics.values()
+        for name, value in topic.items()
+        if name not in MAY_DIFFER
+    }
     return {
         "WORLD_SIZE": str(world_size),
         "torch": torch.__version__,

@@ -59,16 +59,12 @@ class LayerState:
         named = list(layer.named_modules())
         self._modules = [_ModuleState.of(module) for _, module in named]
         self._owns_parameters = not _is_sharded(layer)
-        self._parameters = (
-            [
-                _StateTensor(path, module, key, value)
-                for path, module in named
-                for key, value in module._parameters.items()
-                if value is not None
-            ]
-            if self._owns_parameters
-            else []
-        )
+        self._parameters = [
+            _StateTensor(path, module, key, value)
+            for path, module in (named if self._owns_parameters else ())
+            for key, value in module._parameters.items()
+            if value is not None
+        ]
         self._buffers = [
             _StateTensor(path, module, key, value, version_of(value))
             for path, module in named

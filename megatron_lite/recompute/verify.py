@@ -179,14 +179,11 @@ class Witness:
             self._record.complete()
         elif reached != self._reached:
             lost, new = sorted(self._reached - reached), sorted(reached - self._reached)
+            changes = [f"lost {', '.join(lost)}"] if lost else []
+            changes += [f"has {', '.join(new)} besides"] if new else []
             raise RecomputeMismatch(
                 f"{self._name}: the graph of a replay is not the forward's: it "
-                + " and ".join(
-                    [
-                        *([f"lost {', '.join(lost)}"] if lost else []),
-                        *([f"has {', '.join(new)} besides"] if new else []),
-                    ]
-                )
+                f"{' and '.join(changes)}"
             )
 
     def _reaches(self, outputs: Any) -> Iterator[str]:

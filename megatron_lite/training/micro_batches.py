@@ -158,19 +158,18 @@ class StageRunner:
             del hidden_states  # `run` holds the only reference that this function still needs
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
-        return self._sum(
-            run_actions(
-                step.actions,
-                forward,
-                stages=[chunk.stage for chunk in self._chunks],
-                links=self.links,
-                overlap=self._overlap,
-                after=after,
-                before_backward=lambda action: before_backward(
-                    action.microbatch, self._chunks[action.chunk]
-                ),
-            )
+        losses = run_actions(
+            step.actions,
+            forward,
+            stages=[chunk.stage for chunk in self._chunks],
+            links=self.links,
+            overlap=self._overlap,
+            after=after,
+            before_backward=lambda action: before_backward(
+                action.microbatch, self._chunks[action.chunk]
+            ),
         )
+        return self._sum(losses)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:

@@ -154,19 +154,14 @@ def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
     peaks = uniform_peaks(config, sizes.device, split=split)
     best, held = best_unit(peaks), own.peak.held_bytes
     if held > peaks[best]:
-        reason = (
-            (
-                "Longer units keep fewer inputs, but all of a unit's layers are held when it is "
-                "rebuilt."
-            )
-            if count > best
-            else "Longer units keep fewer inputs."
-        )
+        reason = "Longer units keep fewer inputs"
+        if count > best:
+            reason += ", but all of a unit's layers are held when it is rebuilt"
         yield Note(
             "unit",
             f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at the "
             f"peak, {size(held)} against {size(peaks[best])}; no unit size holds less than {best}. "
-            f"{reason}",
+            f"{reason}.",
         )
 
 

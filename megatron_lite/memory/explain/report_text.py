@@ -241,14 +241,12 @@ def _pipeline(report: Report) -> Iterator[str]:
             f"{unit.number(rank.held_bytes):>14}{unit.number(rank.peak_bytes):>16}"
         )
     number, given = report.num_microbatches, report.config.training.global_batch_size is not None
-    steps = (
-        f"of the {number} micro-batch{'es' * (number > 1)} of a step"
-        if given or number == 1
-        else (
+    steps = f"of the {number} micro-batch{'es' * (number > 1)} of a step"
+    if not given and number > 1:
+        steps = (
             f"with {number} micro-batches in a step, which fill the pipeline "
             "(--global-batch-size is not given)"
         )
-    )
     yield from _text(
         "> is the rank that holds most. kept: of a step's first micro-batch, in all stages of the "
         f"rank; the most of any rank is {LOGGED}. in flight: forwards that wait for their backward "
