@@ -174,10 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {**new_report(args), "micro_batches": args.micro_batches}
     print(
         heading(report),
-        (
-            f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above "
-            "in a step"
-        ),
+        f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above "
+        "in a step",
         sep="\n",
         flush=True,
     )
@@ -189,10 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             other.start()
             for rows in run_rank(args, 0, folder):
                 print(
-                    (
-                        f"\n{rows[0].dtype}, dropout {rows[0].dropout}: a step without guards "
-                        f"takes {rows[0].ms:.1f} ms"
-                    ),
+                    f"\n{rows[0].dtype}, dropout {rows[0].dropout}: a step without guards "
+                    f"takes {rows[0].ms:.1f} ms",
                     f"{'guard':20}time / none",
                     sep="\n",
                 )

@@ -475,10 +475,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for rows in run_rank(args, 0, folder):
                 alone = next(row for row in rows if row.layout == ALONE)
                 print(
-                    (
-                        f"\n{alone.dtype}, dropout {alone.dropout}: one process takes "
-                        f"{alone.ms:.1f} ms"
-                    ),
+                    f"\n{alone.dtype}, dropout {alone.dropout}: one process takes "
+                    f"{alone.ms:.1f} ms",
                     HEADER,
                     *table(rows),
                     sep="\n",
@@ -487,10 +485,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for row in rows:
                     if row.foretold_bytes is not None and row.received_bytes != row.foretold_bytes:
                         print(
-                            (
-                                f"{row.layout}: {row.foretold_bytes} bytes were foretold, "
-                                f"{row.received_bytes} received"
-                            ),
+                            f"{row.layout}: {row.foretold_bytes} bytes were foretold, "
+                            f"{row.received_bytes} received",
                             file=sys.stderr,
                         )
                         status = 1

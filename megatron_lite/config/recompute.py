@@ -61,10 +61,8 @@ class RecomputeConfig:
         self._check_choices()
         if self.recompute_policy is not None:
             self._refuse_without(
-                (
-                    "and --recompute-policy are two ways to say what is recomputed: leave one of "
-                    "them out"
-                ),
+                "and --recompute-policy are two ways to say what is recomputed: leave one of "
+                "them out",
                 "recompute_activations",
                 "recompute_granularity",
                 "recompute_method",

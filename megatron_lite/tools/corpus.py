@@ -77,10 +77,8 @@ def write_corpus(output: str, corpus: str | None) -> None:
     path = os.path.join(output, "corpus.jsonl")
     write_documents(path, documents)
     print(
-        (
-            f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} "
-            "million characters"
-        ),
+        f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} "
+        "million characters",
         flush=True,
     )
 

@@ -177,10 +177,8 @@ def _of_variant(given: Mapping[str, Any], file: Any) -> Translation:
     keys = typed(parameters, where, file=file, save_ops_keys=list).get("save_ops_keys", [])
     require(
         len(keys) > 0,
-        (
-            f"{where}: save_ops_keys is empty, and without a result to keep it is "
-            "full_activation_checkpointing"
-        ),
+        f"{where}: save_ops_keys is empty, and without a result to keep it is "
+        "full_activation_checkpointing",
     )
     unknown = [key for key in keys if not isinstance(key, str) or key not in OPERATORS]
     require(
@@ -241,10 +239,8 @@ def _component(config: Mapping[str, Any], wanted: str | None) -> Component | Non
     if wanted is not None:
         require(
             wanted in found,
-            (
-                f"modalities: no component {shown(wanted)} recomputes (these do: "
-                f"{named(*found) or 'none'})"
-            ),
+            f"modalities: no component {shown(wanted)} recomputes (these do: "
+            f"{named(*found) or 'none'})",
         )
         return found[wanted]
     if "app_state" in config:

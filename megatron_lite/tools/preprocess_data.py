@@ -126,10 +126,8 @@ def preprocess(args: argparse.Namespace) -> None:
                 )
     for prefix, writer in zip(prefixes.values(), writers, strict=True):
         print(
-            (
-                f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
-                f"{writer.dtype.name}"
-            ),
+            f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
+            f"{writer.dtype.name}",
             flush=True,
         )
 

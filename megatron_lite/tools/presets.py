@@ -108,10 +108,8 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     ]
     require(
         not unknown,
-        (
-            f"torchtune: unknown key {shown(unknown[0] if unknown else None)} (known: "
-            f"{', '.join(TORCHTUNE_KEYS)})"
-        ),
+        f"torchtune: unknown key {shown(unknown[0] if unknown else None)} (known: "
+        f"{', '.join(TORCHTUNE_KEYS)})",
     )
     fsdp = part.get("fsdp")
     inner = {key: fsdp[key] for key in WRAPPING if key in fsdp} if isinstance(fsdp, Mapping) else {}
@@ -125,10 +123,8 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     )
     require(
         not (enabled and mode == NONE),
-        (
-            "torchtune: enable_activation_checkpointing true and ac_mode none contradict each "
-            "other: leave one of them out"
-        ),
+        "torchtune: enable_activation_checkpointing true and ac_mode none contradict each "
+        "other: leave one of them out",
     )
     mode = mode or (WHOLE if enabled else NONE)
     notes = without_counterpart(
@@ -238,10 +234,8 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     compiler = config.get("compile", {})
     require(
         isinstance(compiler, Mapping) and compiler.get("enable") is True,
-        (
-            "torchtitan: mode memory_budget needs the table compile with enable true: the budget "
-            "is torch.compile's"
-        ),
+        "torchtitan: mode memory_budget needs the table compile with enable true: the budget "
+        "is torch.compile's",
     )
     budget = given.get("memory_budget", 0.5)
     require(

@@ -161,10 +161,8 @@ class RunLog:
                 self._output_is_lost = True
                 with suppress(OSError):
                     print(
-                        (
-                            f"warning: standard output cannot be written ({error.strerror}); "
-                            "training goes on"
-                        ),
+                        f"warning: standard output cannot be written ({error.strerror}); "
+                        "training goes on",
                         file=sys.stderr,
                         flush=True,
                     )

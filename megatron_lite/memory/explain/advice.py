@@ -98,10 +98,8 @@ def _nothing_recomputed(own: Priced, policies: Sequence[Priced]) -> Iterator[Not
     if free.peak.held_bytes < own.peak.held_bytes:
         yield Note(
             "free",
-            (
-                f"{flags_of(free.recompute)} runs no matmul again and holds "
-                f"{size(free.peak.held_bytes)} at the peak."
-            ),
+            f"{flags_of(free.recompute)} runs no matmul again and holds "
+            f"{size(free.peak.held_bytes)} at the peak.",
         )
 
 
@@ -136,10 +134,8 @@ def _regions(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
         if not any(region in warning for warning in recompute_notices(config)):
             yield Note(
                 region,
-                (
-                    f"{region} is moot: flash attention keeps no scores, and rebuilds them in "
-                    "backward anyway."
-                ),
+                f"{region} is moot: flash attention keeps no scores, and rebuilds them in "
+                "backward anyway.",
             )
 
 
@@ -206,10 +202,8 @@ def _host(sizes: Sizes, own: Priced) -> Iterator[Note]:
     if own.host_bytes and sizes.device == "cpu":
         yield Note(
             "host",
-            (
-                f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same "
-                "memory."
-            ),
+            f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same "
+            "memory.",
         )
     elif own.host_bytes:
         yield Note(
@@ -247,8 +241,6 @@ def _whole_tail(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
         )
         yield Note(
             "tail",
-            (
-                f"With {flag} replays also run what nothing reads: "
-                f"{percent(wasted / own.model_flops)} FLOPs."
-            ),
+            f"With {flag} replays also run what nothing reads: "
+            f"{percent(wasted / own.model_flops)} FLOPs.",
         )
