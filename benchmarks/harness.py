@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,8 @@ def profile(
             record_shapes=not cuda,
         ) as trace:
             Clock(device=device, steps=steps).ms(action)
-        averages = trace.key_averages()
-        cost = {
-            event: getattr(event, "self_device_time_total" if cuda else "self_cpu_time_total")
-            / 1000.0
-            / steps
-            for event in averages
-        }
+        time_of = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
+        cost = {event: time_of(event) / 1000.0 / steps for event in trace.key_averages()}
         lines.append(f"\n{name}, {title}: {sum(cost.values()):.1f} ms per step in operators")
         for event in sorted(cost, key=lambda event: -cost[event])[:top]:
             lines.append(

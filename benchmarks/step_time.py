@@ -61,12 +61,8 @@ def model_gemms(setting: Setting) -> Callable[[], None]:
 def gemm_flops(shape: Shape) -> int:
     """Returns the FLOPs of one run of the function that `model_gemms` returns."""
     h = shape.hidden_size
-    return (
-        2
-        * shape.batch_size
-        * shape.seq_length
-        * (shape.num_layers * 12 * h * h + h * shape.vocab_size)
-    )
+    weights = shape.num_layers * 12 * h * h + h * shape.vocab_size
+    return 2 * shape.batch_size * shape.seq_length * weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,14 +49,10 @@ class DataParallelConfig:
                 "--use-distributed-optimizer out"
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
+            anyway = " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
             raise ValueError(
                 "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
-                "are gathered after a step"
-                + (
-                    " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
-                    if self.use_torch_fsdp2
-                    else ""
-                )
+                f"are gathered after a step{anyway if self.use_torch_fsdp2 else ''}"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(

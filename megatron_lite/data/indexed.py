@@ -190,11 +190,12 @@ class IndexedDataset:
                 f"offset {self._offsets[sequence]} of sequence {sequence}",
                 f"{starts[sequence]}, where the sequence before it ends",
             )
-        if documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
+        unordered = (np.diff(documents) < 0).any()
+        if documents[0] != 0 or documents[-1] != count or unordered:
             raise self._fault(
                 self.idx_path,
                 f"document indices from {documents[0]} to {documents[-1]}"
-                + (", not in order" if (np.diff(documents) < 0).any() else ""),
+                f"{', not in order' if unordered else ''}",
                 f"indices in ascending order from 0 to {count}, the number of sequences",
             )
         size, expected = os.path.getsize(self.bin_path), int(ends[-1]) if count else 0

@@ -325,11 +325,8 @@ def peak_gib(device: torch.device) -> float:
 
 def _full_batch_ms(records: list[IterationRecord], facts: RunFacts) -> float:
     """Returns the milliseconds of an iteration with the full batch at the speed of `records`."""
-    return (
-        facts.batch_size
-        * sum(record.iteration_ms for record in records)
-        / sum(record.global_batch_size for record in records)
-    )
+    ms = sum(record.iteration_ms for record in records)
+    return facts.batch_size * ms / sum(record.global_batch_size for record in records)
 
 
 def _utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, float]:
@@ -341,14 +338,11 @@ def _utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, f
         return {}
     available = facts.peak_flops * facts.world_size * (_full_batch_ms(records, facts) / 1000.0)
     samples = sum(record.global_batch_size for record in records)
-    spared = (
-        sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records)
-        * facts.batch_size
-        / samples
-    )
+    spared = sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records)
+    spared_per_batch = spared * facts.batch_size / samples
     return {
         "MFU": 100.0 * facts.flops / available,
-        "HFU": 100.0 * (facts.hardware_flops - spared) / available,
+        "HFU": 100.0 * (facts.hardware_flops - spared_per_batch) / available,
     }
 
 

@@ -78,11 +78,8 @@ class StageRunner:
         )
         context = next(iter(model)).context
         # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
-        seq_length = (
-            config.data.seq_length
-            // parallel.cp_size
-            // (context.size if context.sequence_parallel else 1)
-        )
+        shards = context.size if context.sequence_parallel else 1
+        seq_length = config.data.seq_length // parallel.cp_size // shards
         links = Links(
             parallel.pp_direction_groups,
             device=parallel.device,

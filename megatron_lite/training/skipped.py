@@ -81,11 +81,11 @@ class SkippedUpdate:
             if self.mean_loss
             else ""
         )
+        found_on = f"; not finite on {self.found_on}" if self.found_on else ""
         return (
             f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row "
             f"({self.reason}): lm loss {self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, "
-            f"samples {self.first_sample} to {last}"
-            + (f"; not finite on {self.found_on}" if self.found_on else "")
+            f"samples {self.first_sample} to {last}{found_on}"
         )
 
 

@@ -146,20 +146,20 @@ class Report:
     def unlike_the_paper(self) -> tuple[str, ...]:
         """The reasons why this model's terms differ from the paper's formula."""
         model, sizes = self.config.model, self.sizes
+        scores = model.builds_scores(sizes.device)
+        ffn_ratio = model.ffn_size / model.hidden_size
+        channels = model.head_dim * model.num_attention_heads
         reasons = {
             f"1/{sizes.cp_size} of each sequence, on each context-parallel rank": sizes.cp_size > 1,
             "4-byte activations": sizes.element_bytes != 2,
-            "flash attention, which keeps no scores": not model.builds_scores(sizes.device),
-            "float32 softmax": model.builds_scores(sizes.device)
-            and model.attention_softmax_in_fp32,
+            "flash attention, which keeps no scores": not scores,
+            "float32 softmax": scores and model.attention_softmax_in_fp32,
             "no dropout of the scores": model.attention_dropout == 0.0,
             "no dropout of the residual": model.hidden_dropout == 0.0,
             f"{model.activation}": model.activation != "gelu",
-            f"f = {model.ffn_size / model.hidden_size:.2f} h": model.ffn_size
-            != 4 * model.hidden_size,
+            f"f = {ffn_ratio:.2f} h": model.ffn_size != 4 * model.hidden_size,
             f"{model.query_groups} query groups": model.query_groups != model.num_attention_heads,
-            f"heads of {model.head_dim} channels": model.head_dim * model.num_attention_heads
-            != model.hidden_size,
+            f"heads of {model.head_dim} channels": channels != model.hidden_size,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -289,22 +289,18 @@ def _policies(report: Report) -> Iterator[str]:
     )
     for policy in report.policies:
         mark = ">" if policy.plan == report.own.plan else " "
+        rank = f"{policy.rank:>10}" if report.ranks else ""
         yield (
             f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
-            f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}"
-            + (f"{policy.rank:>10}" if report.ranks else "")
+            f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}{rank}"
         )
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
+    holder = " on rank: the pipeline rank that would hold most, of which the bytes are."
     yield from _text(
         f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: "
         "--recompute-granularity full --recompute-method METHOD --recompute-num-layers N; "
         "distributed: --distribute-saved-activations. selective MODULES: --recompute-granularity "
-        "selective --recompute-modules MODULES."
-        + (
-            " on rank: the pipeline rank that would hold most, of which the bytes are."
-            if report.ranks
-            else ""
-        )
+        f"selective --recompute-modules MODULES.{holder if report.ranks else ''}"
     )
 
 
