@@ -17,9 +17,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_lite.config import alternatives, checks, flags
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.lr_schedule_settings import (
+    LR_DECAY_STYLES,
+    WSD_DECAY_STYLES,
+    LrScheduleConfig,
+)
 from megatron_lite.config.model import (
     ACTIVATIONS,
     ATTENTION_BACKENDS,
@@ -44,18 +52,7 @@ from megatron_lite.config.pattern_text import parse_pattern, parse_window
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import (
-    EXIT_SIGNALS,
-    LR_DECAY_STYLES,
-    TOKENIZER_TYPES,
-    WSD_DECAY_STYLES,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from megatron_lite.config.training import EXIT_SIGNALS, TrainingConfig
 
 MEGATRON_ATTENTION_BACKENDS = {"fused": "auto", "local": "unfused"}
 # A file of --dump-config holds these derived values. A flag may change the values from which they

@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.harness import Clock, Progress, device_name, write_report  # noqa: E402
-from megatron_lite.memory.measure.kept_bytes import measure_kept_bytes  # noqa: E402
-from megatron_lite.recompute.apply import apply_policy_  # noqa: E402
+from benchmarks.harness import Clock, Progress, device_name, write_report
+from megatron_lite.memory.measure.kept_bytes import measure_kept_bytes
+from megatron_lite.recompute.apply import apply_policy_
 
 NONE = "none"
 SEED = 3

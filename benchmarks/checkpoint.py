@@ -42,30 +42,27 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import PRESETS, SEED, Shape  # noqa: E402
-from benchmarks.harness import device_name, write_report  # noqa: E402
-from megatron_lite.checkpointing.load import load_checkpoint  # noqa: E402
-from megatron_lite.checkpointing.manifest import MANIFEST, row_of  # noqa: E402
-from megatron_lite.checkpointing.saver import Saver, claim_directory  # noqa: E402
-from megatron_lite.checkpointing.snapshot import take_snapshot  # noqa: E402
-from megatron_lite.checkpointing.start import find_start  # noqa: E402
-from megatron_lite.config.model import ModelConfig  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.config.run import RunConfig  # noqa: E402
-from megatron_lite.config.training import (  # noqa: E402
-    CheckpointConfig,
-    DataConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
-from megatron_lite.data.durable_files import sync_file, sync_folder  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.training.batches import MicroBatches  # noqa: E402
-from megatron_lite.training.build_trainer import build_trainer  # noqa: E402
-from megatron_lite.training.loop import Trainer  # noqa: E402
-from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
-from megatron_lite.training.step import train_step  # noqa: E402
+from benchmarks.engines import PRESETS, SEED, Shape
+from benchmarks.harness import device_name, write_report
+from megatron_lite.checkpointing.load import load_checkpoint
+from megatron_lite.checkpointing.manifest import MANIFEST, row_of
+from megatron_lite.checkpointing.saver import Saver, claim_directory
+from megatron_lite.checkpointing.snapshot import take_snapshot
+from megatron_lite.checkpointing.start import find_start
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import TrainingConfig
+from megatron_lite.data.durable_files import sync_file, sync_folder
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.training.batches import MicroBatches
+from megatron_lite.training.build_trainer import build_trainer
+from megatron_lite.training.loop import Trainer
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import train_step
 
 DISK, OURS = "disk", "megatron_lite"
 BUFFER_BYTES = 2**22

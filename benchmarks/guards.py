@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import SEED, Setting  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import SEED, Setting
+from benchmarks.harness import (
     Progress,
     benchmark_parser,
     heading,
@@ -34,12 +34,12 @@ from benchmarks.harness import (  # noqa: E402
     parse_benchmark,
     write_report,
 )
-from benchmarks.parallel import Engine, Layout, build_engine, spread, time_in_rounds  # noqa: E402
-from megatron_lite.config.training import LoggingConfig  # noqa: E402
-from megatron_lite.optim.spike import SpikeGuard  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.supervision.drift import ReplicaCheck  # noqa: E402
-from megatron_lite.supervision.slow_rank import SlowRanks  # noqa: E402
+from benchmarks.parallel import Engine, Layout, build_engine, spread, time_in_rounds
+from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.supervision.drift import ReplicaCheck
+from megatron_lite.supervision.slow_rank import SlowRanks
 
 NONE = "no guard"
 RANKS = 2

@@ -33,12 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, SEED  # noqa: E402
-from benchmarks.harness import Clock, device_name, write_report  # noqa: E402
-from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
-from megatron_lite.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
-from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
-from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy  # noqa: E402
+from benchmarks.engines import DTYPES, SEED
+from benchmarks.harness import Clock, device_name, write_report
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
+from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 KEPT = "kept"
 # hidden states [s, 1, h], weight [V, h], labels [s, 1] -> the mean

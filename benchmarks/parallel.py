@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, LEARNING_RATE, SEED, Setting, our_model  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import DTYPES, LEARNING_RATE, SEED, Setting, our_model
+from benchmarks.harness import (
     Progress,
     benchmark_parser,
     clock_of,
@@ -41,21 +41,21 @@ from benchmarks.harness import (  # noqa: E402
     parse_benchmark,
     write_report,
 )
-from benchmarks.traffic import Traffic, foretold  # noqa: E402
-from megatron_lite.config.data_parallel import DataParallelConfig  # noqa: E402
-from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.config.stages import stages_of_rank  # noqa: E402
-from megatron_lite.model.sharding import shard_model_  # noqa: E402
-from megatron_lite.model.stage_models import ModelStages  # noqa: E402
-from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
-from megatron_lite.parallel.rng import RngStreams  # noqa: E402
-from megatron_lite.parallel.sequence_spans import select  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.pipeline.links import Links  # noqa: E402
-from megatron_lite.training.batches import MicroBatch  # noqa: E402
-from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
-from megatron_lite.training.step import train_step  # noqa: E402
+from benchmarks.traffic import Traffic, foretold
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.model.sharding import shard_model_
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.sequence_spans import select
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.pipeline.links import Links
+from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import train_step
 
 ALONE = "one process"
 MIB = 2.0**20

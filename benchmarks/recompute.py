@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import SEED, Setting  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import SEED, Setting
+from benchmarks.harness import (
     Clock,
     Progress,
     benchmark_parser,
@@ -42,12 +42,12 @@ from benchmarks.harness import (  # noqa: E402
     profile,
     write_report,
 )
-from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names  # noqa: E402
-from megatron_lite.config.model import ATTENTION_BACKENDS  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
-from megatron_lite.parallel.rng import RngSnapshot, RngStreams  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
+from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names
+from megatron_lite.config.model import ATTENTION_BACKENDS
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.parallel.rng import RngSnapshot, RngStreams
+from megatron_lite.parallel.state import ParallelState, parallel_state
 
 aten = torch.ops.aten
 # torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, OURS, PEERS, Setting, Shape, Step, build_engines  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import DTYPES, OURS, PEERS, Setting, Shape, Step, build_engines
+from benchmarks.harness import (
     Clock,
     benchmark_parser,
     clock_of,
@@ -33,7 +33,7 @@ from benchmarks.harness import (  # noqa: E402
     profile,
     write_report,
 )
-from megatron_lite.memory.predict.flops import step_flops  # noqa: E402
+from megatron_lite.memory.predict.flops import step_flops
 
 
 def model_gemms(setting: Setting) -> Callable[[], None]:

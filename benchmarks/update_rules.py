@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import LEARNING_RATE, Setting, one_rank, our_model  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import LEARNING_RATE, Setting, one_rank, our_model
+from benchmarks.harness import (
     Progress,
     benchmark_parser,
     clock_of,
@@ -39,11 +39,11 @@ from benchmarks.harness import (  # noqa: E402
     parse_benchmark,
     write_report,
 )
-from benchmarks.parallel import spread  # noqa: E402
-from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
-from megatron_lite.model.gpt import GPTModel  # noqa: E402
-from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
-from megatron_lite.parallel.parameter_spec import spec_of  # noqa: E402
+from benchmarks.parallel import spread
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.parameter_spec import spec_of
 
 MUON = OptimizerConfig(
     optimizer="muon",

@@ -37,18 +37,18 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from megatron_lite.recompute.apply import apply_policy_  # noqa: E402
-from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, error_of, train  # noqa: E402
-from tests.support.foreign_families import FAMILIES, VARIANTS  # noqa: E402
-from tests.support.foreign_layers import LAYERS, UNSEEN  # noqa: E402
-from tests.support.foreign_wrapped import (  # noqa: E402
+from megatron_lite.recompute.apply import apply_policy_
+from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, error_of, train
+from tests.support.foreign_families import FAMILIES, VARIANTS
+from tests.support.foreign_layers import LAYERS, UNSEEN
+from tests.support.foreign_wrapped import (
     compile_around,
     compile_forwards,
     compile_layers,
     train_compiled,
     train_in_ddp,
 )
-from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
+from tests.support.ranks import RankFailure, run_ranks
 
 BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
 MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}

@@ -25,8 +25,8 @@ from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.checkpointing.start import origin_of
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.write import StepWriter
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 

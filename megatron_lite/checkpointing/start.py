@@ -26,8 +26,8 @@ from megatron_lite.checkpointing.step_files import (
     saved_steps,
     step_directory,
 )
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 

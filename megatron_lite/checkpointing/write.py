@@ -34,8 +34,8 @@ from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.retention import delete_old_steps, supersede_other_courses
 from megatron_lite.checkpointing.snapshot import Snapshot, TensorFile
 from megatron_lite.checkpointing.step_files import write_synced
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
-from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.data.durable_files import sync_file, sync_folder
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState

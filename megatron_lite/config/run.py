@@ -12,11 +12,15 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.json_text import parse_json, shown
 from megatron_lite.config.layer_pattern import reach
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.optimizer_settings import OptimizerConfig
@@ -25,14 +29,7 @@ from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
-from megatron_lite.config.training import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from megatron_lite.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

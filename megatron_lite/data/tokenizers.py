@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_lite.config.checks import InputError, chosen
-from megatron_lite.config.training import TokenizerConfig
+from megatron_lite.config.data_settings import TokenizerConfig
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.training import LrScheduleConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

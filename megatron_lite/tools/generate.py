@@ -23,11 +23,12 @@ from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, require_at_least
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import CheckpointConfig, TokenizerConfig
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import broadcast_

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import TOKENIZER_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import TOKENIZER_TYPES, TokenizerConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING

@@ -24,7 +24,7 @@ from rich.progress import Progress as ProgressBar
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import LoggingConfig
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.memory.predict.flops import peak_flops
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.metrics import IterationRecord, MetricsFile

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import TokenizerConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import (
     Sampling,

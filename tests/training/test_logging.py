@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import LoggingConfig
 from megatron_lite.training.logging import LogExtras, RunFacts, iteration_line, known_peak_flops
 from megatron_lite.training.metrics import IterationRecord
 from tests.support.ranks import run_ranks
