@@ -38,7 +38,8 @@ from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
+from megatron_lite.training.iteration_line import LogExtras, RunFacts, known_peak_flops
+from megatron_lite.training.logging import RunLog
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import (

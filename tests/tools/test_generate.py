@@ -26,16 +26,18 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import (
-    Sampling,
     config_for_ranks,
     find_step,
-    generate_tokens,
     load_model,
     main,
+    tokenizer_with_files,
+)
+from megatron_lite.tools.sampling import (
+    Sampling,
+    generate_tokens,
     next_token,
     text_pieces,
     token_probabilities,
-    tokenizer_with_files,
 )
 from tests.support.checkpoints import flip_bit
 from tests.support.commands import ROOT, environment
