@@ -29,7 +29,6 @@ from megatron_lite.memory.explain.report import likely_device
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.parameters import parameter_count
-from megatron_lite.memory.predict.traffic import plan_collectives
 from megatron_lite.model.norm import NORMS
 from megatron_lite.optim.lr_schedule import DECAYS, LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -37,6 +36,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import choose_device
 from megatron_lite.recompute.plan import keep_everything
 from tests.support.models import build_tiny_model, tiny_config, tp_state
+from tests.support.traffic import plan_collectives
 
 NEW = "Newest"
 SIZES = Sizes(
