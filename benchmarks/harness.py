@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.engines import DTYPES, PRESETS, Shape
+
+Spread = tuple[float, float, float]  # median, minimum, maximum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,12 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
         "--profile", action="store_true", help="also print each engine's most expensive operators"
     )
     return parser
+
+
+def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
+    """Returns the ratios of two engines' times, round by round."""
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def parse_benchmark(

@@ -37,9 +37,9 @@ from benchmarks.harness import (
     heading,
     new_report,
     parse_benchmark,
+    spread,
     write_report,
 )
-from benchmarks.parallel import spread
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.optimizer import Optimizer
