@@ -34,7 +34,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
 from benchmarks.engines import DTYPES, SEED
-from benchmarks.harness import Clock, device_name, write_report
+from benchmarks.harness import Clock, device_name, spread, write_report
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -159,7 +159,6 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
             samples[name].append(ms)
     rows = []
     for name, times in samples.items():
-        ratios = [ours / theirs for ours, theirs in zip(times, samples[KEPT], strict=True)]
         rows.append(
             Row(
                 engine=name,
@@ -167,7 +166,7 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
                 hidden_size=hidden_size,
                 vocab_size=vocab_size,
                 ms=statistics.median(times),
-                time_ratio=(statistics.median(ratios), min(ratios), max(ratios)),
+                time_ratio=spread(times, samples[KEPT]),
                 kept_bytes=kept_bytes[name],
                 peak_bytes=peak_bytes[name],
                 logits_bytes=args.tokens * vocab_size * DTYPES[dtype].itemsize,
