@@ -17,9 +17,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron_lite.config import alternatives, checks, flags
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.lr_schedule_settings import (
+    LR_DECAY_STYLES,
+    WSD_DECAY_STYLES,
+    LrScheduleConfig,
+)
 from megatron_lite.config.model import (
     ACTIVATIONS,
     ATTENTION_BACKENDS,
@@ -44,18 +52,7 @@ from megatron_lite.config.pattern_text import parse_pattern, parse_window
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import (
-    EXIT_SIGNALS,
-    LR_DECAY_STYLES,
-    TOKENIZER_TYPES,
-    WSD_DECAY_STYLES,
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from megatron_lite.config.training import EXIT_SIGNALS, TrainingConfig
 
 MEGATRON_ATTENTION_BACKENDS = {"fused": "auto", "local": "unfused"}
 # A file of --dump-config holds these derived values. A flag may change the values from which they
@@ -93,10 +90,8 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     if unread:
         parser.error(_unread_message(unread, supported_flags(parser)))
     given = vars(namespace)
-    dump_config, explain_recompute = (
-        given.pop("dump_config", False),
-        given.pop("explain_recompute", False),
-    )
+    dump_config = given.pop("dump_config", False)
+    explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
     if dump_config and explain_recompute:
         parser.error(
@@ -378,8 +373,8 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--distributed-timeout-seconds-after-init",
         int,
-        "the same from the second iteration on; it must cover the "
-        "writing of a checkpoint, for which ranks wait",
+        "the same from the second iteration on; it must cover the writing of a checkpoint, for "
+        "which ranks wait",
     )
 
 
@@ -451,9 +446,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--recompute-policy",
         str,
-        "what each layer rebuilds and where it keeps the rest, such as "
-        "'0-3:full/2; every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of "
-        "the flags above",
+        "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
+        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above",
     )
     group.switch(
         "--contiguous-saved-activations",
@@ -507,16 +501,15 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.off_switch(
         "--no-gradient-accumulation-fusion",
         "gradient_accumulation_fusion",
-        "do not use NVIDIA apex's kernel for "
-        "weight gradients on CUDA, even where it is installed (docs/apex.md)",
+        "do not use NVIDIA apex's kernel for weight gradients on CUDA, even where it is installed "
+        "(docs/apex.md)",
     )
     group.value(
         "--loss-chunk-size",
         int,
-        "tokens of a micro-batch that have logits at a time, which backward computes again; "
-        "all of them, and kept, if not given. In bf16 the gradient of the output weight then "
-        "differs by less than 2^-8 "
-        "of its norm; losses and other gradients are the same bits",
+        "tokens of a micro-batch that have logits at a time, which backward computes again; all of "
+        "them, and kept, if not given. In bf16 the gradient of the output weight then differs by "
+        "less than 2^-8 of its norm; losses and other gradients are the same bits",
     )
     group.value(
         "--eval-interval",
@@ -532,8 +525,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.switch(
         "--exit-signal-handler",
-        "save and stop after the iteration or the batch of an "
-        "evaluation in which any rank gets SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
+        "save and stop after the iteration or the batch of an evaluation in which any rank gets "
+        "SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
     )
     group.value(
         "--exit-signal",
@@ -558,8 +551,8 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--check-weight-hash-across-dp-replicas-interval",
         int,
-        "iterations between comparisons of the weights that "
-        "several ranks hold alike; also before each checkpoint",
+        "iterations between comparisons of the weights that several ranks hold alike; also before "
+        "each checkpoint",
     )
     group.switch(
         "--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)"
@@ -931,8 +924,7 @@ def _build_config(given: dict[str, Any], config_json: str | None, notices: list[
     if required:
         raise ValueError(
             f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as "
-            "flags, or a whole "
-            "run with --config-json FILE"
+            "flags, or a whole run with --config-json FILE"
         )
     return RunConfig(
         **{topic: config_class(**values[topic]) for topic, config_class in classes.items()}

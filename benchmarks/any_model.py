@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.harness import Clock, Progress, device_name, write_report  # noqa: E402
-from megatron_lite.memory.measure.kept_bytes import measure_kept_bytes  # noqa: E402
-from megatron_lite.recompute.apply import apply_policy_  # noqa: E402
+from benchmarks.harness import Clock, Progress, device_name, write_report
+from megatron_lite.memory.measure.kept_bytes import measure_kept_bytes
+from megatron_lite.recompute.apply import apply_policy_
 
 NONE = "none"
 SEED = 3
@@ -139,21 +139,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json,
     )
     print(
-        f"{device_name(torch.device(args.device))}, torch {torch.__version__}, {args.clock} "
-        f"time, medians of {args.repeats} "
-        "rounds"
+        f"{device_name(torch.device(args.device))}, torch {torch.__version__}, {args.clock} time, "
+        f"medians of {args.repeats} rounds"
     )
     print(
         f"GPT-2 of transformers, {args.num_layers} layers of h {args.hidden_size}, s "
-        f"{args.seq_length}, b "
-        f"{args.micro_batch_size}, V {args.vocab_size}, {args.dtype}, dropout 0.1"
+        f"{args.seq_length}, b {args.micro_batch_size}, V {args.vocab_size}, {args.dtype}, dropout "
+        "0.1"
     )
     print(f"\n{'engine':26}{'kept MiB':>10}{'time / none':>13}   lowest to highest")
     for row in rows:
         print(
             f"{row['engine']:26}{row['kept_bytes'] / 2**20:10.2f}{row['ratio']:13.2f}   "
-            f"{row['lowest']:.2f} to "
-            f"{row['highest']:.2f}"
+            f"{row['lowest']:.2f} to {row['highest']:.2f}"
         )
     return 0
 

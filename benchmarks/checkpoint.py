@@ -16,59 +16,29 @@ that save in the background.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import io
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import PRESETS, SEED, Shape  # noqa: E402
-from benchmarks.harness import device_name, write_report  # noqa: E402
-from megatron_lite.checkpointing.load import load_checkpoint  # noqa: E402
-from megatron_lite.checkpointing.manifest import MANIFEST, row_of  # noqa: E402
-from megatron_lite.checkpointing.saver import Saver, claim_directory  # noqa: E402
-from megatron_lite.checkpointing.snapshot import take_snapshot  # noqa: E402
-from megatron_lite.checkpointing.start import find_start  # noqa: E402
-from megatron_lite.config.model import ModelConfig  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.config.run import RunConfig  # noqa: E402
-from megatron_lite.config.training import (  # noqa: E402
-    CheckpointConfig,
-    DataConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
-from megatron_lite.data.durable_files import sync_file, sync_folder  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.training.batches import MicroBatches  # noqa: E402
-from megatron_lite.training.build_trainer import build_trainer  # noqa: E402
-from megatron_lite.training.loop import Trainer  # noqa: E402
-from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
-from megatron_lite.training.step import train_step  # noqa: E402
-
-DISK, OURS = "disk", "megatron_lite"
-CHUNK_BYTES = 2**22
+from benchmarks.checkpoint_engines import DISK, OURS, Bench, bench, forget_pages, loads, saves
+from benchmarks.engines import PRESETS
+from benchmarks.harness import device_name, spread, write_report
+from megatron_lite.checkpointing.manifest import MANIFEST, row_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,112 +57,6 @@ class Row:
     samples_s: list[float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """A model with its optimizer, after one step, and a folder for everything that is written."""
-
-    folder: Path
-    trainer: Trainer
-    parallel: ParallelState
-
-    @property
-    def directory(self) -> Path:
-        """The directory of --save."""
-        return self.folder / "ours"
-
-    def options(self, *, async_save: bool = False) -> CheckpointConfig:
-        """Returns options that keep the last checkpoint only, so the disk does not fill up."""
-        return CheckpointConfig(
-            save=str(self.directory),
-            load=str(self.directory),
-            save_keep_last=1,
-            async_save=async_save,
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of model and optimizer that a checkpoint holds."""
-        states = {
-            f"{name}/{key}": value
-            for name, of in self.trainer.optimizer.states.items()
-            for key, value in of.items()
-        }
-        return {
-            **{name: value.detach() for name, value in self.trainer.model.named_parameters()},
-            **states,
-        }
-
-    def step(self) -> None:
-        """Runs one training step."""
-        trainer = self.trainer
-        batches = MicroBatches(
-            dataset=trainer.datasets.train,
-            consumed_samples=0,
-            num_microbatches=1,
-            parallel=self.parallel,
-            micro_batch_size=trainer.config.training.micro_batch_size,
-        )
-        train_step(
-            StageRunner.of(trainer.config, trainer.model, self.parallel),
-            trainer.optimizer,
-            batches,
-            learning_rate=1e-4,
-        )
-
-    @contextmanager
-    def saver(self, *, async_save: bool = False) -> Iterator[Callable[[int], Saver]]:
-        """Yields a function that saves a checkpoint as a given iteration."""
-        options, trainer = self.options(async_save=async_save), self.trainer
-        with Saver(
-            options, self.parallel, claim_directory(options, self.parallel), started_at=0
-        ) as saver:
-
-            def save(iteration: int) -> Saver:
-                snapshot = take_snapshot(
-                    trainer.config,
-                    self.parallel,
-                    trainer.model,
-                    trainer.optimizer,
-                    replace(trainer.progress, iteration=iteration),
-                    data=trainer.datasets.identity,
-                    copy=saver.copies,
-                )
-                saver.save(snapshot, lambda line: None)
-                return saver
-
-            yield save
-
-
-@contextmanager
-def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
-    """Yields a bench with a model of the shape."""
-    config = RunConfig(
-        model=ModelConfig(
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            max_position_embeddings=shape.seq_length,
-            num_attention_heads=shape.num_attention_heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        training=TrainingConfig(
-            micro_batch_size=shape.batch_size,
-            global_batch_size=shape.batch_size,
-            train_iters=10**6,
-            eval_iters=0,
-            seed=SEED,
-            bf16=dtype == "bf16",
-        ),
-        parallel=ParallelConfig(distributed_backend="gloo"),
-        data=DataConfig(seq_length=shape.seq_length, mock_data=True),
-        tokenizer=TokenizerConfig(vocab_size=shape.vocab_size - 1),
-        lr_schedule=LrScheduleConfig(lr=1e-4),
-    )
-    with parallel_state(config.parallel, seed=SEED) as parallel:
-        one = Bench(folder=folder, trainer=build_trainer(config, parallel), parallel=parallel)
-        one.step()
-        yield one
-
-
 def timed(action: Callable[[], object]) -> float:
     """Returns the seconds that the action takes."""
     start = time.perf_counter()
@@ -200,123 +64,18 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def synced(path: Path) -> None:
-    """Returns once a file and its name are on the disk."""
-    with path.open("rb") as file:
-        sync_file(file)
-    sync_folder(str(path.parent))
-
-
-def write_plainly(path: Path, data: memoryview) -> None:
-    """Writes the bytes to one file and syncs it: the disk's own speed."""
-    with path.open("wb", buffering=0) as file:
-        for start in range(0, len(data), CHUNK_BYTES):
-            file.write(data[start : start + CHUNK_BYTES])
-        sync_file(file)
-    sync_folder(str(path.parent))
-
-
-def read_plainly(path: Path) -> None:
-    """Reads one file in chunks: the disk's own speed."""
-    buffer = bytearray(CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
-
-
-def forget_pages(folder: Path) -> None:
-    """Drops the files below the folder from the page cache, so that a read goes to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
-def saves(
-    one: Bench, save: Callable[[int], Saver], iterations: Iterator[int], data: memoryview
-) -> dict[str, Callable[[], object]]:
-    """Returns every way of saving by name, DISK first."""
-    tensors, folder = one.tensors(), one.folder
-
-    def by_torch() -> None:
-        torch.save(tensors, folder / "torch" / "file.pt")
-        synced(folder / "torch" / "file.pt")
-
-    def by_safetensors() -> None:
-        save_file(
-            {name: value.contiguous() for name, value in tensors.items()},
-            str(folder / "safetensors" / "file"),
-        )
-        synced(folder / "safetensors" / "file")
-
-    def by_dcp() -> None:
-        shutil.rmtree(folder / "dcp", ignore_errors=True)
-        with quiet():
-            dcp.save(
-                dict(tensors),
-                storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=True),
-                no_dist=True,
-            )
-
-    return {
-        DISK: lambda: write_plainly(folder / DISK / "file", data),
-        OURS: lambda: save(next(iterations)),
-        "safetensors": by_safetensors,
-        "torch": by_torch,
-        "torch DCP": by_dcp,
-    }
-
-
-def loads(one: Bench) -> dict[str, Callable[[], object]]:
-    """Returns every way of loading by name, DISK first."""
-    folder, targets = one.folder, {name: value.clone() for name, value in one.tensors().items()}
-
-    def by_ours() -> None:
-        config = replace(one.trainer.config, checkpoint=one.options())
-        start = find_start(config.checkpoint, one.parallel)
-        load_checkpoint(start, config, one.parallel, one.trainer.model, one.trainer.optimizer)
-
-    def fill(found: Mapping[str, Tensor]) -> None:
-        for name, value in found.items():
-            targets[name].copy_(value)
-
-    def by_dcp() -> None:
-        with quiet():
-            dcp.load(targets, storage_reader=dcp.FileSystemReader(folder / "dcp"), no_dist=True)
-
-    return {
-        DISK: lambda: read_plainly(folder / DISK / "file"),
-        OURS: by_ours,
-        "safetensors": lambda: fill(load_file(folder / "safetensors" / "file")),
-        "torch": lambda: fill(torch.load(folder / "torch" / "file.pt", weights_only=True)),
-        "torch DCP": by_dcp,
-    }
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silences DCP, which warns that there is no process group."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
-
-
 def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) -> list[Row]:
     """Returns a row for each engine. to: the base of the ratio in each round, in seconds."""
-    rows = []
-    for name, times in samples.items():
-        ratios = [time_ / base for time_, base in zip(times, to, strict=True)]
-        rows.append(
-            Row(
-                what=what,
-                engine=name,
-                seconds=statistics.median(times),
-                samples_s=times,
-                ratio=(statistics.median(ratios), min(ratios), max(ratios)),
-            )
+    return [
+        Row(
+            what=what,
+            engine=name,
+            seconds=statistics.median(times),
+            samples_s=times,
+            ratio=spread(times, to),
         )
-    return rows
+        for name, times in samples.items()
+    ]
 
 
 def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
@@ -450,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = sum(value.nbytes for value in one.tensors().values())
         report["bytes"] = size
         print(
-            f"{report['device']}, {report['threads']} CPU thread(s), torch "
-            f"{torch.__version__}, {size / 2**20:.1f} MiB of "
-            f"tensors, medians of {args.repeats} rounds (least-most)\n{HEADER}",
+            f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, "
+            f"{size / 2**20:.1f} MiB of tensors, medians of {args.repeats} rounds (least-most)\n"
+            f"{HEADER}",
             flush=True,
         )
         for rows in (

@@ -162,10 +162,8 @@ def our_step(setting: Setting, batch: MicroBatch) -> Step:
     """Returns megatron_lite's own train_step on one rank."""
     parallel = one_rank(setting)
     model = our_model(setting, parallel)
-    runner, optimizer = (
-        StageRunner(ModelStages([model]), parallel),
-        Optimizer(model, OptimizerConfig(), parallel),
-    )
+    runner = StageRunner(ModelStages([model]), parallel)
+    optimizer = Optimizer(model, OptimizerConfig(), parallel)
 
     def step() -> Tensor:
         return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
@@ -255,12 +253,10 @@ class PlainLayer(nn.Module):
         h = shape.hidden_size
         self.num_heads, self.dropout = shape.num_attention_heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.qkv, self.proj, self.fc1, self.fc2 = (
-            nn.Linear(h, 3 * h),
-            nn.Linear(h, h),
-            nn.Linear(h, 4 * h),
-            nn.Linear(4 * h, h),
-        )
+        self.qkv = nn.Linear(h, 3 * h)
+        self.proj = nn.Linear(h, h)
+        self.fc1 = nn.Linear(h, 4 * h)
+        self.fc2 = nn.Linear(4 * h, h)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         b, s, h = hidden_states.shape

@@ -26,19 +26,19 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from megatron_lite.config.data_parallel import DataParallelConfig  # noqa: E402
-from megatron_lite.config.model import ModelConfig  # noqa: E402
-from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.config.recompute import RecomputeConfig  # noqa: E402
-from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
-from megatron_lite.model.gpt import GPTModel  # noqa: E402
-from megatron_lite.model.sharding import shard_model_  # noqa: E402
-from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
-from megatron_lite.parallel.rng import DEFAULT, RngSnapshot, RngStreams  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.recompute.schedule import plan_stage  # noqa: E402
-from megatron_lite.tensor_parallel.rank_context import RankContext  # noqa: E402
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.sharding import shard_model_
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.rng import DEFAULT, RngSnapshot, RngStreams
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.tensor_parallel.rank_context import RankContext
 
 GIB = 2.0**30
 

@@ -8,38 +8,37 @@ benchmarks/README.md explains how to read the table.
 from __future__ import annotations
 
 import argparse
-import datetime
-import multiprocessing
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import SEED, Setting  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import SEED, Setting
+from benchmarks.harness import (
     Progress,
     benchmark_parser,
     heading,
     new_report,
     parse_benchmark,
+    spread,
     write_report,
 )
-from benchmarks.parallel import Engine, Layout, build_engine, spread, time_in_rounds  # noqa: E402
-from megatron_lite.config.training import LoggingConfig  # noqa: E402
-from megatron_lite.optim.spike import SpikeGuard  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.supervision.drift import ReplicaCheck  # noqa: E402
-from megatron_lite.supervision.slow_rank import SlowRanks  # noqa: E402
+from benchmarks.layouts import Engine, Layout, build_engine, time_in_rounds
+from benchmarks.rank_processes import joined, other_ranks
+from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.supervision.drift import ReplicaCheck
+from megatron_lite.supervision.slow_rank import SlowRanks
 
 NONE = "no guard"
 RANKS = 2
@@ -73,7 +72,7 @@ def engines(
     found = {
         name: plain(name) for name in (NONE, "NaN of a rank", "spike", "slow rank", "weight hash")
     }
-    found["NaN of a rank"].optimizer.layout.gradients.watch()
+    found["NaN of a rank"].optimizer.measure_own_grad_norm()
     found["spike"].optimizer.spikes = SpikeGuard(3.0, parallel.device)
     slow_ranks = SlowRanks(LoggingConfig(log_straggler=True, straggler_ratio=100.0), parallel)
     hashed = found["weight hash"]
@@ -122,14 +121,7 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
 def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[Row]]:
     """Yields the rows of each setting in turn, as one of the two ranks."""
     torch.set_num_threads(args.threads or 1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(minutes=10),
-    )
-    try:
+    with joined(rank, RANKS, folder):
         for dtype in args.dtype:
             for dropout in args.dropout:
                 yield measure(
@@ -137,13 +129,11 @@ def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[
                     args,
                     Progress(quiet=rank > 0),
                 )
-    finally:
-        dist.destroy_process_group()
 
 
-def other_rank(args: argparse.Namespace, folder: str) -> None:
+def other_rank(args: argparse.Namespace, rank: int, folder: str) -> None:
     """Runs rank 1, in the process that `main` starts."""
-    for _ in run_rank(args, 1, folder):
+    for _ in run_rank(args, rank, folder):
         pass
 
 
@@ -174,39 +164,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {**new_report(args), "micro_batches": args.micro_batches}
     print(
         heading(report),
-        (
-            f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above "
-            "in a step"
-        ),
+        f"{RANKS} data-parallel ranks, {args.micro_batches} micro-batches of the batch above "
+        "in a step",
         sep="\n",
         flush=True,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        other = multiprocessing.get_context("spawn").Process(
-            target=other_rank, args=(args, folder), daemon=True
-        )
-        try:
-            other.start()
-            for rows in run_rank(args, 0, folder):
+    with other_ranks(partial(other_rank, args), RANKS) as folder:
+        for rows in run_rank(args, 0, folder):
+            print(
+                f"\n{rows[0].dtype}, dropout {rows[0].dropout}: a step without guards "
+                f"takes {rows[0].ms:.1f} ms",
+                f"{'guard':20}time / none",
+                sep="\n",
+            )
+            for row in rows:
                 print(
-                    (
-                        f"\n{rows[0].dtype}, dropout {rows[0].dropout}: a step without guards "
-                        f"takes {rows[0].ms:.1f} ms"
-                    ),
-                    f"{'guard':20}time / none",
-                    sep="\n",
+                    f"{row.guard:20}" + "{:.3f} ({:.3f}-{:.3f})".format(*row.time_ratio), flush=True
                 )
-                for row in rows:
-                    print(
-                        f"{row.guard:20}" + "{:.3f} ({:.3f}-{:.3f})".format(*row.time_ratio),
-                        flush=True,
-                    )
-                report["rows"] += [asdict(row) for row in rows]
-                write_report(report, args.json)
-            other.join(60.0)
-        finally:
-            other.kill()
-            other.join()
+            report["rows"] += [asdict(row) for row in rows]
+            write_report(report, args.json)
     return 0
 
 

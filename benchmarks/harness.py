@@ -7,16 +7,20 @@ import contextlib
 import datetime
 import json
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.engines import DTYPES, PRESETS, Shape
+
+Spread = tuple[float, float, float]  # median, minimum, maximum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +83,8 @@ def profile(
             record_shapes=not cuda,
         ) as trace:
             Clock(device=device, steps=steps).ms(action)
-        averages = trace.key_averages()
-        cost = {
-            event: getattr(event, "self_device_time_total" if cuda else "self_cpu_time_total")
-            / 1000.0
-            / steps
-            for event in averages
-        }
+        time_of = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
+        cost = {event: time_of(event) / 1000.0 / steps for event in trace.key_averages()}
         lines.append(f"\n{name}, {title}: {sum(cost.values()):.1f} ms per step in operators")
         for event in sorted(cost, key=lambda event: -cost[event])[:top]:
             lines.append(
@@ -148,14 +147,20 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
     return parser
 
 
+def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
+    """Returns the ratios of two engines' times, round by round."""
+    ratios = [time / other for time, other in zip(times, others, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
 def parse_benchmark(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
     """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
     args = parser.parse_args(argv)
-    args.device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
         parser.error(
             "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"
@@ -200,8 +205,7 @@ def heading(report: dict[str, Any]) -> str:
     """Returns two lines: the machine, and the shape that is measured."""
     return (
         f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
-        f"{report['clock']} time, medians of "
-        f"{report['rounds']} rounds\n"
+        f"{report['clock']} time, medians of {report['rounds']} rounds\n"
         + ", ".join(f"{name} {value}" for name, value in report["shape"].items())
     )
 

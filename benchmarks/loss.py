@@ -33,12 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, SEED  # noqa: E402
-from benchmarks.harness import Clock, device_name, write_report  # noqa: E402
-from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
-from megatron_lite.tensor_parallel.column_linear import column_parallel_linear  # noqa: E402
-from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
-from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy  # noqa: E402
+from benchmarks.engines import DTYPES, SEED
+from benchmarks.harness import Clock, device_name, spread, write_report
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
+from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
 KEPT = "kept"
 # hidden states [s, 1, h], weight [V, h], labels [s, 1] -> the mean
@@ -55,13 +55,15 @@ def kept(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     ).mean()
 
 
-def in_chunks(hidden_states: Tensor, weight: Tensor, labels: Tensor, *, chunk_size: int) -> Tensor:
-    """Returns our loss, computed from the logits of `chunk_size` tokens at a time."""
+def in_chunks(
+    hidden_states: Tensor, weight: Tensor, labels: Tensor, *, loss_chunk_size: int
+) -> Tensor:
+    """Returns our loss, computed from the logits of `loss_chunk_size` tokens at a time."""
     return vocab_parallel_linear_cross_entropy(
         hidden_states,
         weight,
         labels,
-        chunk_size=chunk_size,
+        loss_chunk_size=loss_chunk_size,
         tp_group=None,
         sequence_parallel=False,
         first_id=0,
@@ -86,7 +88,7 @@ def fused(hidden_states: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def engines(chunk_sizes: Sequence[int]) -> dict[str, Loss]:
     """Returns the loss of every row by name, KEPT first."""
-    ours = {f"chunks of {size}": partial(in_chunks, chunk_size=size) for size in chunk_sizes}
+    ours = {f"chunks of {size}": partial(in_chunks, loss_chunk_size=size) for size in chunk_sizes}
     return {
         KEPT: kept,
         **ours,
@@ -157,7 +159,6 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
             samples[name].append(ms)
     rows = []
     for name, times in samples.items():
-        ratios = [ours / theirs for ours, theirs in zip(times, samples[KEPT], strict=True)]
         rows.append(
             Row(
                 engine=name,
@@ -165,7 +166,7 @@ def measure(args: argparse.Namespace, dtype: str, hidden_size: int, vocab_size: 
                 hidden_size=hidden_size,
                 vocab_size=vocab_size,
                 ms=statistics.median(times),
-                time_ratio=(statistics.median(ratios), min(ratios), max(ratios)),
+                time_ratio=spread(times, samples[KEPT]),
                 kept_bytes=kept_bytes[name],
                 peak_bytes=peak_bytes[name],
                 logits_bytes=args.tokens * vocab_size * DTYPES[dtype].itemsize,
@@ -190,8 +191,7 @@ def line(row: Row) -> str:
 
 HEADER = (
     f"{'dtype':8}{'h':>6}{'V':>8}  {'':15}{'ms':>9}  "
-    f"{'time / kept':17}{'kept MiB':>9}{'peak MiB':>9}{'/ logits':>10}"
-    f"{'loss':>10}"
+    f"{'time / kept':17}{'kept MiB':>9}{'peak MiB':>9}{'/ logits':>10}{'loss':>10}"
 )
 
 
@@ -248,9 +248,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="also write settings and every sample, after each block of rows",
     )
     args = parser.parse_args(argv)
-    args.device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    )
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(args.device)
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
         parser.error(
             "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"
@@ -275,8 +275,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(
         f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, "
-        f"{args.clock} time, medians of "
-        f"{args.repeats} rounds (least-most), {args.tokens} tokens\n{HEADER}",
+        f"{args.clock} time, medians of {args.repeats} rounds (least-most), {args.tokens} tokens\n"
+        f"{HEADER}",
         flush=True,
     )
     for dtype, hidden_size, vocab_size in itertools.product(

@@ -10,225 +10,37 @@ through gloo. benchmarks/README.md explains how to read the table.
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
 import math
-import multiprocessing
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, LEARNING_RATE, SEED, Setting, our_model  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import DTYPES, Setting
+from benchmarks.harness import (
     Progress,
     benchmark_parser,
-    clock_of,
     heading,
     new_report,
     parse_benchmark,
+    spread,
     write_report,
 )
-from benchmarks.traffic import Traffic, foretold  # noqa: E402
-from megatron_lite.config.data_parallel import DataParallelConfig  # noqa: E402
-from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.config.stages import stages_of_rank  # noqa: E402
-from megatron_lite.model.sharding import shard_model_  # noqa: E402
-from megatron_lite.model.stage_models import ModelStages  # noqa: E402
-from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
-from megatron_lite.parallel.chunks import select  # noqa: E402
-from megatron_lite.parallel.rng import RngStreams  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
-from megatron_lite.pipeline.links import Links  # noqa: E402
-from megatron_lite.training.batches import MicroBatch  # noqa: E402
-from megatron_lite.training.micro_batches import StageRunner  # noqa: E402
-from megatron_lite.training.step import train_step  # noqa: E402
+from benchmarks.layouts import ALONE, Engine, Kept, build_engine, layouts, state_of, time_in_rounds
+from benchmarks.rank_processes import joined, other_ranks
+from benchmarks.traffic import Traffic, foretold
 
-ALONE = "one process"
 MIB = 2.0**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A row of the table: its number of ranks and its flags."""
-
-    ranks: int = 2
-    parallel: ParallelConfig = field(
-        default_factory=lambda: ParallelConfig(distributed_backend="gloo")
-    )
-    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
-
-
-def split(**sizes: Any) -> Layout:
-    """Returns the layout of two ranks that share one model."""
-    return Layout(parallel=ParallelConfig(distributed_backend="gloo", **sizes))
-
-
-def layouts(bucket_size: int, num_layers: int = 4) -> dict[str, Layout]:
-    """Returns all layouts by name.
-
-    bucket_size: the bucket size of layouts with overlapped reductions.
-    The layout with virtual stages is left out unless `num_layers` is a multiple of 4.
-    """
-    overlap = dict(overlap_grad_reduce=True, ddp_bucket_size=bucket_size)
-    sharded = dict(use_torch_fsdp2=True)
-    rows = {
-        ALONE: Layout(ranks=1),
-        "TP 2": split(tensor_model_parallel_size=2),
-        "TP 2, sequence parallel": split(tensor_model_parallel_size=2, sequence_parallel=True),
-        "PP 2": split(pipeline_model_parallel_size=2),
-        "PP 2, 2 virtual stages": split(
-            pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2
-        ),
-        "CP 2": split(context_parallel_size=2),
-        "DP 2": Layout(),
-        "DP 2, overlap": Layout(data_parallel=DataParallelConfig(**overlap)),
-        "DP 2, distributed optimizer": Layout(
-            data_parallel=DataParallelConfig(use_distributed_optimizer=True)
-        ),
-        "DP 2, distributed optimizer, overlap": Layout(
-            data_parallel=DataParallelConfig(
-                use_distributed_optimizer=True, overlap_param_gather=True, **overlap
-            )
-        ),
-        "FSDP 2": Layout(data_parallel=DataParallelConfig(**sharded)),
-        "FSDP 2, no reshard": Layout(
-            data_parallel=DataParallelConfig(torch_fsdp2_reshard_after_forward=False, **sharded)
-        ),
-        "FSDP 2, memory-efficient": Layout(
-            data_parallel=DataParallelConfig(fsdp_memory_efficient_wrapping=True, **sharded)
-        ),
-    }
-    return {name: row for name, row in rows.items() if "virtual" not in name or num_layers % 4 == 0}
-
-
-class Kept(NamedTuple):
-    """The bytes that a rank holds between two steps."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """A layout on this rank. shapes: the shapes of the parameters before FSDP2 shards them."""
-
-    name: str
-    layout: Layout
-    model: ModelStages
-    optimizer: Optimizer
-    step: Callable[[], Tensor]
-    shapes: Mapping[str, Sequence[int]]
-
-    def kept(self) -> Kept:
-        """Returns the bytes kept after a step.
-
-        Masters of bf16 weights count for the optimizer. Masters that are the weights themselves
-        count for the weights only.
-        """
-        weights = {
-            _storage(local(parameter)): _num_bytes(local(parameter))
-            for parameter in self.model.parameters()
-        }
-        gradients = {
-            _storage(piece.grad): _num_bytes(piece.grad) for piece in self.optimizer.layout.pieces
-        }
-        states = {
-            _storage(value): _num_bytes(value)
-            for state in self.optimizer.states.values()
-            for value in state.values()
-        }
-        return Kept(
-            sum(weights.values()),
-            sum(gradients.values()),
-            sum(size for storage, size in states.items() if storage not in weights),
-        )
-
-
-def local(parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter, which FSDP2 may have sharded."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
-
-
-def build_engine(
-    name: str,
-    layout: Layout,
-    setting: Setting,
-    batch: MicroBatch,
-    micro_batches: int,
-    parallel: ParallelState,
-) -> Engine:
-    """Returns the engine: its step is train_step over this rank's share of the micro-batches.
-
-    All micro-batches are the same batch. micro_batches: their number in a step, over all ranks.
-    """
-    config, shape = layout.parallel, setting.shape
-    model = ModelStages(
-        [
-            our_model(setting, parallel, sequence_parallel=config.sequence_parallel, stage=stage)
-            for stage in stages_of_rank(config, shape.num_layers, parallel.pp_rank)
-        ]
-    )
-    shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-    for chunk in model:
-        shard_model_(chunk, parallel, layout.data_parallel)
-    optimizer = Optimizer(model, OptimizerConfig(), parallel, layout.data_parallel)
-    links = (
-        None
-        if parallel.pp_size == 1
-        else Links(
-            parallel.pp_lanes,
-            shape=(shape.seq_length, shape.batch_size, shape.hidden_size),
-            dtype=DTYPES[setting.dtype],
-            device=parallel.device,
-        )
-    )
-    runner = StageRunner(model, parallel, links=links)
-    spans = next(iter(model)).context.cp.spans(shape.seq_length // parallel.cp_size)
-    own = MicroBatch(*(select(tensor, spans, 1) for tensor in batch))
-    mine = micro_batches // parallel.dp_size
-
-    def step() -> Tensor:
-        return train_step(runner, optimizer, (own,) * mine, learning_rate=LEARNING_RATE).loss
-
-    return Engine(
-        name=name, layout=layout, model=model, optimizer=optimizer, step=step, shapes=shapes
-    )
-
-
-def state_of(layout: Layout) -> Any:
-    """Returns a context manager that yields this rank's state in the layout.
-
-    The state of a layout of one rank has no groups.
-    """
-    if layout.ranks > 1:
-        return parallel_state(layout.parallel, seed=SEED)
-    device = torch.device("cpu")
-    return contextmanager(
-        lambda: (yield ParallelState(device=device, rng=RngStreams(device, seed=SEED)))
-    )()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,11 +88,11 @@ def measure(setting: Setting, args: argparse.Namespace, progress: Progress) -> l
                     )
                 )
     names = [engine.name for engine in engines] if rank == 0 else []
-    shared: list[Any] = [names]
-    dist.broadcast_object_list(shared)
+    agreed: list[Any] = [names]
+    dist.broadcast_object_list(agreed)
     by_name = {engine.name: engine for engine in engines}
-    found = {name: _counted(by_name.get(name)) for name in shared[0]}
-    samples = time_in_rounds(shared[0], by_name, args, title, progress)
+    found = {name: _counted(by_name.get(name)) for name in agreed[0]}
+    samples = time_in_rounds(agreed[0], by_name, args, title, progress)
     if rank:
         return []
     return [
@@ -334,56 +146,16 @@ def _foretold(engine: Engine, setting: Setting, micro_batches: int) -> dict[str,
     )
 
 
-def time_in_rounds(
-    names: Sequence[str],
-    engines: Mapping[str, Engine],
-    args: argparse.Namespace,
-    title: str,
-    progress: Progress,
-) -> dict[str, list[float]]:
-    """Returns the milliseconds of every layout in every round, on the slowest rank.
-
-    Each round begins with another layout.
-    """
-    clock = clock_of(args)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(args.repeats):
-        for place in range(len(names)):
-            name = names[(place + number) % len(names)]
-            progress(f"{title}: round {number + 1} of {args.repeats}, {name}")
-            gc.collect()
-            dist.barrier()
-            engine = engines.get(name)
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, 0.0 if engine is None else clock.ms(engine.step))
-            samples[name].append(max(of_ranks))
-    return samples
-
-
-def spread(times: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
-    ratios = [time / other for time, other in zip(times, others, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
 def run_rank(args: argparse.Namespace, rank: int, folder: str) -> Iterator[list[Row]]:
     """Yields the rows of each setting in turn, as one of the ranks."""
     torch.set_num_threads(args.threads or max(1, args.cpu_threads // args.ranks))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=args.ranks,
-        timeout=datetime.timedelta(minutes=10),
-    )
-    try:
+    with joined(rank, args.ranks, folder):
         for dtype in args.dtype:
             for dropout in args.dropout:
                 setting = Setting(
                     shape=args.shape, device=args.device, dtype=dtype, dropout=dropout
                 )
                 yield measure(setting, args, Progress(quiet=rank > 0))
-    finally:
-        dist.destroy_process_group()
 
 
 def other_rank(args: argparse.Namespace, rank: int, folder: str) -> None:
@@ -431,10 +203,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layouts", nargs="+", default=[], metavar="NAME", help='only these rows and "one process"'
     )
     args = parse_benchmark(parser, argv)
-    args.ranks, args.cpu_threads = (
-        max(layout.ranks for layout in layouts(1).values()),
-        torch.get_num_threads(),
-    )
+    args.ranks = max(layout.ranks for layout in layouts(1).values())
+    args.cpu_threads = torch.get_num_threads()
     if args.device.type != "cpu":
         parser.error(f"the ranks are processes on the CPU: give --device cpu (got {args.device})")
     if args.micro_batches < args.ranks or args.micro_batches % args.ranks:
@@ -467,45 +237,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         sep="\n",
         flush=True,
     )
-    status, spawn = 0, multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        others = [
-            spawn.Process(target=other_rank, args=(args, rank, folder), daemon=True)
-            for rank in range(1, args.ranks)
-        ]
-        try:
-            for process in others:
-                process.start()
-            for rows in run_rank(args, 0, folder):
-                alone = next(row for row in rows if row.layout == ALONE)
-                print(
-                    (
-                        f"\n{alone.dtype}, dropout {alone.dropout}: one process takes "
-                        f"{alone.ms:.1f} ms"
-                    ),
-                    HEADER,
-                    *table(rows),
-                    sep="\n",
-                    flush=True,
-                )
-                for row in rows:
-                    if row.foretold_bytes is not None and row.received_bytes != row.foretold_bytes:
-                        print(
-                            (
-                                f"{row.layout}: {row.foretold_bytes} bytes were foretold, "
-                                f"{row.received_bytes} received"
-                            ),
-                            file=sys.stderr,
-                        )
-                        status = 1
-                report["rows"] += [asdict(row) | {"kept": row.kept._asdict()} for row in rows]
-                write_report(report, args.json)
-            for process in others:
-                process.join(60.0)
-        finally:
-            for process in others:
-                process.kill()
-                process.join()
+    status = 0
+    with other_ranks(partial(other_rank, args), args.ranks) as folder:
+        for rows in run_rank(args, 0, folder):
+            alone = next(row for row in rows if row.layout == ALONE)
+            print(
+                f"\n{alone.dtype}, dropout {alone.dropout}: one process takes {alone.ms:.1f} ms",
+                HEADER,
+                *table(rows),
+                sep="\n",
+                flush=True,
+            )
+            for row in rows:
+                if row.foretold_bytes is not None and row.received_bytes != row.foretold_bytes:
+                    print(
+                        f"{row.layout}: {row.foretold_bytes} bytes were foretold, "
+                        f"{row.received_bytes} received",
+                        file=sys.stderr,
+                    )
+                    status = 1
+            report["rows"] += [asdict(row) | {"kept": row.kept._asdict()} for row in rows]
+            write_report(report, args.json)
     return status
 
 

@@ -167,10 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     draw(
         panels,
         args.output,
-        (
-            f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
-            f"{report['date'][:10]}"
-        ),
+        f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
+        f"{report['date'][:10]}",
     )
     status = 0
     for title, points in panels.items():

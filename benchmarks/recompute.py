@@ -9,16 +9,14 @@ rank itself. benchmarks/README.md explains how to read the table.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import itertools
-import multiprocessing
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +28,27 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import SEED, Setting  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import SEED, Setting
+from benchmarks.harness import (
     Clock,
     Progress,
+    Spread,
     benchmark_parser,
     clock_of,
     heading,
     new_report,
     parse_benchmark,
     profile,
+    spread,
     write_report,
 )
-from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names  # noqa: E402
-from megatron_lite.config.model import ATTENTION_BACKENDS  # noqa: E402
-from megatron_lite.config.parallel import ParallelConfig  # noqa: E402
-from megatron_lite.memory.measure.live_storages import LiveStorages  # noqa: E402
-from megatron_lite.parallel.rng import RngSnapshot, RngStreams  # noqa: E402
-from megatron_lite.parallel.state import ParallelState, parallel_state  # noqa: E402
+from benchmarks.rank_processes import joined, other_ranks
+from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names
+from megatron_lite.config.model import ATTENTION_BACKENDS
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.parallel.rng import RngSnapshot, RngStreams
+from megatron_lite.parallel.state import ParallelState, parallel_state
 
 aten = torch.ops.aten
 # torch counts the FLOPs of CUDA's flash kernels, but has no formula for the flash kernel of a CPU.
@@ -153,9 +154,6 @@ def garbage_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
-Spread = tuple[float, float, float]  # median, minimum, maximum
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """The result of one engine. Bytes and FLOPs are those of rank 0.
@@ -196,11 +194,6 @@ class Block:
     profile: str
 
 
-def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
-    ratios = [time / other for time, other in zip(times, others, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios)
-
-
 def rows_of(
     setting: Setting,
     place: Place,
@@ -236,8 +229,7 @@ def measure(setting: Setting, place: Place, args: argparse.Namespace, progress: 
     parallel = place.parallel
     title = (
         f"TP {parallel.tp_size}{', sequence parallel' if place.sequence_parallel else ''}, "
-        f"{setting.dtype}, dropout "
-        f"{setting.dropout}"
+        f"{setting.dtype}, dropout {setting.dropout}"
     )
     contestants = build_contestants(setting, place)
     engines = [
@@ -288,19 +280,9 @@ def rank_of(tp_size: int, rank: int, folder: str) -> Iterator[ParallelState]:
 
     The ranks meet through a file and communicate through gloo.
     """
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=tp_size,
-        timeout=datetime.timedelta(minutes=5),
-    )
-    try:
-        config = ParallelConfig(tensor_model_parallel_size=tp_size, distributed_backend="gloo")
-        with parallel_state(config, seed=SEED) as parallel:
-            yield parallel
-    finally:
-        dist.destroy_process_group()
+    config = ParallelConfig(tensor_model_parallel_size=tp_size, distributed_backend="gloo")
+    with joined(rank, tp_size, folder, minutes=5.0), parallel_state(config, seed=SEED) as parallel:
+        yield parallel
 
 
 def other_rank(args: argparse.Namespace, tp_size: int, rank: int, folder: str) -> None:
@@ -319,23 +301,11 @@ def all_ranks(args: argparse.Namespace, tp_size: int) -> Iterator[ParallelState]
     if tp_size == 1:
         yield ParallelState(device=args.device, rng=RngStreams(args.device, seed=SEED))
         return
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        others = [
-            spawn.Process(target=other_rank, args=(args, tp_size, rank, folder), daemon=True)
-            for rank in range(1, tp_size)
-        ]
-        try:
-            for process in others:
-                process.start()
-            with rank_of(tp_size, 0, folder) as parallel:
-                yield parallel
-            for process in others:
-                process.join(60.0)
-        finally:
-            for process in others:
-                process.kill()
-                process.join()
+    with (
+        other_ranks(partial(other_rank, args, tp_size), tp_size) as folder,
+        rank_of(tp_size, 0, folder) as parallel,
+    ):
+        yield parallel
 
 
 HEADER = (

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, OURS, PEERS, Setting, Shape, Step, build_engines  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import DTYPES, OURS, PEERS, Setting, Shape, Step, build_engines
+from benchmarks.harness import (
     Clock,
     benchmark_parser,
     clock_of,
@@ -33,7 +33,7 @@ from benchmarks.harness import (  # noqa: E402
     profile,
     write_report,
 )
-from megatron_lite.memory.predict.flops import step_flops  # noqa: E402
+from megatron_lite.memory.predict.flops import step_flops
 
 
 def model_gemms(setting: Setting) -> Callable[[], None]:
@@ -61,12 +61,8 @@ def model_gemms(setting: Setting) -> Callable[[], None]:
 def gemm_flops(shape: Shape) -> int:
     """Returns the FLOPs of one run of the function that `model_gemms` returns."""
     h = shape.hidden_size
-    return (
-        2
-        * shape.batch_size
-        * shape.seq_length
-        * (shape.num_layers * 12 * h * h + h * shape.vocab_size)
-    )
+    weights = shape.num_layers * 12 * h * h + h * shape.vocab_size
+    return 2 * shape.batch_size * shape.seq_length * weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +142,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         ratio = "" if row.engine == OURS else f"{middle:.2f} ({low:.2f}-{high:.2f})"
         yield (
             f"{row.dtype:8}{row.dropout:8.1f}  "
-            f"{row.engine:23}{row.ms:9.1f}{row.tokens_per_second:11.0f}"
-            f"{row.gemm_fraction:6.0%}   {ratio:24}"
+            f"{row.engine:23}{row.ms:9.1f}{row.tokens_per_second:11.0f}{row.gemm_fraction:6.0%}   "
+            f"{ratio:24}"
         ).rstrip()
 
 

@@ -29,21 +29,21 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import LEARNING_RATE, Setting, one_rank, our_model  # noqa: E402
-from benchmarks.harness import (  # noqa: E402
+from benchmarks.engines import LEARNING_RATE, Setting, one_rank, our_model
+from benchmarks.harness import (
     Progress,
     benchmark_parser,
     clock_of,
     heading,
     new_report,
     parse_benchmark,
+    spread,
     write_report,
 )
-from benchmarks.parallel import spread  # noqa: E402
-from megatron_lite.config.optimizer_settings import OptimizerConfig  # noqa: E402
-from megatron_lite.model.gpt import GPTModel  # noqa: E402
-from megatron_lite.optim.optimizer import Optimizer  # noqa: E402
-from megatron_lite.parallel.parameter_spec import spec_of  # noqa: E402
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.parameter_spec import spec_of
 
 MUON = OptimizerConfig(
     optimizer="muon",
@@ -156,9 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_benchmark(parser, argv)
     if args.dtype != ["float32"] or args.dropout != [0.0] or args.profile:
         parser.error(
-            "an optimizer step has no dropout, and torch's Muon no float32 masters: leave "
-            "--dtype, --dropout and "
-            "--profile out"
+            "an optimizer step has no dropout, and torch's Muon no float32 masters: leave --dtype, "
+            "--dropout and --profile out"
         )
     report: dict[str, Any] = new_report(args)
     print(

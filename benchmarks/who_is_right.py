@@ -14,17 +14,11 @@ text is the same on every run.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import pickle
-import re
-import resource
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +31,27 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from megatron_lite.recompute.apply import apply_policy_  # noqa: E402
-from tests.support.foreign import Foreign, Outcome, Prepare, count_unequal, error_of, train  # noqa: E402
-from tests.support.foreign_families import FAMILIES, VARIANTS  # noqa: E402
-from tests.support.foreign_layers import LAYERS, UNSEEN  # noqa: E402
-from tests.support.foreign_wrapped import (  # noqa: E402
+from benchmarks.outcomes import EQUAL, ROUNDED, alone, verdict
+from megatron_lite.recompute.apply import apply_policy_
+from tests.support.foreign import Foreign, Outcome, Prepare, train
+from tests.support.foreign_families import FAMILIES, VARIANTS
+from tests.support.foreign_layers import LAYERS, UNSEEN
+from tests.support.foreign_wrapped import (
     compile_around,
     compile_forwards,
     compile_layers,
     train_compiled,
     train_in_ddp,
 )
-from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
+from tests.support.ranks import run_ranks
 
 BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
 MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
-NOT_APPLICABLE, EQUAL, ROUNDED, REFUSED_TOO = (
-    "-",
-    "equal",
-    "equal up to rounding",
-    "error, as without",
-)
+NOT_APPLICABLE = "-"
+REFUSED_TOO = "error, as without"
 PLAIN_REFUSES = "weights written before backward"
 
 
@@ -160,97 +151,6 @@ def cell(row: Row, engine: Engine, expected: Outcome | None) -> str:
     if isinstance(found, str):
         return REFUSED_TOO if expected is None else found
     return "**silent**" if expected is None else verdict(expected, found, row.tolerance)
-
-
-def alone(training: Callable[[], Outcome], seconds: int) -> Outcome | str:
-    """Returns the outcome of the training, or a text about the error in which it ends.
-
-    The training runs in its own process, because some engines never return.
-    """
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_send, args=(training, seconds, writer)
-    )
-    process.start()
-    writer.close()
-    try:
-        found = pickle.loads(reader.recv_bytes())
-    except EOFError:
-        process.join()
-        # A stack overflow or the time limit: the size of the stack decides which comes first.
-        endless = process.exitcode in (-signal.SIGXCPU, -signal.SIGSEGV)
-        found = (
-            "**hangs, or the process dies**"
-            if endless
-            else f"error: the process ends with {process.exitcode}"
-        )
-    process.join()
-    reader.close()
-    return found
-
-
-def _send(training: Callable[[], Outcome], seconds: int, writer: Connection) -> None:
-    # The limit is on processor time, so on a busy machine a training does not count as endless.
-    used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-    resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, used + seconds + 5))
-    try:
-        found: Outcome | str = training()
-    except Exception as error:  # any error of an engine is the content of its cell
-        found = f"error: {short(error)}"
-    writer.send_bytes(pickle.dumps(found))
-
-
-def verdict(expected: Outcome, found: Outcome, tolerance: float) -> str:
-    """Returns the comparison in a few words. Bold text means that the training is wrong."""
-    counts, parts = count_unequal(expected, found, tolerance), []
-    rounded = counts["rounded"] > 0 or not all(map(torch.equal, expected.losses, found.losses))
-    if any(
-        error_of(one, other) > tolerance
-        for one, other in zip(expected.losses, found.losses, strict=True)
-    ):
-        parts.append("loss wrong")
-    trained = sum(gradient is not None for gradient in expected.gradients.values())
-    parts += [f"{counts[kind]} of {trained} {kind}" for kind in ("wrong", "lost") if counts[kind]]
-    if counts["made up"]:
-        parts.append(f"{counts['made up']} zeros for None")
-    changed = sum(
-        not torch.equal(buffer, found.buffers[name]) for name, buffer in expected.buffers.items()
-    )
-    if changed:
-        parts.append(f"{changed} of {len(expected.buffers)} buffers differ")
-    if not torch.equal(expected.generator, found.generator):
-        parts.append("the generator ends elsewhere")
-    if parts:
-        return f"**{', '.join(parts)}**"
-    return ROUNDED if rounded else EQUAL
-
-
-def short(error: Exception) -> str:
-    """Returns the error's message in at most 60 characters, without memory addresses."""
-    for pattern, words in SHORT.items():
-        if re.search(pattern, str(error), re.DOTALL):
-            return words
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    text = lines[-1] if isinstance(error, RankFailure) else (lines or [type(error).__name__])[0]
-    text = text.removeprefix("RuntimeError: ")
-    text = re.sub(r"0x[0-9a-f]+", "..", text).replace("|", "/")
-    return text if len(text) <= 60 else text[:57].rsplit(" ", 1)[0] + " .."
-
-
-# Long messages of torch, as patterns, and their meaning here in a few words.
-SHORT = {
-    "is to be kept for backward, but was written to": "a kept result is written in place",
-    r"size of tensor a .* must match|shape '.*' is invalid": "other shapes inside of the replay",
-    r"backward through the graph a second time": "backward through a graph that is gone",
-    r"A different number of tensors": "the replay saves another number of tensors",
-    r"modified by an inplace operation|modified in-place since": "a tensor was written in place",
-    r"is being (modified inplace|used in an in-place)": "an argument must not be written in place",
-    r"does not require grad and does not have a grad_fn": "the loss has no gradient",
-    r"checkpoint is incompatible with": "not with torch.autograd.grad",
-    r"has been marked as ready twice|mark a variable ready only once": "DDP gets a gradient twice",
-    r"'tuple' object has no attribute": "the output came back as a plain tuple",
-    r"during backward but not found|invocation index": "the replay runs another operator",
-}
 
 
 def _is_of_transformers(foreign: Foreign) -> bool:
@@ -362,22 +262,12 @@ def tables() -> str:
         "silently other": lambda text: text.startswith("**"),
         "not applicable": lambda text: text == NOT_APPLICABLE,
     }
-    parts = [
-        (
-            f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, on "
-            "a CPU. Rows by outcome:\n"
-        ),
-        _table(
-            ["rows", *head],
-            [
-                (
-                    name,
-                    [str(sum(kind(line[number]) for line in every)) for number in range(len(head))],
-                )
-                for name, kind in kinds.items()
-            ],
-        ),
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    counts = [
+        (name, [str(sum(kind(line[number]) for line in every)) for number in range(len(head))])
+        for name, kind in kinds.items()
     ]
+    parts = [f"{versions}, on a CPU. Rows by outcome:\n", _table(["rows", *head], counts)]
     for title, (what, _) in TABLES.items():
         parts += [f"### {title}\n", _table([what, *head], found[title])]
     return "\n".join(parts)

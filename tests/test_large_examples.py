@@ -74,11 +74,11 @@ class Facts:
         ) / GIB
         self.ranks = processes(command_of(LARGE / f"{name}.sh"))
         parallel = self.config.parallel
-        self.chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+        self.num_chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
         self.replicas = parallel.data_parallel_size(self.ranks)
         self.bubble = bubble(
             size=parallel.pipeline_model_parallel_size,
-            chunks=self.chunks,
+            num_chunks=self.num_chunks,
             num_microbatches=self.config.training.num_microbatches(self.replicas),
         )
 
@@ -138,7 +138,7 @@ def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     layout = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
-        facts.chunks,
+        facts.num_chunks,
         facts.ranks,
     )
     batch = (training.batch_size(facts.replicas), training.micro_batch_size)
@@ -215,7 +215,7 @@ def test_the_readme_has_a_row_for_every_script() -> None:
                 ("DP", facts.replicas),
             )
             if size > 1
-        ) + (f", {facts.chunks} virtual stages" if facts.chunks > 1 else "")
+        ) + (f", {facts.num_chunks} virtual stages" if facts.num_chunks > 1 else "")
         peaks = [
             f"{facts_of(name, settings).peak_bytes / GIB:.1f}" for settings in ("", POINTWISE, FULL)
         ]

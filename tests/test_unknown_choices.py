@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.config import data_settings, lr_schedule_settings
 from megatron_lite.config import model as model_config
 from megatron_lite.config import parallel as parallel_config
 from megatron_lite.config import recompute as recompute_config
-from megatron_lite.config import training as training_config
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.data_settings import TokenizerConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import LrScheduleConfig, TokenizerConfig
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
@@ -28,7 +29,6 @@ from megatron_lite.memory.explain.report import likely_device
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.parameters import parameter_count
-from megatron_lite.memory.predict.traffic import plan_collectives
 from megatron_lite.model.norm import NORMS
 from megatron_lite.optim.lr_schedule import DECAYS, LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -36,6 +36,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import choose_device
 from megatron_lite.recompute.plan import keep_everything
 from tests.support.models import build_tiny_model, tiny_config, tp_state
+from tests.support.traffic import plan_collectives
 
 NEW = "Newest"
 SIZES = Sizes(
@@ -116,10 +117,14 @@ def recompute(name: str) -> Any:
 
 LAUNCH = Launch.__new__(Launch)
 OTHERS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "--lr-decay-style": (training_config, "LR_DECAY_STYLES", schedule(lr_decay_style=NEW)),
-    "--lr-wsd-decay-style": (training_config, "WSD_DECAY_STYLES", schedule(lr_wsd_decay_style=NEW)),
+    "--lr-decay-style": (lr_schedule_settings, "LR_DECAY_STYLES", schedule(lr_decay_style=NEW)),
+    "--lr-wsd-decay-style": (
+        lr_schedule_settings,
+        "WSD_DECAY_STYLES",
+        schedule(lr_wsd_decay_style=NEW),
+    ),
     "--tokenizer-type": (
-        training_config,
+        data_settings,
         "TOKENIZER_TYPES",
         lambda: build_tokenizer(TokenizerConfig(tokenizer_type=NEW, vocab_size=61)),
     ),
@@ -163,9 +168,9 @@ def test_every_choice_has_an_entry_in_every_table() -> None:
     assert norms == model_config.NORM_VECTORS.keys() == NORMS.keys()
     assert positions == model_config.POSITIONS.keys()
     assert set(model_config.ATTENTION_BACKENDS) == model_config.ALWAYS_UNFUSED.keys()
-    assert set(training_config.TOKENIZER_TYPES) == TOKENIZERS.keys()
-    assert set(training_config.WSD_DECAY_STYLES) <= DECAYS.keys()
-    assert set(training_config.LR_DECAY_STYLES) <= {
+    assert set(data_settings.TOKENIZER_TYPES) == TOKENIZERS.keys()
+    assert set(lr_schedule_settings.WSD_DECAY_STYLES) <= DECAYS.keys()
+    assert set(lr_schedule_settings.LR_DECAY_STYLES) <= {
         *DECAYS,
         "constant",
         "inverse-square-root",

@@ -33,10 +33,8 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         "norm_impl",
     }
     mine, theirs = asdict(ours.model), asdict(saved.model)
-    mine["vocabulary"], theirs["vocabulary"] = (
-        ours.tokenizer.true_vocab_size,
-        saved.tokenizer.true_vocab_size,
-    )
+    mine["vocabulary"] = ours.tokenizer.true_vocab_size
+    theirs["vocabulary"] = saved.tokenizer.true_vocab_size
     differing = {
         name: (theirs[name], mine[name])
         for name in mine
@@ -53,8 +51,7 @@ def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: str) -> 
         raise InputError(
             f"{where} holds the optimizer states of --optimizer {theirs}, from which --optimizer "
             f"{mine} cannot go on: give --optimizer {theirs}, or --no-load-optim to start the "
-            "states "
-            "from zero, or --finetune to take the weights alone"
+            "states from zero, or --finetune to take the weights alone"
         )
 
 
@@ -71,9 +68,8 @@ def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where:
     }
     if differing:
         raise InputError(
-            f"{where} was trained on other data, and its position there means nothing here. "
-            "Give its data, or "
-            f"--allow-changed-data to go on with this one:{_table(differing)}"
+            f"{where} was trained on other data, and its position there means nothing here. Give "
+            f"its data, or --allow-changed-data to go on with this one:{_table(differing)}"
         )
 
 

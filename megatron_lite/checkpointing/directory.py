@@ -87,8 +87,7 @@ class SaveDirectory:
         if start > self.lock.start:
             raise LockLost(
                 f"{step} was saved by a later start (number {start}, this one has "
-                f"{self.lock.start}): this one writes "
-                "no more checkpoints"
+                f"{self.lock.start}): this one writes no more checkpoints"
             )
 
     def rename(self, source: Path, target: Path) -> None:

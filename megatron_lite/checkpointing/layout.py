@@ -101,8 +101,7 @@ class SavedLayout:
             if self.tp_blocks != 1 or self.padded_length is not None:
                 raise ValueError(
                     "tp_blocks must be 1 and padded_length null if tp_dim is null (got "
-                    f"{self.tp_blocks} and "
-                    f"{self.padded_length})"
+                    f"{self.tp_blocks} and {self.padded_length})"
                 )
             return
         length = self.global_shape[self.tp_dim]

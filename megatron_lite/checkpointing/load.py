@@ -112,8 +112,8 @@ def load_weights(
             if saved is None or saved.global_shape != wanted.global_shape:
                 raise InputError(
                     f"{step}: parameter {name} is "
-                    f"{'missing' if saved is None else saved.global_shape}, this model "
-                    f"has {wanted.global_shape}"
+                    f"{'missing' if saved is None else saved.global_shape}, this model has "
+                    f"{wanted.global_shape}"
                 )
             values = reader.read(
                 name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size

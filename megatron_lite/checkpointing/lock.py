@@ -180,8 +180,8 @@ class DirectoryLock:
         if holder is None or holder.token != self.token:
             raise LockLost(
                 f"{self._path} is now held by {holder or 'another process'}: this one (process "
-                f"{self.holder.pid} on "
-                f"{self.holder.host}) was given up for lost, and writes no more checkpoints"
+                f"{self.holder.pid} on {self.holder.host}) was given up for lost, and writes no "
+                "more checkpoints"
             )
 
     def release(self) -> None:
@@ -192,16 +192,15 @@ class DirectoryLock:
     def _check_may_take(self, other: Holder | None, *, free: bool) -> None:
         if other is not None and other.was_requeued_after(self.holder):
             raise InputError(
-                f"--save {self._path.parent}: a later start of this job (requeued "
-                f"{other.requeues} times, this one "
-                f"{self.holder.requeues}) has had the directory: {other}"
+                f"--save {self._path.parent}: a later start of this job (requeued {other.requeues} "
+                f"times, this one {self.holder.requeues}) has had the directory: {other}"
             )
         if free or (other is not None and self.holder.replaces(other)):
             return
         raise InputError(
-            f"--save {self._path.parent} is in use by {other or 'another process'}: wait for "
-            "its end, or choose "
-            f"another directory (if that process cannot be reached any more, remove {self._path})"
+            f"--save {self._path.parent} is in use by {other or 'another process'}: wait for its "
+            "end, or choose another directory (if that process cannot be reached any more, remove "
+            f"{self._path})"
         )
 
     def _try_lock(self, descriptor: int) -> bool:

@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 FORMAT = 3
 MOST_BYTES = 2**26  # the longest text that is parsed. A manifest has about 130 bytes per file.
 MOST_FILE_BYTES = 2**50
-CHUNK_BYTES = 2**20
+BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Manifest:
                     "is damaged"
                 )
 
-    def share(self, rank: int, size: int) -> list[str]:
+    def files_of_rank(self, rank: int, size: int) -> list[str]:
         """Returns the files that one of `size` ranks checks; all ranks have about as many bytes."""
         return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))[rank::size]
 
@@ -131,9 +131,9 @@ def row_of(path: Path, *, limit: int | None = None) -> FileRow:
     """Returns the size and checksum of a file. Raises InputError if it cannot be read.
 
     limit: stops shortly after this many bytes, so that a file that is too long costs no more time.
-    Other threads can run meanwhile: reading and hashing a chunk release Python's global lock.
+    Other threads can run meanwhile: reading and hashing a buffer release Python's global lock.
     """
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
     size = 0
     try:
         with open_regular(path) as file:

@@ -175,9 +175,8 @@ def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None
     held = sum(math.prod(layout.global_shape) for layout in metadata.parameters.values())
     if counted != held:
         raise InputError(
-            f"{step / CONFIG}: describes a model of {counted} weights, but the step holds "
-            f"{held}: the checkpoint is "
-            "damaged"
+            f"{step / CONFIG}: describes a model of {counted} weights, but the step holds {held}: "
+            "the checkpoint is damaged"
         )
 
 

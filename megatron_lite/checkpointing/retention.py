@@ -31,8 +31,8 @@ from megatron_lite.checkpointing.step_files import (
     saved_steps,
     step_directory,
 )
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import CheckpointConfig
 
 
 def steps_to_delete(

@@ -25,8 +25,8 @@ from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.checkpointing.start import origin_of
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.write import StepWriter
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 
@@ -80,9 +80,8 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
                     or LATEST
                 )
                 raise InputError(
-                    f"--save {root} holds a checkpoint already ({there}): continue from it "
-                    f"with --load {root}, or "
-                    "choose an empty directory"
+                    f"--save {root} holds a checkpoint already ({there}): continue from it with "
+                    f"--load {root}, or choose an empty directory"
                 )
             remove_leftovers(root, lock.token)
         except BaseException:
@@ -118,10 +117,9 @@ class Saver:
         course: tuple[OwnSteps, ...] = (),
     ) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
-        self._writer = (
-            None
-            if options.save is None
-            else StepWriter(
+        self._writer: StepWriter | None = None
+        if options.save is not None:
+            self._writer = StepWriter(
                 options,
                 parallel,
                 token=claim.token,
@@ -129,7 +127,6 @@ class Saver:
                 started_at=started_at,
                 course=course,
             )
-        )
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
@@ -176,13 +173,9 @@ class Saver:
         """
         if self._under_way is None:
             return
-        future = self._under_way.future
         # The minimum over ranks is FAILED if any has failed, else WRITING if any still writes.
-        state = WRITING if not future.done() else DONE if future.exception() is None else FAILED
-        if (
-            all_reduce_(torch.tensor(state), self._parallel.world_group, dist.ReduceOp.MIN).item()
-            != WRITING
-        ):
+        state = torch.tensor(_state(self._under_way.future))
+        if all_reduce_(state, self._parallel.world_group, dist.ReduceOp.MIN).item() != WRITING:
             self.wait(say)
 
     def wait(self, say: Say) -> None:
@@ -218,3 +211,9 @@ class Saver:
         )
         for notice in notices:
             say(notice)
+
+
+def _state(write: Future[list[str]]) -> float:
+    if not write.done():
+        return WRITING
+    return DONE if write.exception() is None else FAILED

@@ -79,10 +79,8 @@ class ShardReader:
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
         """
-        theirs, ours = (
-            (saved.global_shape, saved.tp_dim, saved.tp_blocks),
-            (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks),
-        )
+        theirs = (saved.global_shape, saved.tp_dim, saved.tp_blocks)
+        ours = (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks)
         if theirs != ours:
             raise InputError(
                 f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
@@ -121,10 +119,8 @@ class ShardReader:
         """
         dtypes = set()
         for tp_rank in range(1 if saved.tp_dim is None else self._saved_tp_size):
-            path, expected = (
-                self._path(saved, tp_rank),
-                saved.file_shape(tp_rank, self._saved_tp_size),
-            )
+            path = self._path(saved, tp_rank)
+            expected = saved.file_shape(tp_rank, self._saved_tp_size)
             part = self._entry(path, key)
             if tuple(part.get_shape()) != expected:
                 raise InputError(
@@ -133,16 +129,14 @@ class ShardReader:
                 )
             if part.get_dtype() not in FLOATS:
                 raise InputError(
-                    f"{path}: {key} must hold one of {', '.join(FLOATS)} (got "
-                    f"{part.get_dtype()}): the checkpoint "
-                    "is damaged"
+                    f"{path}: {key} must hold one of {', '.join(FLOATS)} (got {part.get_dtype()}): "
+                    "the checkpoint is damaged"
                 )
             dtypes.add(part.get_dtype())
         if len(dtypes) > 1:
             raise InputError(
                 f"{self._step}: {key} must have one dtype in all files (got "
-                f"{', '.join(sorted(dtypes))}): the "
-                "checkpoint is damaged"
+                f"{', '.join(sorted(dtypes))}): the checkpoint is damaged"
             )
         return FLOATS[dtypes.pop()]
 

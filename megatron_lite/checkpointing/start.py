@@ -26,8 +26,8 @@ from megatron_lite.checkpointing.step_files import (
     saved_steps,
     step_directory,
 )
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
@@ -79,7 +79,7 @@ class Found(NamedTuple):
 def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     """Returns the point that --load asks for. Every rank must call this.
 
-    Each rank reads a share of the files of every step that is tried, and compares their checksums.
+    Each rank reads a part of the files of every step that is tried, and compares their checksums.
     Raises InputError on every rank in three cases: the directory holds no step and
     --allow-fresh-start is not given; no step is good; the first step is damaged and
     --no-load-fallback is given.
@@ -252,20 +252,20 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
 def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     """Returns why a step cannot be relied on; None if it holds what was written.
 
-    rank, size: this call reads and checks the contents of one rank's share of the files.
+    rank, size: this call reads and checks the contents of one rank's part of the files.
     """
     try:
         manifest = Manifest.read(step)
         if f"iter_{manifest.iteration:07d}" != step.stem:
             raise InputError(f"{step}: the manifest is that of iteration {manifest.iteration}")
         manifest.check_sizes(step)
-        manifest.check_contents(step, manifest.share(rank, size))
+        manifest.check_contents(step, manifest.files_of_rank(rank, size))
         metadata = Metadata.read(step)
         if metadata.progress.iteration != manifest.iteration:
             raise InputError(
                 f"{step / METADATA}: progress.iteration must be that of the step, "
-                f"{manifest.iteration} (got "
-                f"{metadata.progress.iteration}): the checkpoint is damaged"
+                f"{manifest.iteration} (got {metadata.progress.iteration}): the checkpoint is "
+                "damaged"
             )
         # Each rank has a random-number file of its own, so a step has at least as many files as
         # ranks. The check comes before expected_files, which lists a name for every rank.
@@ -287,15 +287,13 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
     if there.fault is not None:
         raise InputError(
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
-            "Remove the file to "
-            "start from scratch"
+            "Remove the file to start from scratch"
         )
     if options.allow_fresh_start:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add "
-        "--allow-fresh-start to "
-        "begin without one"
+        "--allow-fresh-start to begin without one"
     )
 
 

@@ -34,8 +34,8 @@ from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.retention import delete_old_steps, supersede_other_courses
 from megatron_lite.checkpointing.snapshot import Snapshot, TensorFile
 from megatron_lite.checkpointing.step_files import write_synced
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
-from megatron_lite.config.training import CheckpointConfig
 from megatron_lite.data.durable_files import sync_file, sync_folder
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
@@ -116,10 +116,8 @@ class StepWriter:
 
     def _publish(self, temporary: Path, iteration: int, rows: Rows) -> bytes:
         assert self._lock is not None
-        directory, origin = (
-            SaveDirectory(self._root, self._lock),
-            Origin(self._lock.start, self._course),
-        )
+        directory = SaveDirectory(self._root, self._lock)
+        origin = Origin(self._lock.start, self._course)
         write_synced(temporary / MANIFEST, Manifest(iteration, rows, origin).to_json().encode())
         points.reached(Point.MANIFEST)
         sync_folder(str(temporary))
@@ -192,9 +190,8 @@ class StepWriter:
         reason = answers[first][1:].decode(errors="replace")
         if answers[first].startswith(FAILED):
             reason = (
-                f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could "
-                "not be written by rank "
-                f"{first}: {reason}. Earlier checkpoints are as they were"
+                f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not "
+                f"be written by rank {first}: {reason}. Earlier checkpoints are as they were"
             )
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure

@@ -32,9 +32,8 @@ def start_lines(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
     yield arguments_table(config)
     yield (
         f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel "
-        f"{parallel.cp_size}, "
-        f"pipeline-parallel {parallel.pp_size}, data-parallel {parallel.dp_size}, on "
-        f"{parallel.device.type}"
+        f"{parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "
+        f"{parallel.dp_size}, on {parallel.device.type}"
     )
 
 

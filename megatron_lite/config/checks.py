@@ -72,9 +72,8 @@ def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     """
     if name not in table:
         raise ValueError(
-            f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of "
-            "them, or add an entry "
-            f"for {name}"
+            f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of them, "
+            f"or add an entry for {name}"
         )
     return table[name]
 

@@ -12,7 +12,7 @@ from megatron_lite.config.checks import flag, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
-    """The share of a model that each of n data-parallel ranks holds, and how gradients are summed.
+    """The part of a model that each of n data-parallel ranks holds, and how gradients are summed.
 
         neither flag                 whole weights, gradients and optimizer states
         use_distributed_optimizer    whole weights and gradients, 1/n of the optimizer states and
@@ -49,15 +49,10 @@ class DataParallelConfig:
                 "--use-distributed-optimizer out"
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
+            anyway = " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
             raise ValueError(
-                "--overlap-param-gather needs --use-distributed-optimizer: otherwise no "
-                "weights are gathered after "
-                "a step"
-                + (
-                    " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
-                    if self.use_torch_fsdp2
-                    else ""
-                )
+                "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
+                f"are gathered after a step{anyway if self.use_torch_fsdp2 else ''}"
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(

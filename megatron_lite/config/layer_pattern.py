@@ -52,20 +52,17 @@ def check_layers(model: ModelConfig) -> None:
         raise ValueError(
             f"--no-rope-freq {_spelled(pattern)} takes rotary embedding out of some layers, and "
             f"--position-embedding-type {model.position_embedding_type} has none: give "
-            "--position-embedding-type "
-            "rope, or leave --no-rope-freq out"
+            "--position-embedding-type rope, or leave --no-rope-freq out"
         )
     if isinstance(pattern, int) and model.num_layers % pattern:
         raise ValueError(
             f"--no-rope-freq {pattern} does not divide --num-layers {model.num_layers}: give a "
-            "divisor, or a list "
-            "with one number for each layer"
+            "divisor, or a list with one number for each layer"
         )
     if _marks_all(pattern):
         raise ValueError(
             f"--no-rope-freq {_spelled(pattern)} leaves no layer that rotates: give "
-            "--position-embedding-type none "
-            "instead"
+            "--position-embedding-type none instead"
         )
 
 
@@ -74,17 +71,15 @@ def notices(model: ModelConfig, seq_length: int) -> list[str]:
     lines, skipped = [], model.window_attn_skip_freq
     if model.window_size is not None and reach(model.window_size, seq_length) is None:
         lines.append(
-            f"--window-size {_spelled(model.window_size)} limits nothing: no token of "
-            f"--seq-length {seq_length} is "
-            f"{model.window_size[0] + 1} or more tokens away from another"
+            f"--window-size {_spelled(model.window_size)} limits nothing: no token of --seq-length "
+            f"{seq_length} is {model.window_size[0] + 1} or more tokens away from another"
         )
     if skipped is not None and (
         skipped > model.num_layers if isinstance(skipped, int) else _marks_all(skipped)
     ):
         lines.append(
             f"--window-attn-skip-freq {_spelled(skipped)} has no effect: it gives all "
-            f"{model.num_layers} layers the "
-            "window"
+            f"{model.num_layers} layers the window"
         )
     if isinstance(model.no_rope_freq, tuple) and not any(model.no_rope_freq):
         lines.append(
@@ -98,23 +93,20 @@ def _check_window(model: ModelConfig) -> None:
     if window is None:
         if pattern is not None:
             raise ValueError(
-                f"--window-attn-skip-freq {_spelled(pattern)} says which layers have no "
-                "window, and no layer has "
-                "one: give --window-size LEFT,0 too"
+                f"--window-attn-skip-freq {_spelled(pattern)} says which layers have no window, "
+                "and no layer has one: give --window-size LEFT,0 too"
             )
         return
     if len(window) != 2 or not all(UNLIMITED <= side <= LARGEST_NUMBER for side in window):
         raise ValueError(
-            f"--window-size {_spelled(window)}: give two numbers, the tokens before and after "
-            "a query that it "
-            "reads, such as 128,0"
+            f"--window-size {_spelled(window)}: give two numbers, the tokens before and after a "
+            "query that it reads, such as 128,0"
         )
     left, right = window
     if right != 0:
         raise ValueError(
-            f"--window-size {left},{right}: the model is causal and no query reads a later "
-            "token, so the second "
-            f"number must be 0: give {left},0"
+            f"--window-size {left},{right}: the model is causal and no query reads a later token, "
+            f"so the second number must be 0: give {left},0"
         )
     if left == UNLIMITED:
         raise ValueError(

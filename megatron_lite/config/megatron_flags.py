@@ -33,8 +33,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         "stages get equal numbers of layers, but for the first and last rank; use "
-        "--decoder-first-pipeline-num-layers and "
-        "--decoder-last-pipeline-num-layers",
+        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
         """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
          pipeline-model-parallel-layout""",
     ),
@@ -63,8 +62,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         "data-parallel ranks share out optimizer states with --use-distributed-optimizer, and "
-        "weights and gradients too with "
-        "--use-torch-fsdp2; there is no other way",
+        "weights and gradients too with --use-torch-fsdp2; there is no other way",
         """data-parallel-sharding-strategy disable-strict-fsdp-dtensor-load
          enable-full-sharding-in-hsdp fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer
          fsdp-manual-registration init-model-with-meta-device
@@ -139,9 +137,8 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
          rotary-scaling-factor v-head-dim""",
     ),
     (
-        "attention is causal multi-head or grouped-query attention over the whole sequence or "
-        "a window; use "
-        "--group-query-attention or --window-size",
+        "attention is causal multi-head or grouped-query attention over the whole sequence or a "
+        "window; use --group-query-attention or --window-size",
         """attention-output-gate disable-dsa-indexer-rotate-activation
          disable-dsa-indexer-scoring-relu dsa-indexer-head-dim dsa-indexer-k-norm-epsilon
          dsa-indexer-k-norm-fp32 dsa-indexer-loss-coeff dsa-indexer-n-heads
@@ -212,9 +209,8 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     REFUSED_OPTIMIZER_FLAGS,
     (
-        "one learning rate and one constant weight decay (none for biases and norms) hold for "
-        "all weights; use --lr and "
-        "--weight-decay",
+        "one learning rate and one constant weight decay (none for biases and norms) hold for all "
+        "weights; use --lr and --weight-decay",
         """apply-wd-to-qk-layernorm decoupled-lr decoupled-min-lr end-weight-decay
          freeze-all-layers no-weight-decay-cond-type start-weight-decay
          weight-decay-incr-style""",
@@ -228,21 +224,18 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         "every batch must be divisible by --micro-batch-size x data-parallel size; use "
-        "--global-batch-size and "
-        "--rampup-batch-size, whose steps are equal",
+        "--global-batch-size and --rampup-batch-size, whose steps are equal",
         """decrease-batch-size-if-needed step-batch-size-schedule""",
     ),
     (
-        "a run ends after --train-iters, --train-samples, --exit-interval, "
-        "--exit-duration-in-mins or by --exit-signal-handler, and "
-        "resumes with --load",
+        "a run ends after --train-iters, --train-samples, --exit-interval, --exit-duration-in-mins "
+        "or by --exit-signal-handler, and resumes with --load",
         """exit-signal-handler-for-dataloader exit-signal-handler-for-training
          iterations-to-skip result-rejected-tracker-filename train-sync-interval""",
     ),
     (
         "the loss and the gradient norm are checked for NaN at each iteration; use "
-        "--skip-update-on-spike for losses far above "
-        "their mean",
+        "--skip-update-on-spike for losses far above their mean",
         """check-for-large-grads check-for-spiky-loss gpu-sniff-test-interval""",
     ),
     (

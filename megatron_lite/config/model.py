@@ -168,9 +168,8 @@ class ModelConfig:
         )
         if self.ffn_hidden_size is None and default_ffn == 0:
             raise ValueError(
-                f"{switched[0]} rounds the default ffn size down to a multiple of 64, which is "
-                "0 at --hidden-size "
-                f"{self.hidden_size}: set --ffn-hidden-size"
+                f"{switched[0]} rounds the default ffn size down to a multiple of 64, which is 0 "
+                f"at --hidden-size {self.hidden_size}: set --ffn-hidden-size"
             )
         resolve(self, "ffn_hidden_size", default_ffn)
         if POSITIONS.get(self.position_embedding_type, POSITIONS["none"]).rotated:
@@ -178,8 +177,7 @@ class ModelConfig:
             if not 0.0 < self.rotary_percent <= 1.0 or self.rotary_dim < 2 or self.rotary_dim % 2:
                 raise ValueError(
                     f"--rotary-percent {self.rotary_percent} of --kv-channels {self.head_dim} "
-                    "gives "
-                    f"{self.rotary_dim} rotated channels: it must be an even number of at "
+                    f"gives {self.rotary_dim} rotated channels: it must be an even number of at "
                     "least 2, in (0, 1]"
                 )
         check_layers(self)

@@ -42,9 +42,8 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         )
     if model.attention_softmax_in_fp32 and model.attention_backend != "unfused":
         notices.append(
-            "--attention-softmax-in-fp32 has no effect where flash attention runs, which works "
-            "in float32 inside; "
-            "--attention-backend unfused never takes it"
+            "--attention-softmax-in-fp32 has no effect where flash attention runs, which works in "
+            "float32 inside; --attention-backend unfused never takes it"
         )
     if (
         parallel.context_parallel_size > 1
@@ -57,12 +56,11 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
     tokens = (
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )
-    chunk_size = config.training.loss_chunk_size
-    if chunk_size is not None and chunk_size >= tokens:
+    loss_chunk_size = config.training.loss_chunk_size
+    if loss_chunk_size is not None and loss_chunk_size >= tokens:
         notices.append(
-            f"--loss-chunk-size {chunk_size} takes all {tokens} tokens of a micro-batch at "
-            "once: their logits are not "
-            "kept, but exist"
+            f"--loss-chunk-size {loss_chunk_size} takes all {tokens} tokens of a micro-batch at "
+            "once: their logits are not kept, but exist"
         )
     if not parallel.overlap_p2p_comm and parallel.pipeline_model_parallel_size == 1:
         notices.append(

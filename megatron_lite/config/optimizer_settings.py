@@ -99,9 +99,8 @@ class OptimizerConfig:
     def _check_muon(self) -> None:
         if self.muon_tp_mode == "distributed":
             raise ValueError(
-                "--muon-tp-mode distributed is not built: give duplicated, which returns the "
-                "same matrix on every "
-                "rank, or blockwise, which sends nothing"
+                "--muon-tp-mode distributed is not built: give duplicated, which returns the same "
+                "matrix on every rank, or blockwise, which sends nothing"
             )
         if self.muon_fp32_matmul_prec == "low":
             raise ValueError(

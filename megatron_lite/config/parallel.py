@@ -70,8 +70,8 @@ class ParallelConfig:
         ):
             raise ValueError(
                 "--num-layers-per-virtual-pipeline-stage and "
-                "--num-virtual-stages-per-pipeline-rank both give the "
-                "number of virtual stages: set one"
+                "--num-virtual-stages-per-pipeline-rank both give the number of virtual stages: "
+                "set one"
             )
         # The value 1 means no virtual stages, and is legal without a pipeline too.
         if self.num_virtual_stages_per_pipeline_rank == 1:
@@ -88,9 +88,9 @@ class ParallelConfig:
     def _check_context_parallel(self) -> None:
         if self.cp_comm_type in ("a2a", "a2a+p2p"):
             raise ValueError(
-                f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads "
-                "over context-parallel "
-                "ranks during attention, and here each rank keeps its heads; use p2p or allgather"
+                f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads over "
+                "context-parallel ranks during attention, and here each rank keeps its heads; use "
+                "p2p or allgather"
             )
         require_one_of(self, "cp_comm_type", CP_COMM_TYPES)
         if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
@@ -109,11 +109,11 @@ class ParallelConfig:
     def sequence_parts(self) -> int:
         """The number that --seq-length must be a multiple of.
 
-        Each of several context-parallel ranks holds two chunks of the sequence. Sequence
-        parallelism splits each chunk over the t tensor-parallel ranks.
+        Each of several context-parallel ranks holds two spans of the sequence. Sequence
+        parallelism splits each span over the t tensor-parallel ranks.
         """
-        chunks = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
-        return chunks * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+        spans = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
+        return spans * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the world size divided by the number of ranks of one model, t x c x p.
@@ -131,7 +131,6 @@ class ParallelConfig:
             product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")
             raise ValueError(
                 f"world size {world_size} is not a multiple of {product}: start a multiple of "
-                f"{ranks} processes "
-                "(torchrun --nproc_per_node, srun --ntasks)"
+                f"{ranks} processes (torchrun --nproc_per_node, srun --ntasks)"
             )
         return world_size // ranks

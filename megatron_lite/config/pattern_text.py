@@ -31,9 +31,8 @@ def parse_window(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"\(?\s*(-?\d{1,10})\s*,\s*(-?\d{1,10})\s*\)?", text.strip())
     if match is None:
         raise ValueError(
-            f"--window-size {shown(repr(text))}: give two numbers, the tokens before and after "
-            "a query that it "
-            "reads, such as 128,0"
+            f"--window-size {shown(repr(text))}: give two numbers, the tokens before and after a "
+            "query that it reads, such as 128,0"
         )
     return int(match[1]), int(match[2])
 
@@ -45,17 +44,15 @@ def parse_pattern(flag: str, text: str) -> Pattern:
     """
     if len(text) > LONGEST_TEXT:
         raise ValueError(
-            f"{flag} has {len(text)} characters, more than the {LONGEST_TEXT} that any list "
-            "needs: write repeated "
-            "parts as [0]*3"
+            f"{flag} has {len(text)} characters, more than the {LONGEST_TEXT} that any list needs: "
+            "write repeated parts as [0]*3"
         )
     try:
         value = _PatternParser(text).value()
     except ValueError as fault:
         raise ValueError(
-            f"{flag} {shown(repr(text))}: {fault}; give a whole number, or a list with one "
-            "number for each layer, "
-            "such as ([0]*3+[1])*2"
+            f"{flag} {shown(repr(text))}: {fault}; give a whole number, or a list with one number "
+            "for each layer, such as ([0]*3+[1])*2"
         ) from None
     return value if isinstance(value, int) else tuple(value)
 

@@ -67,8 +67,8 @@ def check_policy_reaches(
         if rule.action.unit > longest:
             warnings.append(
                 f"{setting} '{rule}': a unit of {rule.action.unit} is more than the "
-                f"{_layers(longest)} in a row that "
-                f"the rule applies to: no unit has more than {_layers(longest)}"
+                f"{_layers(longest)} in a row that the rule applies to: no unit has more than "
+                f"{_layers(longest)}"
             )
         warnings += (f"{setting} '{rule}': {fault}" for fault in _beyond(rule, num_layers))
     return warnings
@@ -79,9 +79,8 @@ def _missing(rule: Rule, num_layers: Sequence[int]) -> str | None:
     if rule.stage is not None and rule.stage >= len(num_layers):
         if len(num_layers) == 1:
             return (
-                f"stage {rule.stage} does not exist: without a pipeline the model is one "
-                "stage, stage 0; leave out "
-                f"stage{rule.stage}/"
+                f"stage {rule.stage} does not exist: without a pipeline the model is one stage, "
+                f"stage 0; leave out stage{rule.stage}/"
             )
         return f"stage {rule.stage} does not exist: the stages are 0 to {len(num_layers) - 1}"
     count = _longest_stage(rule, num_layers)
@@ -109,13 +108,9 @@ def _longest_stage(rule: Rule, num_layers: Sequence[int]) -> int:
 
 def _existing(rule: Rule, num_layers: Sequence[int]) -> str:
     count = _longest_stage(rule, num_layers)
-    where = (
-        ""
-        if len(num_layers) == 1
-        else " of a stage"
-        if rule.stage is None
-        else f" of stage {rule.stage}"
-    )
+    where = ""
+    if len(num_layers) > 1:
+        where = " of a stage" if rule.stage is None else f" of stage {rule.stage}"
     return f"the layers{where} are 0 to {count - 1}" if count > 1 else f"the only layer{where} is 0"
 
 

@@ -61,10 +61,8 @@ class RecomputeConfig:
         self._check_choices()
         if self.recompute_policy is not None:
             self._refuse_without(
-                (
-                    "and --recompute-policy are two ways to say what is recomputed: leave one of "
-                    "them out"
-                ),
+                "and --recompute-policy are two ways to say what is recomputed: leave one of "
+                "them out",
                 "recompute_activations",
                 "recompute_granularity",
                 "recompute_method",
@@ -77,9 +75,8 @@ class RecomputeConfig:
         if self.recompute_activations:
             if self.recompute_granularity == "full":
                 raise ValueError(
-                    "--recompute-activations means --recompute-granularity selective, but full "
-                    "is given too: leave "
-                    "one of them out"
+                    "--recompute-activations means --recompute-granularity selective, but full is "
+                    "given too: leave one of them out"
                 )
             object.__setattr__(self, "recompute_granularity", "selective")
         # A setting that the granularity never reads would have no effect: it is refused.
@@ -115,9 +112,9 @@ class RecomputeConfig:
             rule.action.unit for rule in self.policy.rules
         ):
             raise ValueError(
-                "--contiguous-saved-activations is for the inputs of layers that are "
-                "recomputed whole, and none is: "
-                "give --recompute-granularity full, or a --recompute-policy with full"
+                "--contiguous-saved-activations is for the inputs of layers that are recomputed "
+                "whole, and none is: give --recompute-granularity full, or a --recompute-policy "
+                "with full"
             )
 
     @property
@@ -163,8 +160,7 @@ class RecomputeConfig:
         ):
             raise ValueError(
                 "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
-                "nothing), not a "
-                f"number of bytes (got {self.activation_memory_budget})"
+                f"nothing), not a number of bytes (got {self.activation_memory_budget})"
             )
         for flag, value, allowed in (
             ("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
@@ -184,13 +180,7 @@ class RecomputeConfig:
         for field in fields:
             value = getattr(self, field)
             if value:
-                shown = (
-                    " ".join(value)
-                    if isinstance(value, tuple)
-                    else ""
-                    if value is True
-                    else str(value)
-                )
-                raise ValueError(
-                    f"--{field.replace('_', '-')}{' ' + shown if shown else ''} {rule}"
-                )
+                words = [f"--{field.replace('_', '-')}"]
+                if value is not True:
+                    words += value if isinstance(value, tuple) else [str(value)]
+                raise ValueError(f"{' '.join(words)} {rule}")

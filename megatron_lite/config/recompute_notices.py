@@ -71,8 +71,8 @@ def recompute_notices_on(config: RunConfig, device: str) -> list[str]:
         return []  # all devices behave alike, and `recompute_notices` has the notice
     return [
         f"--recompute-modules {region} saves next to nothing on "
-        f"{'CUDA' if device == 'cuda' else 'a CPU'}: flash "
-        "attention runs there, and rebuilds its scores in backward by itself"
+        f"{'CUDA' if device == 'cuda' else 'a CPU'}: flash attention runs there, and rebuilds its "
+        "scores in backward by itself"
         for region in without_effect(modules, builds_scores=config.model.builds_scores(device))
     ]
 
@@ -97,21 +97,22 @@ def _partial_checkpointing_without_effect(config: RunConfig) -> list[str]:
     if num_kept < config.most_in_flight(most):
         return []
     return [
-        f"{flag('num_microbatches_with_partial_activation_checkpoints')} {num_kept}: a step "
-        f"has at most {most} "
-        f"micro-batch{'es' if most > 1 else ''} (--global-batch-size over --micro-batch-size), "
-        "so all of them keep "
-        "everything and nothing is recomputed"
+        f"{flag('num_microbatches_with_partial_activation_checkpoints')} {num_kept}: a step has at "
+        f"most {most} micro-batch{'es' if most > 1 else ''} (--global-batch-size over "
+        "--micro-batch-size), so all of them keep everything and nothing is recomputed"
     ]
 
 
 def _operators_without_effect(config: RunConfig, names: set[str]) -> list[str]:
+    no_attention = ""
+    if config.model.always_unfused:
+        no_attention = "attention is unfused and builds its scores"
+    elif config.model.attention_dropout > 0.0:
+        no_attention = (
+            "--attention-dropout draws random numbers, so that attention has to run again"
+        )
     reasons = {
-        "attention": "attention is unfused and builds its scores"
-        if config.model.always_unfused
-        else "--attention-dropout draws random numbers, so that attention has to run again"
-        if config.model.attention_dropout > 0.0
-        else "",
+        "attention": no_attention,
         "collective": _no_collective(config),
         "max": "no layer of this model computes one",
     }

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any
 
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.json_text import parse_json, shown
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.dataclass_json import from_plain
+from megatron_lite.config.json_text import parse_json
 from megatron_lite.config.layer_pattern import reach
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.optimizer_settings import OptimizerConfig
@@ -25,14 +28,7 @@ from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
-from megatron_lite.config.training import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from megatron_lite.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +53,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         model, tp_size = self.model, self.parallel.tensor_model_parallel_size
-        # Each tensor-parallel rank holds whole heads and groups, and an equal share of the MLP.
+        # Each tensor-parallel rank holds whole heads and groups, and an equal part of the MLP.
         divided = (
             ("--num-attention-heads", model.num_attention_heads),
             ("--num-query-groups", model.query_groups),
@@ -83,9 +79,8 @@ class RunConfig:
         if not self.training.fp16:
             for name in self.loss_scaling.changed():
                 raise ValueError(
-                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss "
-                    "of a float32 or --bf16 "
-                    "run is not scaled"
+                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a "
+                    "float32 or --bf16 run is not scaled"
                 )
         self._check_recompute_policy()
         self._check_pipeline()
@@ -98,16 +93,14 @@ class RunConfig:
         ):
             raise ValueError(
                 "--train-samples counts the learning-rate schedule in samples: use "
-                "--lr-decay-samples, "
-                "--lr-warmup-samples and --lr-wsd-decay-samples"
+                "--lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples"
             )
         if not by_samples and (
             schedule.lr_decay_samples or schedule.lr_warmup_samples or schedule.lr_wsd_decay_samples
         ):
             raise ValueError(
                 "--train-iters counts the learning-rate schedule in iterations: use "
-                "--lr-decay-iters, "
-                "--lr-warmup-iters and --lr-wsd-decay-iters"
+                "--lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters"
             )
 
     def check_complete_for_training(self) -> None:
@@ -135,7 +128,7 @@ class RunConfig:
             size=size,
             rank=0,
             num_microbatches=num_microbatches,
-            chunks=len(self.stage_lengths()) // size,
+            num_chunks=len(self.stage_lengths()) // size,
         )
 
     def stage_lengths(self) -> list[int]:
@@ -152,9 +145,8 @@ class RunConfig:
                 if not IN_GROUPS.issuperset(entry.operators):
                     raise ValueError(
                         f"--recompute-policy '{rule}': how many bytes {entry.name} would keep "
-                        "cannot be told before "
-                        f"the run; {', '.join(GROUPS)} name operators of which it can, and so "
-                        "do their members"
+                        f"cannot be told before the run; {', '.join(GROUPS)} name operators of "
+                        "which it can, and so do their members"
                     )
             if rule.store.startswith("split"):
                 self._check_split(
@@ -169,15 +161,13 @@ class RunConfig:
         if self.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
             if not in_pipeline:
                 raise ValueError(
-                    f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch "
-                    "is in flight at a "
-                    "time"
+                    f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is "
+                    "in flight at a time"
                 )
             if all(rule.action == LayerAction() for rule in self.recompute.policy.rules):
                 raise ValueError(
-                    f"{flag} says which micro-batches keep what the others recompute, and "
-                    "nothing is recomputed: "
-                    "give --recompute-granularity or --recompute-policy too"
+                    f"{flag} says which micro-batches keep what the others recompute, and nothing "
+                    "is recomputed: give --recompute-granularity or --recompute-policy too"
                 )
             # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
             most = self.most_in_flight(2 * self.parallel.pipeline_model_parallel_size)
@@ -185,21 +175,18 @@ class RunConfig:
             if num_kept >= most:
                 raise ValueError(
                     f"{flag} {num_kept}: at most {most} forwards are in flight at once, on the "
-                    "first pipeline rank, "
-                    "so every micro-batch would keep everything and nothing would be "
-                    "recomputed: give at most "
-                    f"{most - 1}, or leave the recomputation out"
+                    "first pipeline rank, so every micro-batch would keep everything and nothing "
+                    f"would be recomputed: give at most {most - 1}, or leave the recomputation out"
                 )
         if in_pipeline and self.logging.memory_timeline is not None:
             raise ValueError(
-                "--memory-timeline records the forward and backward of one micro-batch, which "
-                "a pipeline mixes with "
-                "those of others: give --pipeline-model-parallel-size 1"
+                "--memory-timeline records the forward and backward of one micro-batch, which a "
+                "pipeline mixes with those of others: give --pipeline-model-parallel-size 1"
             )
 
     def _check_context_parallel(self) -> None:
-        # A rank holds two chunks of the sequence, one from each end: a causal mask then gives all
-        # ranks equal work (parallel/chunks.py).
+        # A rank holds two spans of the sequence, one from each end: a causal mask then gives all
+        # ranks equal work (parallel/sequence_spans.py).
         size, parts = self.parallel.context_parallel_size, self.parallel.sequence_parts
         if self.data.seq_length % parts:
             shards = (
@@ -210,24 +197,22 @@ class RunConfig:
             under = ", which --sequence-parallel splits again" if shards else ""
             raise ValueError(
                 f"--seq-length {self.data.seq_length} is not divisible by 2 x "
-                "--context-parallel-size "
-                f"{size}{shards} = {parts}: each rank holds two chunks of the sequence{under}"
+                f"--context-parallel-size {size}{shards} = {parts}: each rank holds two chunks of "
+                f"the sequence{under}"
             )
         if self.model.attention_dropout > 0.0 and not self.model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with --attention-dropout "
                 f"{self.model.attention_dropout}: give --attention-dropout 0, or "
-                "--attention-backend unfused, which "
-                "builds the scores"
+                "--attention-backend unfused, which builds the scores"
             )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with --window-size "
-                f"{limit},0: which keys "
-                "of another rank a window reaches differs from rank to rank, and so would the "
-                "work. Give "
-                "--attention-backend unfused, which builds the scores"
+                f"{limit},0: which keys of another rank a window reaches differs from rank to "
+                "rank, and so would the work. Give --attention-backend unfused, which builds the "
+                "scores"
             )
 
     def _check_compiler(self) -> None:
@@ -235,22 +220,19 @@ class RunConfig:
         if not self.training.torch_compile:
             if budget is not None:
                 raise ValueError(
-                    f"--activation-memory-budget {budget} is a setting of torch's compiler: "
-                    "give --torch-compile "
-                    "too"
+                    f"--activation-memory-budget {budget} is a setting of torch's compiler: give "
+                    "--torch-compile too"
                 )
             return
         if self.model.norm_impl == "apex":
             raise ValueError(
                 "--norm-impl apex cannot go with --torch-compile: its kernels would end every "
-                "compiled graph, and "
-                "the compiler makes its own. Leave one of them out"
+                "compiled graph, and the compiler makes its own. Leave one of them out"
             )
         if self.recompute.recompute_verify:
             raise ValueError(
-                "--recompute-verify has nothing to compare under --torch-compile, whose "
-                "compiled layers decide "
-                "themselves what they keep and recompute: leave one of them out"
+                "--recompute-verify has nothing to compare under --torch-compile, whose compiled "
+                "layers decide themselves what they keep and recompute: leave one of them out"
             )
         if any(
             rule.action != LayerAction() or rule.store != "device"
@@ -258,23 +240,21 @@ class RunConfig:
         ):
             raise ValueError(
                 "--torch-compile decides itself what compiled layers recompute: give "
-                "--activation-memory-budget "
-                "instead of a recompute policy, or leave --torch-compile out"
+                "--activation-memory-budget instead of a recompute policy, or leave "
+                "--torch-compile out"
             )
         for axis in ("tensor_model_parallel_size", "context_parallel_size"):
             if (size := getattr(self.parallel, axis)) > 1:
                 raise ValueError(
-                    f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective "
-                    "would end a compiled "
-                    "graph"
+                    f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective would "
+                    "end a compiled graph"
                 )
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel.overlap_param_gather and self.training.torch_compile:
             raise ValueError(
-                "--overlap-param-gather cannot go with --torch-compile: each module's wait for "
-                "its weights would "
-                "end a compiled graph. Leave one of them out"
+                "--overlap-param-gather cannot go with --torch-compile: each module's wait for its "
+                "weights would end a compiled graph. Leave one of them out"
             )
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
             raise ValueError(
@@ -288,9 +268,8 @@ class RunConfig:
             raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
         if self.parallel.sequence_parallel:
             raise ValueError(
-                f"{flag} has nothing to split under --sequence-parallel, where each rank's "
-                "input is already 1/t: "
-                "leave one of them out"
+                f"{flag} has nothing to split under --sequence-parallel, where each rank's input "
+                "is already 1/t: leave one of them out"
             )
         cp_size = self.parallel.context_parallel_size
         elements = (
@@ -300,11 +279,11 @@ class RunConfig:
             * self.model.hidden_size
         )
         if elements % tp_size:
-            share = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
+            divisor = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
             raise ValueError(
-                f"{flag} splits the {elements} elements of --seq-length{share} x "
-                "--micro-batch-size x --hidden-size "
-                f"over --tensor-model-parallel-size {tp_size} ranks, which does not divide them"
+                f"{flag} splits the {elements} elements of --seq-length{divisor} x "
+                f"--micro-batch-size x --hidden-size over --tensor-model-parallel-size {tp_size} "
+                "ranks, which does not divide them"
             )
 
     def to_json(self) -> str:
@@ -321,64 +300,4 @@ class RunConfig:
         Raises ValueError if the text is not JSON, if a topic or field is unknown, if a value has
         the wrong type, or if a rule is broken.
         """
-        return typing.cast(RunConfig, _from_plain(cls, parse_json(text), "run"))
-
-
-def _from_plain(cls: type, values: Any, where: str) -> Any:
-    """Returns the config class built from a JSON object.
-
-    where: the path of the object in the file, for error messages.
-    """
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(values) - set(hints))
-    if unknown:
-        raise ValueError(
-            f"{where}: unknown field {shown(', '.join(unknown))} (known: "
-            f"{', '.join(sorted(hints))})"
-        )
-    missing = sorted(
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.name not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    )
-    if missing:
-        raise ValueError(f"{where}: missing field {', '.join(missing)}")
-    return cls(
-        **{name: _value(hints[name], value, f"{where}.{name}") for name, value in values.items()}
-    )
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """Returns the JSON value as the type that the field's annotation `hint` names."""
-    if dataclasses.is_dataclass(hint):
-        return _from_plain(typing.cast(type, hint), value, where)
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    # JSON has no tuple: a list stands for it.
-    lists = [kind for kind in allowed if typing.get_origin(kind) is tuple]
-    if lists and (isinstance(value, list) or len(allowed) == 1):
-        kind = typing.get_args(lists[0])[0]
-        if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise ValueError(
-                f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got "
-                f"{shown(repr(value))}"
-            )
-        return tuple(value)
-    allowed = tuple(kind for kind in allowed if kind not in lists)
-    # bool is a subclass of int in Python: without this test `true` would pass as a whole number.
-    if isinstance(value, bool) and bool not in allowed:
-        raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
-    # A float field may be written without a decimal point.
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and float in allowed
-        and int not in allowed
-    ):
-        return float(value)
-    if not isinstance(value, allowed):
-        raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
-    return value
+        return typing.cast(RunConfig, from_plain(cls, parse_json(text), "run"))

@@ -22,7 +22,8 @@ class Stage:
 
     number, count: the number of this stage in the model, from 0, and the number of all stages.
     rank: the pipeline rank that holds the stage.
-    chunk: the number of the stage among the stages of its rank, from 0.
+    chunk: the number of the stage among the model chunks of its rank, from 0. A model chunk is
+        the part of the model in one stage.
     first_layer: the number of its first layer in the whole model, from 0.
     """
 
@@ -56,27 +57,27 @@ def stages(parallel: ParallelConfig, num_layers: int) -> tuple[Stage, ...]:
     """
     size = parallel.pipeline_model_parallel_size
     per_rank = _layers_by_rank(parallel, num_layers)
-    chunks = _chunks(parallel, per_rank)
+    num_chunks = _num_chunks(parallel, per_rank)
     for rank, layers in enumerate(per_rank):
-        if layers % chunks:
+        if layers % num_chunks:
             raise ValueError(
                 f"pipeline rank {rank} holds {layers} layers, which are not divisible by "
-                f"{chunks} virtual stages: "
-                "change --num-layers or --num-virtual-stages-per-pipeline-rank"
+                f"{num_chunks} virtual stages: change --num-layers or "
+                "--num-virtual-stages-per-pipeline-rank"
             )
     # Stage n of the model is on rank n mod p, so the virtual stages of the ranks interleave.
     found: list[Stage] = []
     first = 0
-    for number in range(size * chunks):
+    for number in range(size * num_chunks):
         rank, chunk = number % size, number // size
         found.append(
             Stage(
                 number=number,
-                count=size * chunks,
+                count=size * num_chunks,
                 rank=rank,
                 chunk=chunk,
                 first_layer=first,
-                num_layers=per_rank[rank] // chunks,
+                num_layers=per_rank[rank] // num_chunks,
             )
         )
         first += found[-1].num_layers
@@ -88,47 +89,46 @@ def stages_of_rank(parallel: ParallelConfig, num_layers: int, rank: int) -> tupl
     return tuple(stage for stage in stages(parallel, num_layers) if stage.rank == rank)
 
 
-def warmup_forwards(*, size: int, rank: int, chunks: int = 1) -> int:
+def warmup_forwards(*, size: int, rank: int, num_chunks: int = 1) -> int:
     """Returns the number of forwards in the warm-up of a rank.
 
     They come before the first pair of a forward and a backward. The number holds for a step with
     enough micro-batches.
 
     size: the number of pipeline ranks.
-    chunks: the number of virtual stages of each rank.
+    num_chunks: the number of virtual stages of each rank.
     """
-    if chunks == 1:
+    if num_chunks == 1:
         return size - rank - 1
     # The interleaved schedule (2104.04473, section 2.2): p forwards for each of the rank's stages
     # but one, and two more for each later rank.
-    return 2 * (size - rank - 1) + (chunks - 1) * size
+    return 2 * (size - rank - 1) + (num_chunks - 1) * size
 
 
-def most_in_flight(*, size: int, rank: int, num_microbatches: int, chunks: int = 1) -> int:
+def most_in_flight(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -> int:
     """Returns the largest number of forwards that wait for their backward at once on a rank.
 
     Each forward counts for one micro-batch in one virtual stage.
 
-    chunks: the number of virtual stages of each pipeline rank.
+    num_chunks: the number of virtual stages of each pipeline rank.
     """
-    return min(warmup_forwards(size=size, rank=rank, chunks=chunks) + 1, num_microbatches * chunks)
+    return min(
+        warmup_forwards(size=size, rank=rank, num_chunks=num_chunks) + 1,
+        num_microbatches * num_chunks,
+    )
 
 
 def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
     size = parallel.pipeline_model_parallel_size
-    first, last = (
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-    )
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
     fixed = [layers for layers in (first, last) if layers is not None]
     others, left = size - len(fixed), num_layers - sum(fixed)
     if not fixed and num_layers % size:
         raise ValueError(
             f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size "
-            f"({size}): the stages of "
-            "the pipeline need whole layers; --decoder-first-pipeline-num-layers N gives the "
-            "first one another "
-            "number"
+            f"({size}): the stages of the pipeline need whole layers; "
+            "--decoder-first-pipeline-num-layers N gives the first one another number"
         )
     if fixed and (left < others or (left and not others) or (others and left % others)):
         raise ValueError(_uneven_fault(parallel, num_layers, others=others, left=left))
@@ -151,16 +151,14 @@ def _uneven_fault(parallel: ParallelConfig, num_layers: int, *, others: int, lef
     flags = " and ".join(given)
     if left < 0:
         return (
-            f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: "
-            "give the pipeline rank"
-            f"{'' if one else 's'} fewer layers"
+            f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: give "
+            f"the pipeline rank{'' if one else 's'} fewer layers"
         )
     if not others:
         return (
-            f"{flags} are {num_layers - left} layers together, and --num-layers is "
-            f"{num_layers}: the two ranks of "
-            "--pipeline-model-parallel-size 2 hold all layers, so give two numbers with that "
-            "sum, or only one of the flags"
+            f"{flags} are {num_layers - left} layers together, and --num-layers is {num_layers}: "
+            "the two ranks of --pipeline-model-parallel-size 2 hold all layers, so give two "
+            "numbers with that sum, or only one of the flags"
         )
     rest = (
         f"{flags} {'leaves' if one else 'leave'} {left} of --num-layers {num_layers} for the other "
@@ -172,7 +170,7 @@ def _uneven_fault(parallel: ParallelConfig, num_layers: int, *, others: int, lef
     return f"{rest}, which does not divide evenly: {left} is not a multiple of {others}"
 
 
-def _chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:
+def _num_chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:
     if parallel.num_virtual_stages_per_pipeline_rank is not None:
         return parallel.num_virtual_stages_per_pipeline_rank
     layers = parallel.num_layers_per_virtual_pipeline_stage
@@ -186,8 +184,7 @@ def _chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:
         )
     if per_rank[0] % layers:
         raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the "
-            f"{per_rank[0]} layers of a "
-            "pipeline rank"
+            f"--num-layers-per-virtual-pipeline-stage {layers} does not divide the {per_rank[0]} "
+            "layers of a pipeline rank"
         )
     return per_rank[0] // layers

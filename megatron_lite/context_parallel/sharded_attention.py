@@ -1,11 +1,11 @@
 """Causal attention of a sequence sharded over context-parallel ranks, without an [s, s] matrix.
 
-Each rank holds two chunks of the sequence (parallel/chunks.py).
+Each rank holds two spans of the sequence (parallel/sequence_spans.py).
 
     keys and values of      queries of this rank that read them
     this rank               all, each up to its own position: one causal kernel
-    a rank before           all read the first chunk, none the second
-    a rank after            the second chunk reads all, the first none
+    a rank before           all read the first span, none the second
+    a rank after            the second span reads all, the first none
 
 Each part of keys and values therefore costs half of a square of work. Parts are merged row by row.
 With the log-sum-exps l1 and l2 of two parts,
@@ -32,8 +32,8 @@ from megatron_lite.context_parallel.attention_kernels import (
     in_autocast_dtype,
 )
 from megatron_lite.context_parallel.exchange import EXCHANGES
-from megatron_lite.parallel.chunks import ContextParallel
 from megatron_lite.parallel.collectives import results_may_be_kept
+from megatron_lite.parallel.sequence_spans import ContextParallel
 
 
 def context_parallel_attention(
@@ -113,11 +113,9 @@ class Reading(NamedTuple):
 
 
 def _reading(rank: int, source: int, num_tokens: int) -> Reading:
-    every, first, second = (
-        slice(0, num_tokens),
-        slice(0, num_tokens // 2),
-        slice(num_tokens // 2, num_tokens),
-    )
+    every = slice(0, num_tokens)
+    first = slice(0, num_tokens // 2)
+    second = slice(num_tokens // 2, num_tokens)
     if source == rank:
         return Reading(every, every, True)
     return Reading(every, first, False) if source < rank else Reading(second, every, False)
@@ -168,8 +166,7 @@ def _attend_in_named_group(
 # issues no collective.
 _OPERATORS = torch.library.Library("megatron_lite", "DEF")
 _OPERATORS.define(
-    "context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str "
-    "comm_type, float scale)"
-    " -> (Tensor, Tensor)"
+    "context_parallel_attention(Tensor query, Tensor key, Tensor value, str group, str comm_type, "
+    "float scale) -> (Tensor, Tensor)"
 )
 _OPERATORS.impl("context_parallel_attention", _attend_in_named_group, "CompositeExplicitAutograd")

@@ -65,9 +65,8 @@ def parse_data_path(words: Sequence[str]) -> DataPath:
     shares = normalized(weights)
     if not all(share > 0.0 for share in shares):
         raise InputError(
-            f"--data-path {shown}: the weights are too large or too far apart, a share comes "
-            "out as 0: give such as "
-            "0.3 first 0.7 second"
+            f"--data-path {shown}: the weights are too large or too far apart, a share comes out "
+            "as 0: give such as 0.3 first 0.7 second"
         )
     return DataPath(tuple(words[1::2]), shares)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import DataConfig
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.blend import (
     BlendedDataset,
     DataPath,
@@ -115,9 +115,8 @@ def _build_split(
     for part in parts:
         if part.is_empty(split):
             raise InputError(
-                f"{part.prefix} has no documents for the {Splits._fields[split]} split, but "
-                "other parts of "
-                "--data-path do: set that share of --split to 0, or enlarge it"
+                f"{part.prefix} has no documents for the {Splits._fields[split]} split, but other "
+                "parts of --data-path do: set that share of --split to 0, or enlarge it"
             )
     weights = path.weights
     if weights is None:

@@ -47,10 +47,9 @@ class GPTDataset:
         # many epochs as needed (Megatron's rule).
         if tokens < (seq_length + 1 if num_samples is None else 1):
             raise InputError(
-                f"{indexed.bin_path}: documents {start} to {stop - 1} hold {tokens} tokens, "
-                "but one sample takes "
-                f"--seq-length {seq_length} + 1: give more data, another --split, or a shorter "
-                "--seq-length"
+                f"{indexed.bin_path}: documents {start} to {stop - 1} hold {tokens} tokens, but "
+                f"one sample takes --seq-length {seq_length} + 1: give more data, another --split, "
+                "or a shorter --seq-length"
             )
 
         def build() -> Arrays:
@@ -120,9 +119,7 @@ class GPTDataset:
             outside = ids[(ids.astype(np.int64) >= self.vocab_size) | (ids < 0)]
             if outside.size:
                 raise InputError(
-                    f"{self.indexed.bin_path}: document {self.indexed.document_of(sequence)} "
-                    "holds token id "
-                    f"{outside[0]}, but the vocabulary has {self.vocab_size} ids: use the "
-                    "tokenizer that wrote "
-                    "the data, or the --vocab-size it had"
+                    f"{self.indexed.bin_path}: document {self.indexed.document_of(sequence)} holds "
+                    f"token id {outside[0]}, but the vocabulary has {self.vocab_size} ids: use the "
+                    "tokenizer that wrote the data, or the --vocab-size it had"
                 )

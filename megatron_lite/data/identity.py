@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.config.training import DataConfig
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.blend import DataPath
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.splits import parse_split

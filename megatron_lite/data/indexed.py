@@ -65,9 +65,8 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
                 raise InputError(
-                    f"{path}: no such file. --data-path takes the prefix of a .bin and .idx "
-                    "pair, such as "
-                    "my-corpus_text_document for my-corpus_text_document.bin"
+                    f"{path}: no such file. --data-path takes the prefix of a .bin and .idx pair, "
+                    "such as my-corpus_text_document for my-corpus_text_document.bin"
                 )
         self.dtype, sequences, documents = self._read_header()
         # The arrays of the .idx follow each other without gaps, so their sizes give their places.
@@ -133,8 +132,7 @@ class IndexedDataset:
         if offset < 0 or not 0 <= length <= available:
             raise IndexError(
                 f"{self.bin_path}: tokens {offset}..{offset + length} of sequence {sequence}, "
-                "which holds "
-                f"{available + offset}"
+                f"which holds {available + offset}"
             )
         start = int(self._offsets[sequence]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
@@ -192,11 +190,12 @@ class IndexedDataset:
                 f"offset {self._offsets[sequence]} of sequence {sequence}",
                 f"{starts[sequence]}, where the sequence before it ends",
             )
-        if documents[0] != 0 or documents[-1] != count or (np.diff(documents) < 0).any():
+        unordered = (np.diff(documents) < 0).any()
+        if documents[0] != 0 or documents[-1] != count or unordered:
             raise self._fault(
                 self.idx_path,
                 f"document indices from {documents[0]} to {documents[-1]}"
-                + (", not in order" if (np.diff(documents) < 0).any() else ""),
+                f"{', not in order' if unordered else ''}",
                 f"indices in ascending order from 0 to {count}, the number of sequences",
             )
         size, expected = os.path.getsize(self.bin_path), int(ends[-1]) if count else 0
@@ -252,8 +251,7 @@ class IndexedDatasetWriter:
                 raise InputError(
                     f"{self.prefix}.bin: token id {low if low < 0 else high} of document "
                     f"{len(self._document_indices) - 1} does not fit {self.dtype.name} (0 to "
-                    f"{limits.max}): "
-                    "is --vocab-size the size of the tokenizer's vocabulary?"
+                    f"{limits.max}): is --vocab-size the size of the tokenizer's vocabulary?"
                 )
             with _naming(self.prefix + ".bin"):
                 self._file.write(ids.astype(self.dtype).tobytes())

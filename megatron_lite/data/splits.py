@@ -37,8 +37,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     ):
         raise InputError(
             f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, of a finite sum, with "
-            "commas between them: "
-            "train, validation, test, such as '969, 30, 1'"
+            "commas between them: train, validation, test, such as '969, 30, 1'"
         )
     train, valid, test = (*normalized(weights), 0.0, 0.0)[:3]
     return train, valid, test

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_lite.config.checks import InputError, chosen
-from megatron_lite.config.training import TokenizerConfig
+from megatron_lite.config.data_settings import TokenizerConfig
 
 if TYPE_CHECKING:
     import tokenizers
@@ -102,8 +102,7 @@ def check_encodes(text: str) -> None:
     except UnicodeEncodeError as error:
         raise InputError(
             f"character {error.start + 1} of the text is {text[error.start]!a}, which is no "
-            "Unicode character: "
-            "correct the text, it must be UTF-8"
+            "Unicode character: correct the text, it must be UTF-8"
         ) from None
 
 
@@ -170,8 +169,8 @@ class _LibraryTokenizer:
                 return int(number)
         raise InputError(
             f"{self._source} has no end-of-document token (looked for "
-            f"{', '.join(self._end_of_document)}): name "
-            "one as eos_token in a tokenizer_config.json beside it"
+            f"{', '.join(self._end_of_document)}): name one as eos_token in a "
+            "tokenizer_config.json beside it"
         )
 
     def tokenize(self, text: str) -> list[int]:

@@ -93,7 +93,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         "", (), (Matmul("logits", 2 * sizes.tokens * model.hidden_size * columns),), gathers
     )
     sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row)) if several else ()
-    # With chunks no logits are kept: backward of the output layer runs the projection again.
+    # With loss chunks no logits are kept: backward of the output layer runs the projection again.
     return (
         Operation(
             "final_layernorm",

@@ -208,14 +208,11 @@ class LayerDescription:
             for one in self.operations
             if one.calls and (region is None or region in one.regions)
         ]
-        return (
-            frozenset(
-                (within[-1].name, number)
-                for number, call in enumerate(within[-1].calls)
-                if call.output_only
-            )
-            if within
-            else frozenset()
+        return frozenset(
+            (last.name, number)
+            for last in within[-1:]
+            for number, call in enumerate(last.calls)
+            if call.output_only
         )
 
 

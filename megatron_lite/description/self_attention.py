@@ -95,7 +95,9 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: tuple[KeptTensor, ...] = (whole,)
     if rotary or normed or grouped:
-        prefix = "rotated " if rotary else "normed " if normed else ""
+        prefix = "normed " if normed else ""
+        if rotary:
+            prefix = "rotated "
         value = whole if normed and not apart else KeptTensor("value", heads.kv, True)
         inputs = (
             KeptTensor(f"{prefix}query", heads.query, True),
@@ -125,13 +127,9 @@ def _flash(
         sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
     )
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    kernel = (
-        "flash_attention_for_cpu"
-        if sizes.device == "cpu"
-        else "efficient_attention"
-        if windowed
-        else "flash_attention"
-    )
+    kernel = "efficient_attention" if windowed else "flash_attention"
+    if sizes.device == "cpu":
+        kernel = "flash_attention_for_cpu"
     operator = (
         f"aten._scaled_dot_product_{kernel}.default"
         if sizes.cp_size == 1
@@ -203,17 +201,10 @@ def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -
         kept += [KeptTensor("cast softmax", elements * sizes.element_bytes)]
     scores, context = _matmuls(model, sizes)
     forward, backward = _exchange(model, sizes)
-    gathers = (
-        (
-            OperatorCall(
-                OPERATORS[ALL_GATHER],
-                (KeptTensor("gathered key and value", forward[0].num_bytes),),
-                collectives=forward,
-            ),
-        )
-        if forward
-        else ()
-    )
+    gathers = []
+    if forward:
+        gathered = KeptTensor("gathered key and value", forward[0].num_bytes)
+        gathers = [OperatorCall(OPERATORS[ALL_GATHER], (gathered,), collectives=forward)]
     calls = (
         *gathers,
         OperatorCall(
@@ -256,10 +247,8 @@ def _exchange(
     if sizes.cp_size == 1:
         return (), ()
     part = 2 * Heads.of(model, sizes).kv
-    gather, scatter = (
-        Collective(ALL_GATHER, sizes.cp_size * part),
-        Collective(REDUCE_SCATTER, sizes.cp_size * part),
-    )
+    gather = Collective(ALL_GATHER, sizes.cp_size * part)
+    scatter = Collective(REDUCE_SCATTER, sizes.cp_size * part)
     if model.builds_scores(sizes.device):
         return (gather,), (scatter,)
     shift = Collective(SHIFT, part)

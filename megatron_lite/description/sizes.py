@@ -79,7 +79,7 @@ class Sizes:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks that share the work of a layer on a micro-batch: t c."""
+        """The number of ranks that split the work of a layer on a micro-batch: t c."""
         return self.tp_size * self.cp_size
 
     @property

@@ -17,7 +17,7 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 
 # Elements worked on at a time on a CPU, so that their float32 copies stay in the cache.
-CHUNK = 2**16
+ELEMENTS_AT_A_TIME = 2**16
 
 
 def tanh_gelu(intermediate: Tensor) -> Tensor:
@@ -45,18 +45,18 @@ def squared_relu(intermediate: Tensor) -> Tensor:
 
 
 class _CpuTanhGELU(torch.autograd.Function):
-    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), CHUNK elements at a time."""
+    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), ELEMENTS_AT_A_TIME elements at a time."""
 
     @staticmethod
     def forward(ctx: Any, intermediate: Tensor) -> Tensor:
         ctx.save_for_backward(intermediate)
         output = torch.empty_like(intermediate, memory_format=torch.contiguous_format)
-        slope, dtype = (
-            (8.0 / math.pi) ** 0.5,
-            torch.promote_types(intermediate.dtype, torch.float32),
-        )
+        slope = (8.0 / math.pi) ** 0.5
+        dtype = torch.promote_types(intermediate.dtype, torch.float32)
         for part, into in zip(
-            intermediate.reshape(-1).split(CHUNK), output.view(-1).split(CHUNK), strict=True
+            intermediate.reshape(-1).split(ELEMENTS_AT_A_TIME),
+            output.view(-1).split(ELEMENTS_AT_A_TIME),
+            strict=True,
         ):
             x = part.to(dtype)
             into.copy_((x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x))

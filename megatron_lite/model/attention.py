@@ -24,8 +24,8 @@ from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.model.window import window_mask, windowed_attention
-from megatron_lite.parallel.chunks import ContextParallel
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -36,7 +36,7 @@ class SelfAttention(nn.Module):
     """Self-attention: [s/t under sequence parallelism else s, b, h] -> the same shape.
 
     Each rank computes a/t heads of the whole sequence. Under context parallelism s stands for s/c,
-    the number of this rank's tokens (parallel/chunks.py), as everywhere in the model.
+    the number of this rank's tokens (parallel/sequence_spans.py), as everywhere in the model.
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
         window, and whether queries and keys are rotated.
     """
@@ -99,11 +99,9 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape
         q, d = self.queries_per_group, self.config.head_dim
         grouped = qkv.view(s, b, self.groups, q + 2, d)
-        query, key, value = (
-            grouped[..., :q, :].reshape(s, b, self.groups * q, d),
-            grouped[..., q, :],
-            grouped[..., q + 1, :],
-        )
+        query = grouped[..., :q, :].reshape(s, b, self.groups * q, d)
+        key = grouped[..., q, :]
+        value = grouped[..., q + 1, :]
         copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
         if q > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()

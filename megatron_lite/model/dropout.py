@@ -156,11 +156,9 @@ class _AddDroppedOut(torch.autograd.Function):
         skip_tail: bool,
         redraw: Redraw | None,
     ) -> Tensor:
-        ctx.branch_dtype, ctx.redraw, ctx.scale = (
-            branch.dtype,
-            redraw,
-            _keep_scale(probability, branch.device),
-        )
+        ctx.branch_dtype = branch.dtype
+        ctx.redraw = redraw
+        ctx.scale = _keep_scale(probability, branch.device)
         if probability:
             state = None if redraw is None else redraw.rng.state()
             branch, mask = (

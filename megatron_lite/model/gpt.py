@@ -14,8 +14,8 @@ from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.embedding import LanguageModelEmbedding, OutputEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
-from megatron_lite.parallel.chunks import select
 from megatron_lite.parallel.parameter_spec import mark, spec_of
+from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
@@ -71,8 +71,9 @@ class GPTModel(nn.Module):
         self.decoder = TransformerBlock(
             config, context, plan or keep_everything(stage.num_layers), stage
         )
-        self.output_layer = (
-            ColumnParallelLinear(
+        self.output_layer: ColumnParallelLinear | None = None
+        if untied and stage.is_last:
+            self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
                 vocab_size,
                 bias=False,
@@ -81,9 +82,6 @@ class GPTModel(nn.Module):
                 padded_output_size=padded_vocab_size,
                 matrices=(),
             )
-            if untied and stage.is_last
-            else None
-        )
         # Two stages hold a tied weight. The mark makes the optimizer add their gradients, and count
         # the weight only once in norms.
         if stage.count > 1 and not untied and self.embedding is not None:
@@ -104,7 +102,7 @@ class GPTModel(nn.Module):
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Returns the negative log-likelihood of each label, float32 [b, s]. Needs the whole model.
 
-        tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's chunks, and
+        tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's spans, and
         the result is too.
         """
         return self.losses(self.hidden_states(tokens), labels)
@@ -139,7 +137,7 @@ class GPTModel(nn.Module):
                 partial(
                     vocab_parallel_linear_cross_entropy,
                     labels=labels,
-                    chunk_size=self.loss_chunk_size,
+                    loss_chunk_size=self.loss_chunk_size,
                     tp_group=group,
                     sequence_parallel=self.context.sequence_parallel,
                     first_id=self.first_id,
@@ -172,10 +170,9 @@ class GPTModel(nn.Module):
         if isinstance(self.embedding, LanguageModelEmbedding):
             seq_length, hidden_states = inputs.shape[1], self.embedding(inputs)
         else:
-            seq_length, hidden_states = (
-                inputs.shape[0] * (self.context.size if self.context.sequence_parallel else 1),
-                inputs,
-            )
+            shards = self.context.size if self.context.sequence_parallel else 1
+            seq_length = inputs.shape[0] * shards
+            hidden_states = inputs
         rotary = self._rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan)
 

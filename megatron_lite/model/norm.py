@@ -40,13 +40,8 @@ class Norm(nn.Module):
             ParameterSpec(global_shape=(size,), init_value=1.0, sum_grad_over_tp=partial_grad),
             context,
         )
-        self.bias = (
-            new_parameter(
-                ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad), context
-            )
-            if config.norm_vectors == 2
-            else None
-        )
+        bias_spec = ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad)
+        self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.normalize(hidden_states, self.weight, self.bias, self.epsilon)
@@ -68,15 +63,11 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        rows, dtype = (
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            torch.promote_types(hidden_states.dtype, torch.float32),
-        )
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
         output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        output_rows, scale = (
-            output.view(rows.shape),
-            rows.new_empty((rows.shape[0], 1), dtype=dtype),
-        )
+        output_rows = output.view(rows.shape)
+        scale = rows.new_empty((rows.shape[0], 1), dtype=dtype)
         for block in _blocks(rows):
             x = rows[block].to(dtype)
             torch.rsqrt(x.square().mean(-1, keepdim=True).add_(epsilon), out=scale[block])
@@ -89,10 +80,8 @@ class _CpuRMSNorm(torch.autograd.Function):
         hidden_states, weight, scale = ctx.saved_tensors
         rows, grad_rows = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, grad_output))
         grad_input = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        grad_input_rows, grad_weight = (
-            grad_input.view(rows.shape),
-            torch.zeros_like(weight, dtype=scale.dtype),
-        )
+        grad_input_rows = grad_input.view(rows.shape)
+        grad_weight = torch.zeros_like(weight, dtype=scale.dtype)
         # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
         for block in _blocks(rows):
             grad, normed = grad_rows[block].to(scale.dtype), rows[block] * scale[block]

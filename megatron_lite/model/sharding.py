@@ -31,15 +31,14 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
         reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
         **(own if config.fsdp_memory_efficient_wrapping else {}),
     )
+    reduce_dtype = torch.float32 if rounded else None
+    if config.grad_reduce_in_bf16:
+        reduce_dtype = torch.bfloat16
     fully_shard_(
         model,
         parallel.dp_cp_mesh,
         wrapping,
         compute_dtype=dtype if rounded else None,
-        reduce_dtype=torch.bfloat16
-        if config.grad_reduce_in_bf16
-        else torch.float32
-        if rounded
-        else None,
+        reduce_dtype=reduce_dtype,
         forward_methods=("loss",) if model.stage.count == 1 else ("run_stage",),
     )

@@ -10,7 +10,7 @@ from megatron_lite.model.gpt import GPTModel
 
 
 class ModelStages(nn.Module):
-    """The stages `chunks` of one pipeline rank, in the order of the model.
+    """The model chunks of one pipeline rank, in the order of the model: one for each of its stages.
 
     Parameters have the names of the whole model. No two stages of a rank share a name.
     """

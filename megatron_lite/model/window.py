@@ -51,10 +51,8 @@ def window_mask(query: Tensor, reach: int) -> Tensor:
     The mask is added to scores. query: [s, ..].
     """
     s = query.shape[0]
-    later, earlier = (
-        query.new_full((s, s), -torch.inf).triu_(1),
-        query.new_full((s, s), -torch.inf).tril_(-reach - 1),
-    )
+    later = query.new_full((s, s), -torch.inf).triu_(1)
+    earlier = query.new_full((s, s), -torch.inf).tril_(-reach - 1)
     return later.add_(earlier)
 
 

@@ -49,7 +49,7 @@ class FullySharded:
                     new_piece(name, parameter, rows, start=start, stop=start + rows.numel())
                 )
 
-    def watch(self) -> None:
+    def measure_own_norm(self) -> None:
         """Does nothing: FSDP2 sums the gradients before anyone can read them."""
 
     def forget(self) -> None:

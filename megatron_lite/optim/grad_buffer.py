@@ -73,8 +73,8 @@ class GradBuffer:
     """The owner of the gradients of the given parameters.
 
     grads[name]: the float32 view of a parameter's gradient. With a distributed optimizer only this
-        rank's share of each bucket (`Bucket.own`) is valid after `reduce_`.
-    own_norm: see Gradients. It costs another pass over the gradients, so it needs `watch`.
+        rank's part of each bucket (`Bucket.own`) is valid after `reduce_`.
+    own_norm: see Gradients. It costs another pass over the gradients.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class GradBuffer:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._last: set[str] = set()  # the parameters whose next gradient is the last of this step
         self._num_started = 0
-        self._watches = False
+        self._measures_own_norm = False
         self._own_norms: list[Tensor] = []
         self.own_norm: Tensor | None = None
         for name, parameter in parameters.items():
@@ -112,9 +112,9 @@ class GradBuffer:
             self.grads[name] = bucket.flat[bucket.places[name]].view_as(parameter)
             self._accumulate(name, parameter, self.grads[name])
 
-    def watch(self) -> None:
+    def measure_own_norm(self) -> None:
         """See Gradients."""
-        self._watches = self._parallel.dp_cp_group is not None
+        self._measures_own_norm = self._parallel.dp_cp_group is not None
 
     def forget(self) -> None:
         """Begins a step: drops the gradients that the buffer holds."""
@@ -148,7 +148,7 @@ class GradBuffer:
                 parameter.grad = self.grads[name].zero_()
         # The own norms are taken before any sum over ranks overwrites the buckets.
         for bucket in self.buckets[self._num_started :]:
-            self._watch(bucket)
+            self._add_own_norm(bucket)
         if not self._overlaps:
             self._sum_over_model(slice(None))
         for bucket in self.buckets[self._num_started :]:
@@ -214,8 +214,8 @@ class GradBuffer:
         if bucket.started is not None:
             raise RuntimeError(
                 f"--overlap-grad-reduce: another gradient of {name} came after its bucket was "
-                "sent: a parameter "
-                "must get all of its gradient at once in the last micro-batch of a step"
+                "sent: a parameter must get all of its gradient at once in the last micro-batch of "
+                "a step"
             )
         if name in self._last:
             bucket.awaited.discard(name)
@@ -223,12 +223,12 @@ class GradBuffer:
                 self._num_started < len(self.buckets)
                 and not self.buckets[self._num_started].awaited
             ):
-                self._watch(self.buckets[self._num_started])
+                self._add_own_norm(self.buckets[self._num_started])
                 self._start(self.buckets[self._num_started])
                 self._num_started += 1
 
-    def _watch(self, bucket: Bucket) -> None:
-        if self._watches:
+    def _add_own_norm(self, bucket: Bucket) -> None:
+        if self._measures_own_norm:
             self._own_norms.append(bucket.flat.norm())
 
     def _start(self, bucket: Bucket) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.training import LrScheduleConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,7 @@ class LrSchedule:
         if warmup and warmup >= decay > 0:
             raise ValueError(
                 f"the warm-up ({warmup:g} samples) must be shorter than the decay ({decay} "
-                "samples): lower "
-                "--lr-warmup-iters or raise --lr-decay-iters"
+                "samples): lower --lr-warmup-iters or raise --lr-decay-iters"
             )
         wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batches.full
         if wsd > decay - warmup:

@@ -105,11 +105,9 @@ class Muon:
 
     def _direction(self, piece: Piece, stays: Tensor) -> Tensor:
         """Moves the momentum, unless the step is skipped. Returns this piece's direction."""
-        grad, momentum, beta = (
-            piece.grad,
-            self.states[piece.name][MOMENTUM],
-            self._config.muon_momentum,
-        )
+        grad = piece.grad
+        momentum = self.states[piece.name][MOMENTUM]
+        beta = self._config.muon_momentum
         torch.where(stays, momentum, momentum.lerp(grad, 1.0 - beta), out=momentum)
         return grad.lerp(momentum, beta) if self._config.muon_nesterov else momentum
 

@@ -48,11 +48,14 @@ class OptimizerStep(NamedTuple):
     grad_norm: the global 2-norm before clipping, 0-d. It is not finite if the loss was not finite.
     skipped: 0-d, 1.0 if the step changed nothing, else 0.0.
     piece_norms: the 2-norms of the gradients of this rank's pieces.
+    own_grad_norm: the 2-norm, 0-d, of this rank's gradients before the sum over data-parallel
+        ranks. It is None unless `measure_own_grad_norm` asked for it.
     """
 
     grad_norm: Tensor
     skipped: Tensor
     piece_norms: Tensor
+    own_grad_norm: Tensor | None = None
 
 
 class Optimizer:
@@ -90,6 +93,13 @@ class Optimizer:
         """The buffer in which gradients accumulate. Every layout except FSDP2's has one."""
         assert isinstance(self.layout.gradients, GradBuffer)
         return self.layout.gradients
+
+    def measure_own_grad_norm(self) -> None:
+        """Makes each `step` return `own_grad_norm`, at the cost of a pass over the gradients.
+
+        It has no effect without other data-parallel ranks, or under FSDP2.
+        """
+        self.layout.gradients.measure_own_norm()
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -133,7 +143,7 @@ class Optimizer:
         self._rule.step(learning_rate, skipped)
         self._updates += 1.0 - skipped
         self.layout.publish()
-        return OptimizerStep(grad_norm, skipped, piece_norms)
+        return OptimizerStep(grad_norm, skipped, piece_norms, self.layout.gradients.own_norm)
 
     def finish(self) -> None:
         """Waits until every parameter of the model has its new weights.

@@ -2,7 +2,7 @@
 
     replicated.py   a piece is a whole parameter; the ranks sum their gradients and make the same
                     update
-    zero1.py        a piece is the part of a parameter in this rank's share of a bucket; the weights
+    zero1.py        a piece is the part of a parameter in this rank's part of a bucket; the weights
                     are gathered after the update
     fsdp_layout.py  a piece is this rank's rows of a parameter; the rank holds no other rows
 
@@ -60,12 +60,12 @@ class Gradients(Protocol):
     """The gradients that backward produces. Every rank must make every call.
 
     own_norm: the 2-norm, 0-d, of this rank's gradients before the sum over data-parallel ranks. It
-        is None without `watch`.
+        is None without `measure_own_norm`.
     """
 
     own_norm: Tensor | None
 
-    def watch(self) -> None:
+    def measure_own_norm(self) -> None:
         """Makes each `reduce_` set `own_norm`.
 
         It has no effect without other data-parallel ranks, or under FSDP2.

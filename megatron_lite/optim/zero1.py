@@ -1,4 +1,4 @@
-"""ZeRO-1 (arXiv 1910.02054): each data-parallel rank holds a share of optimizer states and masters.
+"""ZeRO-1 (arXiv 1910.02054): each data-parallel rank holds a part of optimizer states and masters.
 
 The flag is `--use-distributed-optimizer`.
 
@@ -10,7 +10,7 @@ The flag is `--use-distributed-optimizer`.
                  parameters are views of the bucket
 
 The border between two parts may lie inside a parameter. The two collectives send as many bytes as
-the all-reduce that they replace; the all-gather sends half of its share if weights are in 16 bits.
+the all-reduce that they replace; the all-gather sends half of its part if weights are in 16 bits.
 With `--overlap-param-gather` the gathers run during the next forward, in the order of their use.
 The forward of each module first waits for the buckets that hold its own parameters.
 """
@@ -77,7 +77,7 @@ class Zero1:
         self.pieces = []
         for name, parameter in self._parameters.items():
             bucket = self.gradients.bucket_of[name]
-            # The share's border may cut the parameter, or leave this rank none of it.
+            # The part's border may cut the parameter, or leave this rank none of it.
             part = bucket.own_part(name)
             if part.start < part.stop:
                 place = slice(

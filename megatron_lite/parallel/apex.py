@@ -33,8 +33,8 @@ DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
 FOLDERS = ("", "apex._extensions.")
 INSTALL = (
     "install NVIDIA's apex (in a clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
-    "APEX_CUDA_EXT=1 pip install -v "
-    "--no-build-isolation . ; the apex on PyPI is another package; see docs/apex.md)"
+    "APEX_CUDA_EXT=1 pip install -v --no-build-isolation . ; the apex on PyPI is another package; "
+    "see docs/apex.md)"
 )
 
 
@@ -128,10 +128,8 @@ def installed_package() -> Package:
     beside the program.
     """
     if (loaded := sys.modules.get("apex")) is not None:
-        folders, place = (
-            [str(folder) for folder in getattr(loaded, "__path__", ())],
-            getattr(loaded, "__file__", None),
-        )
+        folders = [str(folder) for folder in getattr(loaded, "__path__", ())]
+        place = getattr(loaded, "__file__", None)
     else:
         try:
             spec = importlib.util.find_spec("apex")
@@ -153,8 +151,7 @@ def notice() -> str | None:
         return None
     return (
         f"the package apex in {package.place} is not NVIDIA's and is not used: PyPI has an "
-        "unrelated toolkit for Pyramid "
-        "under this name (docs/apex.md has how to install NVIDIA's)"
+        "unrelated toolkit for Pyramid under this name (docs/apex.md has how to install NVIDIA's)"
     )
 
 

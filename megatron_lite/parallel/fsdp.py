@@ -94,7 +94,7 @@ def fully_shard_(
     if embedding is not None and output is None:
         unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
         embedding.__dict__[READER] = partial(_read_for_output, embedding)
-    elif embedding is not None and output is not None and _share(embedding, output):
+    elif embedding is not None and output is not None and _are_tied(embedding, output):
         _free_between_uses(unit([embedding, output], reshard_after_forward=True), embedding, output)
     else:
         if embedding is not None:
@@ -154,7 +154,7 @@ def _unit(
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
     for module in modules:
         module.register_forward_pre_hook(
-            lambda *_: gradients.watch(_whole_parameters(modules).values())
+            lambda *_: gradients.record(_whole_parameters(modules).values())
         )
     return unit
 
@@ -263,7 +263,7 @@ def _free(unit: FSDPModule, *_: object) -> None:
     unit.reshard()
 
 
-def _share(embedding: nn.Module, output: nn.Module) -> bool:
+def _are_tied(embedding: nn.Module, output: nn.Module) -> bool:
     return any(one is other for one in embedding.parameters() for other in output.parameters())
 
 

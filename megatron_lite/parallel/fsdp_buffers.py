@@ -41,17 +41,17 @@ class UnitGradients:
     """
 
     def __init__(self) -> None:
-        self._watched = WeakTensorKeyDictionary()
+        self._recorded = WeakTensorKeyDictionary()
         self._gradients: list[weakref.ref[Tensor]] = []
 
-    def watch(self, parameters: Iterable[Tensor]) -> None:
+    def record(self, parameters: Iterable[Tensor]) -> None:
         """Records each gradient that these gathered parameters get from now on.
 
         Repeated calls change nothing.
         """
         for parameter in parameters:
-            if parameter not in self._watched and parameter.requires_grad:
-                self._watched[parameter] = True
+            if parameter not in self._recorded and parameter.requires_grad:
+                self._recorded[parameter] = True
                 parameter.register_post_accumulate_grad_hook(self._note)
 
     def free_(self) -> None:
@@ -129,6 +129,6 @@ class _ReduceScatter(_Buffers):
 def _owns_storage_alone(tensor: Tensor) -> bool:
     """Returns whether no other tensor, in Python or in autograd, shares the tensor's storage."""
     storage = tensor.untyped_storage()
-    shares = torch._C._storage_Use_Count(storage._cdata)
+    users = torch._C._storage_Use_Count(storage._cdata)
     # Two users of the storage remain: the tensor and the local variable `storage`.
-    return tensor._use_count() == 1 and shares <= 2  # type: ignore[attr-defined]
+    return tensor._use_count() == 1 and users <= 2  # type: ignore[attr-defined]

@@ -96,8 +96,7 @@ def _agreed_local_rank(env: Mapping[str, str], local_rank: int) -> int:
     if env.get(name) and _integer(env, name) != local_rank:
         raise InputError(
             f"--local-rank {local_rank} contradicts {name} {_integer(env, name)} of the "
-            "environment: leave the flag "
-            "out, or unset the variable"
+            "environment: leave the flag out, or unset the variable"
         )
     return local_rank
 

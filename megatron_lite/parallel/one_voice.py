@@ -22,9 +22,10 @@ def await_turn(rank: int, fault: BaseException, *, seconds: float) -> None:
     Rank 0 may report at once, another rank after `seconds`, and a rank with a PeerError after twice
     as long.
     """
-    waits = 2 * seconds if isinstance(fault, PeerError) else seconds if rank else 0.0
-    if waits:
-        time.sleep(waits)
+    if isinstance(fault, PeerError):
+        time.sleep(2 * seconds)
+    elif rank:
+        time.sleep(seconds)
 
 
 @contextlib.contextmanager

@@ -95,15 +95,13 @@ def join_store(
         if is_master:
             raise InputError(
                 f"rank 0 cannot make the store where the ranks meet at {_place(launch)} "
-                f"({str(error).splitlines()[0]}): set MASTER_ADDR to its host and MASTER_PORT "
-                "to a free port of "
-                "it"
+                f"({str(error).splitlines()[0]}): set MASTER_ADDR to its host and MASTER_PORT to a "
+                "free port of it"
             ) from error
         raise InputError(
-            f"what listens at {_place(launch)} does not answer within {seconds:.0f} s as the "
-            "store of the ranks "
-            "does: another program may hold that port. Set MASTER_PORT to a free port of rank "
-            "0's host"
+            f"what listens at {_place(launch)} does not answer within {seconds:.0f} s as the store "
+            "of the ranks does: another program may hold that port. Set MASTER_PORT to a free port "
+            "of rank 0's host"
         ) from error
     store.set_timeout(timeout)
     return store
@@ -124,9 +122,8 @@ def _resolve(launch: Launch, deadline: float) -> None:
             reason = getattr(error, "strerror", None) or str(error)
         if time.monotonic() + PAUSE_S > stop:
             raise InputError(
-                f"MASTER_ADDR {launch.master_addr} cannot be resolved on "
-                f"{socket.gethostname()} ({reason}): set it "
-                "to a name or an address of rank 0's host that every host knows"
+                f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()} "
+                f"({reason}): set it to a name or an address of rank 0's host that every host knows"
             )
         time.sleep(PAUSE_S)
 
@@ -151,10 +148,8 @@ def _await_listener(
         if time.monotonic() + PAUSE_S > deadline:
             raise InputError(
                 f"nobody listens at {_place(launch)} after {timeout.total_seconds() / 60.0:g} "
-                "minutes "
-                f"(--distributed-timeout-minutes; {reason}): see what rank 0 says, and whether "
-                "MASTER_ADDR is its "
-                "host and MASTER_PORT open between the hosts"
+                f"minutes (--distributed-timeout-minutes; {reason}): see what rank 0 says, and "
+                "whether MASTER_ADDR is its host and MASTER_PORT open between the hosts"
             )
         waited = time.monotonic() - began
         if waited > (notices + 1) * NOTICE_EVERY_S and launch.local_rank == 0:  # one line per host

@@ -69,16 +69,13 @@ def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
 
     They are the flags, the world size, torch's version and a digest of this package's code.
     """
-    flags = (
-        {}
-        if run is None
-        else {
-            flag(name): str(value)
-            for topic in asdict(run).values()
-            for name, value in topic.items()
-            if name not in MAY_DIFFER
-        }
-    )
+    topics = {} if run is None else asdict(run)
+    flags = {
+        flag(name): str(value)
+        for topic in topics.values()
+        for name, value in topic.items()
+        if name not in MAY_DIFFER
+    }
     return {
         "WORLD_SIZE": str(world_size),
         "torch": torch.__version__,
@@ -154,11 +151,9 @@ def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> list[str]:
         return []
     names = ", ".join(dict.fromkeys(hosts[rank] for rank in spread[0]))
     return [
-        f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first "
-        "of them "
-        f"{ranks_text(spread[0])} on {names}: what each layer exchanges goes over the network. "
-        "Start a multiple of "
-        f"--tensor-model-parallel-size {tp_size} ranks on each host"
+        f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first of "
+        f"them {ranks_text(spread[0])} on {names}: what each layer exchanges goes over the "
+        f"network. Start a multiple of --tensor-model-parallel-size {tp_size} ranks on each host"
     ]
 
 
@@ -263,12 +258,10 @@ def _check_addresses(arrivals: Sequence[Arrival]) -> None:
         ):
             others = [host for host in hosts if host != one.host]
             raise InputError(
-                f"gloo would listen at {one.gloo_address} on {one.host}, to which the host's "
-                "name resolves there, "
-                f"and {others[0]} cannot reach it: set GLOO_SOCKET_IFNAME on every host to its "
-                "interface in their "
-                f"network ({one.host} has {', '.join(one.interfaces) or 'only lo'}), or mend "
-                "/etc/hosts"
+                f"gloo would listen at {one.gloo_address} on {one.host}, to which the host's name "
+                f"resolves there, and {others[0]} cannot reach it: set GLOO_SOCKET_IFNAME on every "
+                f"host to its interface in their network ({one.host} has "
+                f"{', '.join(one.interfaces) or 'only lo'}), or mend /etc/hosts"
             )
 
 

@@ -45,7 +45,8 @@ class ParallelState:
 
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
         The group joins the data-parallel and the context-parallel axis.
-    pp_lanes: groups of the pipeline's ranks. Each carries one direction (see pipeline/links.py).
+    pp_direction_groups: groups of the pipeline's ranks, one for each direction (see
+        pipeline/links.py).
     embedding_group: the first and the last pipeline rank, which share a tied embedding. It is None
         on the ranks between them.
     saver_group: all ranks, over gloo. Only the writer of a checkpoint uses it, since it may run in
@@ -60,7 +61,7 @@ class ParallelState:
     dp_group: ProcessGroup | None = None
     dp_cp_group: ProcessGroup | None = None
     pp_group: ProcessGroup | None = None
-    pp_lanes: tuple[ProcessGroup, ...] = ()
+    pp_direction_groups: tuple[ProcessGroup, ...] = ()
     embedding_group: ProcessGroup | None = None
     saver_group: ProcessGroup | None = None
     tp_rank: int = 0
@@ -102,9 +103,9 @@ class ParallelState:
         """`dp_cp_group` as a mesh with one axis, or None if that group is None."""
         if self.mesh is None or self.dp_cp_group is None:
             return None
-        return self.mesh[
-            "data" if self.dp_size > 1 and self.cp_size > 1 else "dp" if self.dp_size > 1 else "cp"
-        ]
+        if self.dp_size > 1 and self.cp_size > 1:
+            return self.mesh["data"]
+        return self.mesh["dp" if self.dp_size > 1 else "cp"]
 
     @property
     def world_group(self) -> ProcessGroup | None:
@@ -195,9 +196,8 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
     # local rank.
     if launch.local_rank >= count and not (count == 1 and launch.launcher == "slurm"):
         raise InputError(
-            f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. "
-            "Start at most "
-            f"{count} processes per node, or use --distributed-backend gloo"
+            f"local rank {launch.local_rank} has no GPU of its own: this node shows {count}. Start "
+            f"at most {count} processes per node, or use --distributed-backend gloo"
         )
     device = torch.device("cuda", launch.local_rank if launch.local_rank < count else 0)
     torch.cuda.set_device(device)
@@ -227,8 +227,7 @@ def _join(
         raise InputError(
             f"the store at {launch.master_addr}:{launch.master_port} does not answer any more "
             f"(--distributed-timeout-minutes {config.distributed_timeout_minutes}): see what "
-            "happened to rank 0's "
-            "host"
+            "happened to rank 0's host"
         ) from error
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -264,7 +263,7 @@ def _build(
         ),
         mesh=mesh,
         dp_cp_group=_dp_cp_group(mesh, groups),
-        pp_lanes=_lanes(mesh, config),
+        pp_direction_groups=_direction_groups(mesh, config),
         embedding_group=_embedding_group(mesh, groups["pp"]),
         saver_group=dist.new_group(
             backend="gloo" if device.type == "cuda" else None,
@@ -287,13 +286,13 @@ def _dp_cp_group(
     return groups["dp"] or groups["cp"]
 
 
-def _lanes(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
+def _direction_groups(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
     """Returns four groups of the pipeline's ranks, or none without a pipeline.
 
-    Lanes 0 and 1 carry forward and backward tensors between neighbouring ranks. Lanes 2 and 3 carry
-    them between the last rank and the first, which is needed if a rank holds several stages. With
-    two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two ranks of a
-    group in order, and in one group they would wait for each other.
+    Groups 0 and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3
+    carry them between the last rank and the first, which is needed if a rank holds several stages.
+    With two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two ranks
+    of a group in order, and in one group they would wait for each other.
     """
     if config.pipeline_model_parallel_size == 1:
         return ()

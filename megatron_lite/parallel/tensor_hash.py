@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 
-CHUNK = 2**16  # words; the intermediate tensors of a chunk fit into a CPU's cache
-LARGE_CHUNK = 2**22
+WORDS_AT_A_TIME = 2**16  # the intermediate tensors fit into a CPU's cache
+WORDS_AT_A_TIME_ON_GPU = 2**22
 GOLDEN, FIRST, SECOND = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -29,7 +29,7 @@ GOLDEN, FIRST, SECOND = (
 def tensor_hash(tensor: Tensor) -> Tensor:
     """Returns the hash, 0-d int64 on the tensor's device. Does not wait for the device."""
     words = _words(tensor)
-    size = CHUNK if words.device.type == "cpu" else LARGE_CHUNK
+    size = WORDS_AT_A_TIME if words.device.type == "cpu" else WORDS_AT_A_TIME_ON_GPU
     total = torch.full((), tensor.numel(), dtype=torch.int64, device=words.device)
     keys = torch.arange(min(size, words.numel()), device=words.device) * GOLDEN
     for start in range(0, words.numel(), size):

@@ -95,8 +95,7 @@ def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
     if FUSED_PROJECTION in groups:
         by_kernel.append(
             f"{_named(groups.pop(FUSED_PROJECTION))}: the kernel for the output projection, "
-            f"{_autograd(dtype)} for "
-            "the lookup"
+            f"{_autograd(dtype)} for the lookup"
         )
     by_autograd = [
         f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()

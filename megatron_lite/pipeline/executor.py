@@ -44,7 +44,7 @@ def run_actions(
     The losses are detached and in the order of the micro-batches; a rank without the last stage
     returns []. If gradients are off, all actions must be forwards.
 
-    stages: this rank's stages, by chunk.
+    stages: this rank's stages, by model chunk.
     overlap: whether a rank receives the input of an action while the action before it computes.
     before_backward: called with each backward action before it runs.
     after: called with each action when it is done.
@@ -78,7 +78,7 @@ class _Run:
     def __init__(self, stages: Sequence[Stage], links: Links) -> None:
         self._stages, self._links = stages, links
         self._arriving: dict[Action, Arriving] = {}
-        # By (micro-batch, chunk): the tensor from which backward starts.
+        # By (micro-batch, model chunk): the tensor from which backward starts.
         self._ends: dict[tuple[int, int], Tensor] = {}
 
     def expect(self, action: Action) -> None:

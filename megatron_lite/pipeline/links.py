@@ -1,9 +1,9 @@
 """Sends and receives between the stages of a pipeline.
 
 Computation never waits for a send, and a receive begins before its tensor is needed. Messages carry
-no name. The tensors on a lane arrive in the order in which they were sent, and pipeline/order.py
-gives both ends the same order. A lane carries one direction only, so a send never waits behind a
-receive.
+no name. The tensors of one process group arrive in the order in which they were sent, and
+pipeline/order.py gives both ends the same order. A group carries one direction only, so a send
+never waits behind a receive.
 """
 
 from __future__ import annotations
@@ -58,46 +58,48 @@ class _Sending(NamedTuple):
 class Links:
     """The sends and receives of one pipeline rank.
 
-    lanes: groups of the pipeline's ranks. The first two carry forward and backward tensors; the
+    groups: groups of the pipeline's ranks. The first two carry forward and backward tensors; the
         next two carry them between the last rank and the first.
     shape, dtype: the hidden states between stages, the same for all stages.
     """
 
     def __init__(
         self,
-        lanes: tuple[ProcessGroup, ...],
+        groups: tuple[ProcessGroup, ...],
         *,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._lanes, self._shape, self._dtype, self._device = lanes, shape, dtype, device
-        self._rank, self._size = lanes[0].rank(), lanes[0].size()
+        self._groups, self._shape, self._dtype, self._device = groups, shape, dtype, device
+        self._rank, self._size = groups[0].rank(), groups[0].size()
         self._leaving: list[_Sending] = []
-        # One thread for each lane can wait for all its sends, since they complete in order.
+        # One thread for each group can wait for all its sends, since they complete in order.
         self._waiters = (
-            tuple(ThreadPoolExecutor(1, "sent") for _ in lanes) if device.type == "cpu" else ()
+            tuple(ThreadPoolExecutor(1, "sent") for _ in groups) if device.type == "cpu" else ()
         )
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Begins to send to the rank of the next stage (forward) or the stage before (backward)."""
         step = 1 if direction == "forward" else -1
         peer = (self._rank + step) % self._size
-        lane = self._lane(direction, self._rank if direction == "forward" else peer)
+        number = self._group_number(direction, self._rank if direction == "forward" else peer)
         tensor = tensor.detach().contiguous()
-        work = dist.isend(tensor, group=self._lanes[lane], group_dst=peer)
+        work = dist.isend(tensor, group=self._groups[number], group_dst=peer)
         assert work is not None
         self._leaving.append(
-            _Sending(tensor, work, self._waiters[lane].submit(work.wait) if self._waiters else None)
+            _Sending(
+                tensor, work, self._waiters[number].submit(work.wait) if self._waiters else None
+            )
         )
 
     def receive(self, direction: Direction) -> Arriving:
         """Begins to receive from the rank of the stage before (forward) or the next (backward)."""
         step = -1 if direction == "forward" else 1
         peer = (self._rank + step) % self._size
-        lane = self._lane(direction, peer if direction == "forward" else self._rank)
+        number = self._group_number(direction, peer if direction == "forward" else self._rank)
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(tensor, group=self._lanes[lane], group_src=peer)
+        work = dist.irecv(tensor, group=self._groups[number], group_src=peer)
         assert work is not None
         return Arriving(tensor, work)
 
@@ -126,6 +128,6 @@ class Links:
         """The tensors that are held until they have been sent."""
         return [one.tensor for one in self._leaving]
 
-    def _lane(self, direction: Direction, lower: int) -> int:
-        """Returns the lane between the ranks `lower` and `lower + 1`; rank 0 follows the last."""
+    def _group_number(self, direction: Direction, lower: int) -> int:
+        """Returns which group joins the ranks `lower` and `lower + 1`; rank 0 follows the last."""
         return (direction == "backward") + 2 * (lower == self._size - 1)

@@ -21,7 +21,7 @@ class Action(NamedTuple):
     """The forward or backward of one micro-batch through one of the rank's stages.
 
     microbatch: the micro-batch's number in the step.
-    chunk: the stage's place among this rank's stages.
+    chunk: the stage's place among this rank's model chunks.
     """
 
     kind: Literal["forward", "backward"]
@@ -29,24 +29,24 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-def order(*, size: int, rank: int, num_microbatches: int, chunks: int = 1) -> list[Action]:
-    """Returns the actions of pipeline rank `rank` in a step, with `chunks` stages on each rank.
+def order(*, size: int, rank: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+    """Returns the actions of pipeline rank `rank` in a step, with `num_chunks` stages on each rank.
 
     The first forwards fill the pipeline. A forward and a backward follow in turn, and the remaining
     backwards come last. Raises ValueError if a rank has several stages and the number of
     micro-batches is not a multiple of the number of ranks.
     """
-    forwards, backwards = _sequences(size, num_microbatches, chunks)
+    forwards, backwards = _sequences(size, num_microbatches, num_chunks)
     # After the warm-up each forward is paired with a backward, so at most warmup + 1 forwards are
     # in flight at once. The memory model relies on this bound (`most_in_flight`).
-    warmup = min(warmup_forwards(size=size, rank=rank, chunks=chunks), len(forwards))
+    warmup = min(warmup_forwards(size=size, rank=rank, num_chunks=num_chunks), len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
-def forwards_only(*, size: int, num_microbatches: int, chunks: int = 1) -> list[Action]:
+def forwards_only(*, size: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """Returns the forwards of an evaluation, in the same order on every rank."""
-    return _sequences(size, num_microbatches, chunks)[0]
+    return _sequences(size, num_microbatches, num_chunks)[0]
 
 
 def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]]:
@@ -61,7 +61,7 @@ def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, list[Action]]
 
 
 def keeping_all(
-    *, size: int, rank: int, num_microbatches: int, num_kept: int, chunks: int = 1
+    *, size: int, rank: int, num_microbatches: int, num_kept: int, num_chunks: int = 1
 ) -> frozenset[Action]:
     """Returns the forwards that save all activations (2205.05198, appendix C).
 
@@ -69,8 +69,10 @@ def keeping_all(
     `num_kept` of each window save everything; the others follow the recompute policy. Later ranks
     have shorter windows.
     """
-    window = most_in_flight(size=size, rank=rank, num_microbatches=num_microbatches, chunks=chunks)
-    forwards = forwards_only(size=size, num_microbatches=num_microbatches, chunks=chunks)
+    window = most_in_flight(
+        size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks
+    )
+    forwards = forwards_only(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
     return frozenset(action for number, action in enumerate(forwards) if number % window < num_kept)
 
 
@@ -78,33 +80,35 @@ def check_num_microbatches(
     num_microbatches: int,
     *,
     size: int,
-    chunks: int,
+    num_chunks: int,
     remedy: str = "change --global-batch-size, or leave the virtual stages out",
 ) -> None:
     """Raises ValueError if a rank has several stages and `size` does not divide num_microbatches.
 
     remedy: the end of the message, which says how to fix it.
     """
-    if chunks > 1 and num_microbatches % size:
+    if num_chunks > 1 and num_microbatches % size:
         raise ValueError(
             f"{num_microbatches} micro-batches per step are not a multiple of "
-            f"--pipeline-model-parallel-size {size}"
-            f", as several virtual stages per rank need: {remedy}"
+            f"--pipeline-model-parallel-size {size}, as several virtual stages per rank need: "
+            f"{remedy}"
         )
 
 
-def _sequences(size: int, num_microbatches: int, chunks: int) -> tuple[list[Action], list[Action]]:
+def _sequences(
+    size: int, num_microbatches: int, num_chunks: int
+) -> tuple[list[Action], list[Action]]:
     """Returns all forwards and all backwards, each in the order in which they run.
 
     With several stages per rank, `size` micro-batches run through each stage in turn, and the next
     `size` follow. Backwards take the stages in reverse.
     """
-    check_num_microbatches(num_microbatches, size=size, chunks=chunks)
-    group = size if chunks > 1 else 1
+    check_num_microbatches(num_microbatches, size=size, num_chunks=num_chunks)
+    group = size if num_chunks > 1 else 1
     forwards, backwards = [], []
     for first in range(0, num_microbatches, group):
-        for chunk in range(chunks):
+        for chunk in range(num_chunks):
             for microbatch in range(first, min(first + group, num_microbatches)):
                 forwards.append(Action("forward", microbatch, chunk))
-                backwards.append(Action("backward", microbatch, chunks - 1 - chunk))
+                backwards.append(Action("backward", microbatch, num_chunks - 1 - chunk))
     return forwards, backwards

@@ -29,7 +29,7 @@ from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.hooked import rebuild_call
 from megatron_lite.recompute.layer_state import Written
-from megatron_lite.recompute.offload import CudaLanes, Lanes, Offload
+from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
@@ -120,13 +120,11 @@ class _Recomputed:
     def __init__(
         self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, *, verify: bool
     ) -> None:
-        self._layer, self._name, self._segment, self._shared, self._verify = (
-            layer,
-            name,
-            segment,
-            shared,
-            verify,
-        )
+        self._layer = layer
+        self._name = name
+        self._segment = segment
+        self._shared = shared
+        self._verify = verify
         # another library's wrapper; None for the method of the class
         self._before = layer.__dict__.get("forward")
         self._written: dict[tuple[bool, ...], Written] = {}
@@ -196,13 +194,13 @@ class _Shared:
     def __init__(self, host_layers: list[int], rng: Generators | None) -> None:
         self._host_layers, self._rng = host_layers, rng
         self._pool: Pool | None = None
-        self._lanes: Lanes | None = None
+        self._copy_streams: CopyStreams | None = None
         self._offload: Offload | None = None
         self._notified: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out host memory and streams, which belong to a process; a copy makes its own."""
-        return {**self.__dict__, "_pool": None, "_lanes": None, "_offload": None}
+        return {**self.__dict__, "_pool": None, "_copy_streams": None, "_offload": None}
 
     def notify(self, text: str) -> None:
         """Warns with `text`, but only the first time."""
@@ -229,13 +227,13 @@ class _Shared:
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
-        if self._pool is None or self._lanes is None:
+        if self._pool is None or self._copy_streams is None:
             self._pool = Pool(pinned=device.type == "cuda")
-            self._lanes = CudaLanes(device) if device.type == "cuda" else Lanes()
+            self._copy_streams = CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
         if self._offload is None or layer == self._host_layers[0]:
-            self._offload = Offload(self._lanes, kind=device.type)
+            self._offload = Offload(self._copy_streams, kind=device.type)
         with self._offload.segment(self._pool, stay=stay):
             yield
         if layer == self._host_layers[-1]:
@@ -298,9 +296,8 @@ def _check(segment: Segment, setting: str) -> None:
     where = f"{setting}, layer {segment.first_layer}"
     if segment.regions:
         raise ValueError(
-            f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's "
-            "layers name none: use "
-            "full, none or ops(...)"
+            f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's layers "
+            "name none: use full, none or ops(...)"
         )
     if segment.unit and segment.num_layers > 1:
         raise ValueError(

@@ -63,16 +63,14 @@ class Arena:
             return Slot(self, self._idle.pop(place), num_bytes)
         if num_bytes > self._largest:
             raise RuntimeError(
-                f"{FLAG}: the input of a unit has {num_bytes} bytes, and the slots were sized "
-                "by the first one, "
-                f"for {self._largest}: leave the flag out where shapes change"
+                f"{FLAG}: the input of a unit has {num_bytes} bytes, and the slots were sized by "
+                f"the first one, for {self._largest}: leave the flag out where shapes change"
             )
         raise RuntimeError(
             f"{FLAG}: all {self._num_slots} slots are in use, one for each unit of the "
-            "micro-batches that may be "
-            "in flight. A forward began before the backward of another, whose graph is still "
-            "alive: run that "
-            "backward or drop its loss first, or leave the flag out"
+            "micro-batches that may be in flight. A forward began before the backward of another, "
+            "whose graph is still alive: run that backward or drop its loss first, or leave the "
+            "flag out"
         )
 
     def storages(self) -> set[int]:

@@ -102,11 +102,9 @@ class Arguments:
             if not _same(before, list(_contents(self._leaves[place]))):
                 raise RuntimeError(
                     f"{self._name} changes its argument {self._path(place)}, a "
-                    f"{type(self._leaves[place]).__name__}, in place: a replay in backward "
-                    "would change it once "
-                    "more. Call the model without it (for a cache: use_cache=False), or take "
-                    "the layer out of "
-                    "the policy"
+                    f"{type(self._leaves[place]).__name__}, in place: a replay in backward would "
+                    "change it once more. Call the model without it (for a cache: "
+                    "use_cache=False), or take the layer out of the policy"
                 )
         if self._written.arguments is None:
             self._written.arguments = set()
@@ -118,11 +116,10 @@ class Arguments:
                 self._written.arguments.add(place)
                 if kept.copy is None:
                     raise RuntimeError(
-                        f"{self._name} wrote to its argument {self._path(place)} in place, "
-                        "which its first "
-                        "forward did not: there is no copy of the old value for a replay. The "
-                        "next forward makes "
-                        "one; to avoid this one error, take the layer out of the policy"
+                        f"{self._name} wrote to its argument {self._path(place)} in place, which "
+                        "its first forward did not: there is no copy of the old value for a "
+                        "replay. The next forward makes one; to avoid this one error, take the "
+                        "layer out of the policy"
                     )
             kept.settle(was_written or place in self._written.arguments)
         # From here on only the hooks keep the tensors. A reference here would hold the device
@@ -140,9 +137,9 @@ class Arguments:
         for place, before in self._contents.items():
             if not _same(before, list(_contents(self._leaves[place]))):
                 raise RuntimeError(
-                    f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments "
-                    "was changed after "
-                    "the forward and before backward, so that a replay would compute something else"
+                    f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments was "
+                    "changed after the forward and before backward, so that a replay would compute "
+                    "something else"
                 )
         leaves = list(self._leaves)
         made: dict[int, Tensor] = {}
@@ -215,9 +212,8 @@ class _Tensor:
             value = self.saved.tensor()
         except RuntimeError as error:
             raise RuntimeError(
-                f"{name}: an argument was written to after the forward, and a replay in "
-                "backward needs it: "
-                f"{error}"
+                f"{name}: an argument was written to after the forward, and a replay in backward "
+                f"needs it: {error}"
             ) from error
         return value.clone() if self._is_written else value
 

@@ -111,10 +111,8 @@ class _Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, call: _RegionCall, anchor: Tensor, *values: Any) -> Any:
         ctx.call, ctx.replayed, ctx.gather = call, None, None
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor)}
-        ctx.places, ctx.others = (
-            tuple(tensors),
-            [None if isinstance(value, Tensor) else value for value in values],
-        )
+        ctx.places = tuple(tensors)
+        ctx.others = [None if isinstance(value, Tensor) else value for value in values]
         ctx.inputs_require_grad = [
             isinstance(value, Tensor) and value.requires_grad for value in values
         ]

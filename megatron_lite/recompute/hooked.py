@@ -191,9 +191,8 @@ class _LayerCall:
             if number not in values:
                 self._forget(task)
                 raise RecomputeMismatch(
-                    f"{self._name}: the replay saved fewer tensors than the forward, and "
-                    "backward needs "
-                    f"number {number} of {len(self._slots)}"
+                    f"{self._name}: the replay saved fewer tensors than the forward, and backward "
+                    f"needs number {number} of {len(self._slots)}"
                 )
             if task == NO_TASK:
                 del self._values[task]
@@ -265,9 +264,8 @@ class _LayerCall:
         if was_complete and count != expected:
             raise RecomputeMismatch(
                 f"{self._name}: the forward saved {expected} tensors for backward, the replay "
-                f"{count}. "
-                "Something that the function reads has changed in between, or it does not do "
-                "the same twice"
+                f"{count}. Something that the function reads has changed in between, or it does "
+                "not do the same twice"
             )
         return values
 
@@ -277,8 +275,7 @@ class _LayerCall:
             raise RecomputeMismatch(
                 f"{self._name}: as number {number} of {len(self._slots)} the forward saved "
                 f"{self._forms[number]} for backward, the replay {form}. Something that the "
-                "function reads "
-                "has changed in between, or it does not do the same twice"
+                "function reads has changed in between, or it does not do the same twice"
             )
         if self._witness is not None and self._is_complete:
             self._witness.save(tensor)

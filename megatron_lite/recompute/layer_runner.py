@@ -77,7 +77,7 @@ def _run(
     record = Record(_name(segment), rng) if plan.verify else None
     results = KeptResults(segment.ops, skip_tail=plan.skip_tail) if segment.ops else None
     forward = _chain(plan, segment, layers, rng, record=record, results=results)
-    forward = forward if record is None else record.watch(forward)
+    forward = forward if record is None else record.recorded(forward)
     replay = (
         _chain(plan, segment, layers, rng, skip_layer_tail=True, results=results)
         if plan.skip_tail

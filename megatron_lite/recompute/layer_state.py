@@ -59,16 +59,12 @@ class LayerState:
         named = list(layer.named_modules())
         self._modules = [_ModuleState.of(module) for _, module in named]
         self._owns_parameters = not _is_sharded(layer)
-        self._parameters = (
-            [
-                _StateTensor(path, module, key, value)
-                for path, module in named
-                for key, value in module._parameters.items()
-                if value is not None
-            ]
-            if self._owns_parameters
-            else []
-        )
+        self._parameters = [
+            _StateTensor(path, module, key, value)
+            for path, module in (named if self._owns_parameters else ())
+            for key, value in module._parameters.items()
+            if value is not None
+        ]
         self._buffers = [
             _StateTensor(path, module, key, value, version_of(value))
             for path, module in named
@@ -96,11 +92,9 @@ class LayerState:
         self._written.buffers |= changed
         for name in changed - self._copies.keys():
             raise RuntimeError(
-                f"{self._name} wrote to its buffer {name}, which its first forward did not: "
-                "there is no copy of "
-                "the old value for a replay. The next forward makes one; to avoid this one "
-                "error, take the layer "
-                "out of the policy"
+                f"{self._name} wrote to its buffer {name}, which its first forward did not: there "
+                "is no copy of the old value for a replay. The next forward makes one; to avoid "
+                "this one error, take the layer out of the policy"
             )
         self._copies = {name: before for name, before in self._copies.items() if name in changed}
         self._buffers = [
@@ -123,17 +117,14 @@ class LayerState:
             if version_of(part.tensor) != part.version:
                 raise RuntimeError(
                     f"{self._name}: its parameter {part.name} has been modified by an inplace "
-                    "operation after the "
-                    "forward and before backward, so that a replay would compute something "
-                    "else. Run backward "
-                    "before the optimizer's step"
+                    "operation after the forward and before backward, so that a replay would "
+                    "compute something else. Run backward before the optimizer's step"
                 )
         for buffer in self._buffers:
             if buffer.name not in self._copies and version_of(buffer.tensor) != buffer.version:
                 raise RuntimeError(
-                    f"{self._name}: its buffer {buffer.name} was written to after the forward "
-                    "and before "
-                    "backward, so that a replay would compute something else. Write to it "
+                    f"{self._name}: its buffer {buffer.name} was written to after the forward and "
+                    "before backward, so that a replay would compute something else. Write to it "
                     "after backward"
                 )
         # The replay works on new dictionaries, lists and buffers. Putting the module's own

@@ -28,7 +28,7 @@ from megatron_lite.recompute.saved import bytes_of, moving
 Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
 
 
-class Lanes:
+class CopyStreams:
     """Copies between device and host. This class serves a CPU, where each copy is synchronous.
 
     A subclass copies beside the computation, in order within each direction. Each copy begins no
@@ -53,7 +53,7 @@ class Lanes:
         """Protects the memory of `target`, which is freed without any wait for its copy."""
 
 
-class CudaLanes(Lanes):
+class CudaCopyStreams(CopyStreams):
     """Copies on two side streams of a CUDA device, one for each direction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -91,8 +91,8 @@ class CudaLanes(Lanes):
 class Offload:
     """The segments of one forward that offload, in order. Call `finish` after the last one."""
 
-    def __init__(self, lanes: Lanes, *, kind: str) -> None:
-        self._lanes, self._kind = lanes, kind
+    def __init__(self, copy_streams: CopyStreams, *, kind: str) -> None:
+        self._copy_streams, self._kind = copy_streams, kind
         self._before: _SegmentCopies | None = None  # the last segment that offloaded a tensor
         self._leaving: list[_MovingOut] = []  # the originals of the last segment
 
@@ -108,8 +108,10 @@ class Offload:
         def move(tensor: Tensor) -> _OnHost:
             storage = tensor.untyped_storage()
             slot = memory.take(storage.nbytes())
-            slot.last_use = self._lanes.out(slot.memory, bytes_of(storage), after=slot.last_use)
-            copy = _OnHost(self._lanes, slot, group, tensor.device)
+            slot.last_use = self._copy_streams.out(
+                slot.memory, bytes_of(storage), after=slot.last_use
+            )
+            copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
             leaving.append(
                 _MovingOut(tensor.detach(), tensor._version, weakref.ref(copy), slot.last_use)
@@ -134,7 +136,7 @@ class Offload:
         copy is marked as torn, and a read of it raises.
         """
         if self._leaving:
-            self._lanes.wait(self._leaving[-1].mark)
+            self._copy_streams.wait(self._leaving[-1].mark)
         for original in self._leaving:
             copy = original.copy()
             if copy is not None and original.tensor._version != original.version:
@@ -188,9 +190,12 @@ class _OnHost:
     """
 
     def __init__(
-        self, lanes: Lanes, slot: Slot, group: _SegmentCopies, device: torch.device
+        self, copy_streams: CopyStreams, slot: Slot, group: _SegmentCopies, device: torch.device
     ) -> None:
-        self._lanes, self._slot, self._group, self._device = lanes, slot, group, device
+        self._copy_streams = copy_streams
+        self._slot = slot
+        self._group = group
+        self._device = device
         self._returned: Tensor | None = None
         self._is_awaited = True
         self.torn = False
@@ -204,7 +209,7 @@ class _OnHost:
             self._returned = torch.empty(
                 self._slot.memory.numel(), dtype=torch.uint8, device=self._device
             )
-            self._slot.last_use = self._lanes.back(
+            self._slot.last_use = self._copy_streams.back(
                 self._returned, self._slot.memory, after=self._slot.last_use
             )
             self._is_awaited = False
@@ -217,9 +222,8 @@ class _OnHost:
         """
         if self.torn:
             raise RuntimeError(
-                "a tensor that was saved for backward has been modified by an inplace "
-                "operation while it was "
-                "being copied to host memory"
+                "a tensor that was saved for backward has been modified by an inplace operation "
+                "while it was being copied to host memory"
             )
         self.call_back()
         self._group.call_back()
@@ -227,10 +231,10 @@ class _OnHost:
             self._group.before.call_back()
         assert self._returned is not None
         if not self._is_awaited:
-            self._lanes.wait(self._slot.last_use)
+            self._copy_streams.wait(self._slot.last_use)
             self._is_awaited = True
         return self._returned
 
     def __del__(self) -> None:
         if not self._is_awaited and self._returned is not None:
-            self._lanes.forsake(self._returned)
+            self._copy_streams.forsake(self._returned)

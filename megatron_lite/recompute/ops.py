@@ -34,7 +34,7 @@ from megatron_lite.recompute.versions import version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, tuple[Any, ...], dict[str, Any]], Any]
-Watch = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+BeforeWrite = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 class KeptResults:
@@ -160,7 +160,7 @@ class _Numbering(KeepsResults):
 
     operators: the operators whose calls are numbered, with their names.
     run: called as `run(place, args, kwargs)` in place of each call; returns its result.
-    watch: called before every other operator that writes into its arguments.
+    before_write: called before every other operator that writes into its arguments.
     counts: whether the mode is in use at the moment. Otherwise every call runs as it is.
     """
 
@@ -168,11 +168,14 @@ class _Numbering(KeepsResults):
         self,
         operators: dict[Any, str],
         run: Run,
-        watch: Watch,
+        before_write: BeforeWrite,
         counts: Callable[[KeepsResults], bool],
     ) -> None:
         super().__init__()
-        self._operators, self._run, self._watch, self._counts = operators, run, watch, counts
+        self._operators = operators
+        self._run = run
+        self._before_write = before_write
+        self._counts = counts
         self._numbers = Counter[Any]()
 
     def __torch_dispatch__(
@@ -184,7 +187,7 @@ class _Numbering(KeepsResults):
     ) -> Any:
         if func not in self._operators or not self._counts(self):
             if func._schema.is_mutable and self._counts(self):
-                self._watch(func, args, kwargs or {})
+                self._before_write(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         self._numbers[func] += 1
         return self._run((func, self._numbers[func]), args, kwargs or {})
@@ -216,8 +219,7 @@ def _saved(result: _Result, operator: Any, name: str) -> Any:
     if result.is_written or version_of(result.value) != result.version:
         raise RuntimeError(
             f"{name}: the result of {operator} is to be kept for backward, but was written to "
-            "later in the layer. "
-            "Leave the operator out of ops(...), or use full"
+            "later in the layer. Leave the operator out of ops(...), or use full"
         )
     return SavedValue(result.value)
 
@@ -261,8 +263,7 @@ def _check(operator: Any, name: str, setting: str) -> None:
     if torch.Tag.nondeterministic_seeded in operator.tags and name not in IN_GROUPS:
         raise InputError(
             f"{setting} ops({name}): it draws random numbers. In a replay without it all later "
-            "draws would "
-            "be others, and the gradients wrong"
+            "draws would be others, and the gradients wrong"
         )
 
 

@@ -39,7 +39,7 @@ class Redraw:
 
     def made(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`. With a record, the first call stores its hash; later calls compare."""
-        return tensor if self.record is None else self.record.watch(lambda: tensor)()
+        return tensor if self.record is None else self.record.recorded(lambda: tensor)()
 
     def again(self, state: Tensor) -> Tensor:
         """Returns the tensor drawn from `state`. The stream's own state is the same afterwards."""
@@ -138,7 +138,9 @@ class Regions:
         self, name: str, function: Callable[..., Any], rng: RngStreams | None
     ) -> Callable[..., Any]:
         return (
-            Record(f"layer {self.layer}, {name}", rng).watch(function) if self.verify else function
+            Record(f"layer {self.layer}, {name}", rng).recorded(function)
+            if self.verify
+            else function
         )
 
 

@@ -65,15 +65,10 @@ def policy_by_stage(config: RunConfig) -> str:
     ]
     if len({text for _, text in plans}) == 1:
         return plans[0][1]
-    return str(
-        Policy(
-            tuple(
-                replace(rule, stage=number)
-                for number, text in plans
-                for rule in parse_policy(text).rules
-            )
-        )
-    )
+    rules = [
+        replace(rule, stage=number) for number, text in plans for rule in parse_policy(text).rules
+    ]
+    return str(Policy(tuple(rules)))
 
 
 def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:

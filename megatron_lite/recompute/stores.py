@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.arena import Arena, keeping_in
-from megatron_lite.recompute.offload import CudaLanes, Lanes, Offload
+from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
 
@@ -58,7 +58,7 @@ class Stores:
         ):
             yield lambda segment, shared: nullcontext()
             return
-        offload = Offload(self.lanes, kind=self.device.type)
+        offload = Offload(self.copy_streams, kind=self.device.type)
 
         def opened(segment: Segment, shared: Iterable[Any]) -> AbstractContextManager[None]:
             arena = (
@@ -96,9 +96,9 @@ class Stores:
         return self.pool.storages().union(*(arena.storages() for arena in self._arenas.values()))
 
     @cached_property
-    def lanes(self) -> Lanes:
+    def copy_streams(self) -> CopyStreams:
         """The object that copies between device and host."""
-        return CudaLanes(self.device) if self.device.type == "cuda" else Lanes()
+        return CudaCopyStreams(self.device) if self.device.type == "cuda" else CopyStreams()
 
     def _arena(
         self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int, on_host: bool

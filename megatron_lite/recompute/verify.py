@@ -53,14 +53,14 @@ class Record:
         self._complete = False
         self._position = 0
 
-    def watch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` with comparison: the first call is recorded, later calls are compared.
 
         It covers the arguments, the values passed to `see` inside the call, and the results.
         RecomputeMismatch: a later call differs from the first one, or a call changes a buffer.
         """
 
-        def watched(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
             self.restart()
             self.see(f"{self.what}, input", args)
             buffers = self._buffers()
@@ -75,7 +75,7 @@ class Record:
             self.complete()
             return outputs
 
-        return watched
+        return call
 
     def restart(self) -> None:
         """Begins the forward, or a replay, at the first entry of the record."""
@@ -179,14 +179,11 @@ class Witness:
             self._record.complete()
         elif reached != self._reached:
             lost, new = sorted(self._reached - reached), sorted(reached - self._reached)
+            changes = [f"lost {', '.join(lost)}"] if lost else []
+            changes += [f"has {', '.join(new)} besides"] if new else []
             raise RecomputeMismatch(
                 f"{self._name}: the graph of a replay is not the forward's: it "
-                + " and ".join(
-                    [
-                        *([f"lost {', '.join(lost)}"] if lost else []),
-                        *([f"has {', '.join(new)} besides"] if new else []),
-                    ]
-                )
+                f"{' and '.join(changes)}"
             )
 
     def _reaches(self, outputs: Any) -> Iterator[str]:
@@ -231,17 +228,12 @@ def _difference(before: Seen, now: Seen) -> str:
     if now.place != before.place or now.shapes != before.shapes:
         return (
             f"recomputation took another path: {before.place} with shapes {before.shapes} in "
-            f"forward, {now.place} with "
-            f"{now.shapes} in the replay"
+            f"forward, {now.place} with {now.shapes} in the replay"
         )
     streams = [name for name in before.streams if now.streams[name] != before.streams[name]]
-    random = (
-        f"RNG stream {', '.join(streams)} stood elsewhere than in forward"
-        if streams
-        else "the RNG streams agree"
-        if before.streams
-        else "no RNG stream was compared"
-    )
+    random = "the RNG streams agree" if before.streams else "no RNG stream was compared"
+    if streams:
+        random = f"RNG stream {', '.join(streams)} stood elsewhere than in forward"
     changed = [
         number
         for number, (one, other) in enumerate(zip(before.tensors, now.tensors, strict=True))

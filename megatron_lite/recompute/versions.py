@@ -27,9 +27,8 @@ def check_unwritten(
     """
     if (now := version_of(tensor)) != version:
         raise RuntimeError(
-            f"a {what} {list(tensor.shape)} {purpose} has been modified by an inplace "
-            "operation: it is at version "
-            f"{now}, expected {version}"
+            f"a {what} {list(tensor.shape)} {purpose} has been modified by an inplace operation: "
+            f"it is at version {now}, expected {version}"
         )
 
 

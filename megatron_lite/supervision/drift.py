@@ -64,18 +64,14 @@ class ReplicaCheck:
             for number in odd_ones_out(hashes[places], group)
         ]
         names = list(dict.fromkeys(held[number].name for number in odd))
-        text = (
-            names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
-            if names
-            else ""
-        )
+        text = names[0] if names else ""
+        if len(names) > 1:
+            text += f" and {len(names) - 1} more tensors"
         return by_rank(gather_texts(text, self._parallel))
 
     def _held(self) -> list[_Held]:
-        layout, specs = (
-            self._optimizer.layout,
-            {name: spec_of(value) for name, value in self._model.named_parameters()},
-        )
+        layout = self._optimizer.layout
+        specs = {name: spec_of(value) for name, value in self._model.named_parameters()}
         if not layout.replicates_weights:
             return [_Held(piece.name, piece.master, piece.spec) for piece in layout.pieces]
         held = [

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.config.training import LoggingConfig
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import gather_texts
@@ -38,7 +38,7 @@ PROBE_SIZE, PROBE_MATMULS = 4096, 8
 
 
 class RankTime(NamedTuple):
-    """The time in ms that one rank needed for its share of a step. stage: its pipeline rank."""
+    """The time in ms that one rank needed for its part of a step. stage: its pipeline rank."""
 
     rank: int
     stage: int

@@ -71,19 +71,15 @@ def judge(
     silent = [other for other, beat in beats.items() if beat == trouble.before[other] != LEFT]
     gone = [other for other, beat in beats.items() if beat == LEFT]
     if trouble.what == "signal" and not silent:
-        return (
-            None
-            if graceful and not _interrupts(trouble.number)
-            else stopped_by(trouble.number, rank)
-        )
+        leaves_in_order = graceful and not _interrupts(trouble.number)
+        return None if leaves_in_order else stopped_by(trouble.number, rank)
     if trouble.what == "late":
-        who = (
-            _of(silent, "gives", "give") + " no sign of life"
-            if silent
-            else _of(gone, "has", "have") + " ended"
-            if gone
-            else _slowest({rank: own_beat, **beats})
-        )
+        if silent:
+            who = _of(silent, "gives", "give") + " no sign of life"
+        elif gone:
+            who = _of(gone, "has", "have") + " ended"
+        else:
+            who = _slowest({rank: own_beat, **beats})
         return Verdict(rank, 1, f"no progress for more than {timeout:g} s: {who}", with_stacks=True)
     if silent:
         return Verdict(rank, 1, _of(silent, "is", "are") + " gone")

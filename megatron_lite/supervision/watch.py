@@ -77,11 +77,9 @@ class Watch:
         self, parallel: ParallelState, *, timeout: float, graceful: bool, owns_store: bool
     ) -> None:
         self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
-        self._timeout, self._graceful, self._lingers = (
-            timeout,
-            graceful,
-            owns_store and self._rank == 0,
-        )
+        self._timeout = timeout
+        self._graceful = graceful
+        self._lingers = owns_store and self._rank == 0
         self._store_of = "rank 0" if owns_store else "torchrun on rank 0's node"
         self._verdict: Verdict | None = None
         self._main_ends = False

@@ -7,7 +7,7 @@ The logits are never gathered.
                combined          all rows at once: two all-reduces, then the losses
     backward   write_gradient_   any rows, this rank's columns: softmax - one_hot
 
-linear_cross_entropy.py combines the same steps for logits that exist one chunk at a time.
+linear_cross_entropy.py combines the same steps for logits that exist one loss chunk at a time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 They depend only on the seed, the parameter's name and its global shape. The whole tensor is cut
 into at most 64 blocks along its split dim. Each block is drawn on the CPU in float32, from its own
-generator. A rank draws only the blocks that overlap its shard, so t ranks share the work of a large
+generator. A rank draws only the blocks that overlap its shard, so t ranks split the work of a large
 model.
 """
 

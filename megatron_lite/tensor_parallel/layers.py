@@ -78,13 +78,8 @@ class ColumnParallelLinear(nn.Module):
             ),
             context,
         )
-        self.bias = (
-            new_parameter(
-                ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks), context
-            )
-            if bias
-            else None
-        )
+        bias_spec = ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks)
+        self.bias = new_parameter(bias_spec, context) if bias else None
 
     def forward(
         self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -134,16 +129,10 @@ class RowParallelLinear(nn.Module):
             ),
             context,
         )
-        self.bias = (
-            new_parameter(
-                ParameterSpec(
-                    global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel
-                ),
-                context,
-            )
-            if bias
-            else None
+        bias_spec = ParameterSpec(
+            global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel
         )
+        self.bias = new_parameter(bias_spec, context) if bias else None
 
     def forward(self, hidden_states: Tensor, skip_tail: bool = False) -> Tensor:
         """Returns the summed product.

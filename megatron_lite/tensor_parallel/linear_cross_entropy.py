@@ -1,6 +1,7 @@
-"""The output projection and its cross-entropy, computed for one chunk of tokens at a time.
+"""The output projection and its cross-entropy, computed for one loss chunk at a time.
 
-All logits [s, b, V/t] never exist at once, only those of a chunk, [N, V/t].
+All logits [s, b, V/t] never exist at once, only those of a loss chunk, [N, V/t], where N is
+--loss-chunk-size.
 
     forward    each chunk of N tokens   logits = x A^T, row statistics
                all rows at once         all-reduces of the statistics
@@ -49,7 +50,7 @@ def vocab_parallel_linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
-    chunk_size: int,
+    loss_chunk_size: int,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
     first_id: int,
@@ -63,8 +64,8 @@ def vocab_parallel_linear_cross_entropy(
     hidden_states: [s, b, h], under sequence parallelism [s/t, b, h].
     weight: [padded V / t, h].
     labels, first_id, num_ids: see vocab_parallel_cross_entropy.
-    chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in this
-        order, and the last chunk may be shorter.
+    loss_chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in
+        this order, and the last chunk may be shorter.
 
     Issues the collectives of those two functions, in the same number at every chunk size.
     Keeps hidden_states and the weight. In place of the logits it keeps the labels, one byte per
@@ -86,7 +87,7 @@ def vocab_parallel_linear_cross_entropy(
         operands.hidden_states,
         operands.weight,
         labels,
-        chunk_size,
+        loss_chunk_size,
         tp_group,
         sequence_parallel,
         first_id,
@@ -101,7 +102,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         hidden_states: Tensor,
         weight: Tensor,
         labels: Tensor,
-        chunk_size: int,
+        loss_chunk_size: int,
         tp_group: ProcessGroup | None,
         sequence_parallel: bool,
         first_id: int,
@@ -113,19 +114,17 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         )
         parts = [
             row_statistics(logits[:, :num_ids], local.column[tokens])
-            for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, chunk_size)
+            for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, loss_chunk_size)
         ]
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
         )
         ctx.save_for_backward(hidden_states, weight, *local, share)
         ctx.add = own_sum(weight)
-        ctx.chunk_size, ctx.tp_group, ctx.sequence_parallel, ctx.num_ids = (
-            chunk_size,
-            tp_group,
-            sequence_parallel,
-            num_ids,
-        )
+        ctx.loss_chunk_size = loss_chunk_size
+        ctx.tp_group = tp_group
+        ctx.sequence_parallel = sequence_parallel
+        ctx.num_ids = num_ids
         return losses.view(labels.shape)
 
     @staticmethod
@@ -148,7 +147,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         reduction = None
         # Each chunk's logits are computed again and overwritten with their gradient. After the last
         # chunk's dx the reduction starts, and runs beside that chunk's dA.
-        for tokens, logits in _logits_by_chunk(rows, weight, ctx.chunk_size):
+        for tokens, logits in _logits_by_chunk(rows, weight, ctx.loss_chunk_size):
             write_gradient_(logits, logits, factors.of_rows(tokens), num_ids=ctx.num_ids)
             if grad_rows is not None:
                 torch.mm(logits, weight, out=grad_rows[tokens])
@@ -177,15 +176,17 @@ class _ChunkOfLogits(NamedTuple):
     logits: Tensor
 
 
-def _logits_by_chunk(rows: Tensor, weight: Tensor, chunk_size: int) -> Iterator[_ChunkOfLogits]:
+def _logits_by_chunk(
+    rows: Tensor, weight: Tensor, loss_chunk_size: int
+) -> Iterator[_ChunkOfLogits]:
     """Yields the logits of `rows` [n, h] with `weight` [V/t, h], one chunk at a time.
 
     All chunks share one buffer. On a CPU a new buffer for each chunk would cost page faults.
     """
     num_rows = rows.shape[0]
-    buffer = rows.new_empty((min(chunk_size, num_rows), weight.shape[0]))
-    for start in range(0, num_rows, chunk_size):
-        tokens = slice(start, min(start + chunk_size, num_rows))
+    buffer = rows.new_empty((min(loss_chunk_size, num_rows), weight.shape[0]))
+    for start in range(0, num_rows, loss_chunk_size):
+        tokens = slice(start, min(start + loss_chunk_size, num_rows))
         yield _ChunkOfLogits(
             tokens, torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start])
         )

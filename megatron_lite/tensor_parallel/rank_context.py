@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.chunks import ContextParallel
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.state import ParallelState
 
 
@@ -20,7 +20,7 @@ class RankContext:
     device, params_dtype: the device and the dtype of new parameters.
     group, rank, size: the TP group (None for one rank), this rank's place in it, and its size.
     sequence_parallel: whether the sequence is sharded over the TP group between sharded layers.
-    cp: the rank's place among the ranks that share each sequence.
+    cp: the rank's place among the ranks that split each sequence.
     """
 
     rng: RngStreams

@@ -60,11 +60,9 @@ class _RowParallelMatmul(torch.autograd.Function):
         sequence_parallel: bool,
         skip_tail: bool,
     ) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel, ctx.add = (
-            tp_group,
-            sequence_parallel and tp_group is not None,
-            own_sum(weight),
-        )
+        ctx.tp_group = tp_group
+        ctx.sequence_parallel = sequence_parallel and tp_group is not None
+        ctx.add = own_sum(weight)
         ctx.save_for_backward(hidden_states, weight)
         if skip_tail:
             # One element, expanded: the result has the right shape and takes no memory.

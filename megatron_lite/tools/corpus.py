@@ -70,19 +70,15 @@ def write_corpus(output: str, corpus: str | None) -> None:
                 raise
             print(f"{error}: using the sources of Python's standard library instead", flush=True)
     if not documents:
-        name, documents = (
-            "the sources of Python's standard library",
-            stdlib(Path(sysconfig.get_paths()["stdlib"])),
-        )
+        name = "the sources of Python's standard library"
+        documents = stdlib(Path(sysconfig.get_paths()["stdlib"]))
     random.Random(SHUFFLE_SEED).shuffle(documents)
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "corpus.jsonl")
     write_documents(path, documents)
     print(
-        (
-            f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} "
-            "million characters"
-        ),
+        f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} "
+        "million characters",
         flush=True,
     )
 

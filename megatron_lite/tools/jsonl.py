@@ -56,10 +56,8 @@ def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
                 if len(content.rstrip(b"\r\n")) > max_line_bytes:
                     raise InputError(
                         f"{path}:{number}: the line is longer than --max-line-bytes "
-                        f"{max_line_bytes}, and a "
-                        "tokenizer takes about 170 times its length in memory: split the "
-                        "document into several "
-                        "lines, or give a higher limit"
+                        f"{max_line_bytes}, and a tokenizer takes about 170 times its length in "
+                        "memory: split the document into several lines, or give a higher limit"
                     )
                 if content.strip():
                     yield Line(number, content)

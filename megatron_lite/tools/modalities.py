@@ -94,9 +94,8 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
         early = _early_settings(config)
         require(
             early is not None or is_modalities(config),
-            "modalities: there is no component activation_checkpointed, and no "
-            f"{BY_VARIANT}, so nothing is said of recomputation: choose a --recompute-policy "
-            "yourself",
+            f"modalities: there is no component activation_checkpointed, and no {BY_VARIANT}, so "
+            "nothing is said of recomputation: choose a --recompute-policy yourself",
         )
         if early is None:
             nothing = (
@@ -178,10 +177,8 @@ def _of_variant(given: Mapping[str, Any], file: Any) -> Translation:
     keys = typed(parameters, where, file=file, save_ops_keys=list).get("save_ops_keys", [])
     require(
         len(keys) > 0,
-        (
-            f"{where}: save_ops_keys is empty, and without a result to keep it is "
-            "full_activation_checkpointing"
-        ),
+        f"{where}: save_ops_keys is empty, and without a result to keep it is "
+        "full_activation_checkpointing",
     )
     unknown = [key for key in keys if not isinstance(key, str) or key not in OPERATORS]
     require(
@@ -212,9 +209,8 @@ def _of_classes(given: Mapping[str, Any], file: Any) -> Translation:
         require(
             known,
             f"modalities: {BY_CLASS}: {shown(name)} is no class of a whole layer (such as "
-            "GPT2Block, or a name in "
-            f"block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give a "
-            "--recompute-policy with regions instead",
+            f"GPT2Block, or a name in block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give "
+            "a --recompute-policy with regions instead",
         )
     if not names:
         return Translation(KEEP)
@@ -243,10 +239,8 @@ def _component(config: Mapping[str, Any], wanted: str | None) -> Component | Non
     if wanted is not None:
         require(
             wanted in found,
-            (
-                f"modalities: no component {shown(wanted)} recomputes (these do: "
-                f"{named(*found) or 'none'})"
-            ),
+            f"modalities: no component {shown(wanted)} recomputes (these do: "
+            f"{named(*found) or 'none'})",
         )
         return found[wanted]
     if "app_state" in config:

@@ -31,20 +31,20 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import TOKENIZER_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import TOKENIZER_TYPES, TokenizerConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import Line, add_max_line_bytes, lines_of, parse_line
 
-CHUNK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings for encoding a line. They are sent to the workers with every chunk.
+    """The settings for encoding a line. They are sent to the workers with every block.
 
     source: the input file, for messages.
     """
@@ -109,9 +109,9 @@ def preprocess(args: argparse.Namespace) -> None:
             for prefix in prefixes.values()
         ]
         progress = stack.enter_context(_progress(os.path.getsize(args.input), args.log_interval))
-        chunks = _chunks(args.input, args.partitions, args.max_line_bytes)
+        blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes)
         for encoded in stack.enter_context(
-            contextlib.closing(_encode_all(encoding, chunks, args.workers))
+            contextlib.closing(_encode_all(encoding, blocks, args.workers))
         ):
             for document in encoded.documents:
                 for writer, ids in zip(writers, document, strict=True):
@@ -126,63 +126,60 @@ def preprocess(args: argparse.Namespace) -> None:
                 )
     for prefix, writer in zip(prefixes.values(), writers, strict=True):
         print(
-            (
-                f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
-                f"{writer.dtype.name}"
-            ),
+            f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
+            f"{writer.dtype.name}",
             flush=True,
         )
 
 
-def _chunks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
-    """Yields the lines of the file in pieces of about CHUNK_BYTES.
+def _line_blocks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
+    """Yields the lines of the file in blocks of about BLOCK_BYTES.
 
     Partition p holds every line n with n % partitions == p, counted from 0. All lines of one
     partition come before the next one. Megatron's tool gives this order when it merges its
     partitions.
     """
     for partition in range(partitions):
-        chunk, size = [], 0
+        block, size = [], 0
         for line in lines_of(path, max_line_bytes):
             if (line.number - 1) % partitions != partition:
                 continue
-            chunk.append(line)
+            block.append(line)
             size += len(line.content)
-            if size >= CHUNK_BYTES:
-                yield chunk
-                chunk, size = [], 0
-        if chunk:
-            yield chunk
+            if size >= BLOCK_BYTES:
+                yield block
+                block, size = [], 0
+        if block:
+            yield block
 
 
 def _encode_all(
-    encoding: Encoding, chunks: Iterable[list[Line]], workers: int
+    encoding: Encoding, blocks: Iterable[list[Line]], workers: int
 ) -> Generator[Encoded, None, None]:
-    """Yields the encoded chunks in order. At most four per worker are in memory.
+    """Yields the encoded blocks in order. At most four per worker are in memory.
 
     If the generator is closed before its end, it kills its workers: one long text would keep a
     worker busy for a minute.
     """
     encode = functools.partial(_encode, encoding)
     if workers == 1:
-        yield from map(encode, chunks)
+        yield from map(encode, blocks)
         return
     others = active_children()
     # spawn: the tokenizer library's threads and the progress bar's do not survive a fork
     with ProcessPoolExecutor(workers, get_context("spawn"), _follow_parent) as pool:
         pending: deque[Future[Encoded]] = deque()
         try:
-            for chunk in chunks:
-                pending.append(pool.submit(encode, chunk))
+            for block in blocks:
+                pending.append(pool.submit(encode, block))
                 if len(pending) >= 4 * workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
             raise InputError(
-                "a worker process was killed, perhaps for want of memory: use fewer --workers, "
-                "or a lower "
-                "--max-line-bytes"
+                "a worker process was killed, perhaps for want of memory: use fewer --workers, or "
+                "a lower --max-line-bytes"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

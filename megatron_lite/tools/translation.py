@@ -177,10 +177,8 @@ def typed(given: Any, where: str, *, file: Any = None, **kinds: Any) -> dict[str
     unknown = [key for key in given if key not in kinds]
     require(
         not unknown,
-        (
-            f"{where}: unknown key {shown(unknown[0] if unknown else None)} (known: "
-            f"{', '.join(kinds) or 'none'})"
-        ),
+        f"{where}: unknown key {shown(unknown[0] if unknown else None)} (known: "
+        f"{', '.join(kinds) or 'none'})",
     )
     values = {
         key: resolved(value, given if file is None else file, f"{where}: {key}")
@@ -206,10 +204,8 @@ def resolved(value: Any, file: Any, where: str) -> Any:
         match = INTERPOLATION.fullmatch(value)
         require(
             match is not None,
-            (
-                f"{where} is {shown(value)}, which only the original resolves: write its value "
-                "into the file"
-            ),
+            f"{where} is {shown(value)}, which only the original resolves: write its value "
+            "into the file",
         )
         place: Any = file
         for part in match[1].split("."):  # type: ignore[index]
@@ -260,10 +256,10 @@ def _references(config: Any, place: str, depth: int) -> set[str]:
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, str):
         return set(INTERPOLATION.findall(value))
-    below = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    )
-    return set().union(*(_references(inner, "", depth - 1) for inner in below)) if depth else set()
+    if depth == 0 or not isinstance(value, (Mapping, list)):
+        return set()
+    below = value.values() if isinstance(value, Mapping) else value
+    return set().union(*(_references(inner, "", depth - 1) for inner in below))
 
 
 def _relevant(

@@ -38,8 +38,7 @@ class AppendedFile:
             if self._lost == 1:
                 return (
                     f"warning: {self._name}: {what} could not be written ({error.strerror}); "
-                    "training goes on, and later "
-                    "records are tried again without another warning"
+                    "training goes on, and later records are tried again without another warning"
                 )
         return None
 

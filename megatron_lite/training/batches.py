@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.parallel.chunks import select, spans_of
+from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
 
 
@@ -47,7 +47,7 @@ def fetch(
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> MicroBatch:
-    """Returns the samples `indices`, or one context-parallel rank's chunks of them.
+    """Returns the samples `indices`, or one context-parallel rank's spans of them.
 
     The copy to a GPU is asynchronous, from pinned memory.
     """

@@ -152,7 +152,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
     )
     if training.check_for_nan_in_loss_and_grad:
-        optimizer.layout.gradients.watch()
+        optimizer.measure_own_grad_norm()
     accumulation = fuse_weight_gradients_(config, parallel, model, optimizer)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
@@ -181,20 +181,18 @@ def _check_batches(
     sizes: the global batch sizes of the iterations that this run still has.
     Evaluations take the full batch, also if the run ends within the ramp.
     """
-    chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
+    num_chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
     if config.training.eval_iters or batches.full in sizes:
         check_num_microbatches(
-            batches.num_microbatches(batches.full), size=parallel.pp_size, chunks=chunks
+            batches.num_microbatches(batches.full), size=parallel.pp_size, num_chunks=num_chunks
         )
-    ramp, unit = (
-        " ".join(map(str, config.training.rampup_batch_size)),
-        batches.samples_per_microbatch * parallel.pp_size,
-    )
+    ramp = " ".join(map(str, config.training.rampup_batch_size))
+    unit = batches.samples_per_microbatch * parallel.pp_size
     for size in sizes:
         check_num_microbatches(
             batches.num_microbatches(size),
             size=parallel.pp_size,
-            chunks=chunks,
+            num_chunks=num_chunks,
             remedy=f"--rampup-batch-size {ramp} has a batch of {size} samples; give a START "
             "and an INCREMENT "
             f"that are multiples of {unit}, or leave the virtual stages out",

@@ -22,14 +22,14 @@ from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import gather_texts
 
-MEMINFO, CGROUP_LIMITS = (
-    Path("/proc/meminfo"),
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")),
+MEMINFO = Path("/proc/meminfo")
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
 FIX = (
     "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
-    "--use-distributed-optimizer, "
-    "--use-torch-fsdp2), or smaller sizes"
+    "--use-distributed-optimizer, --use-torch-fsdp2), or smaller sizes"
 )
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
 WORDS = (
@@ -61,9 +61,9 @@ def check_fits(config: RunConfig, parallel: ParallelState) -> None:
                 else ""
             )
             raise InputError(
-                "the model does not fit: weights, gradients and optimizer state of one rank "
-                f"take {size(needed)}"
-                f"{together}, and {host if on_cpu else parallel.device} has {size(there)}: {FIX}"
+                "the model does not fit: weights, gradients and optimizer state of one rank take "
+                f"{size(needed)}{together}, and {host if on_cpu else parallel.device} has "
+                f"{size(there)}: {FIX}"
             )
 
     parallel.together("the memory of the machine", check)
@@ -116,9 +116,7 @@ def told_where_memory_runs_out(config: RunConfig, parallel: ParallelState) -> It
             (line.strip() for line in words.splitlines() if line.strip()), type(error).__name__
         )
         raise InputError(
-            f"out of memory while the run was built ({reason}). Weights, gradients and "
-            "optimizer state of this rank "
-            f"take {size(least_bytes(config, parallel))}, and {parallel.device} has {shown} "
-            "for all ranks on it: "
-            f"{FIX}"
+            f"out of memory while the run was built ({reason}). Weights, gradients and optimizer "
+            f"state of this rank take {size(least_bytes(config, parallel))}, and {parallel.device} "
+            f"has {shown} for all ranks on it: {FIX}"
         ) from error

@@ -7,62 +7,34 @@ its rank.
 from __future__ import annotations
 
 import errno
-import math
 import os
-import resource
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from datetime import datetime
-from types import MappingProxyType, TracebackType
-from typing import NamedTuple
+from types import TracebackType
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import LoggingConfig
-from megatron_lite.memory.predict.flops import peak_flops
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.training.evaluate import Evaluation
+from megatron_lite.training.iteration_line import (
+    LogExtras,
+    RunFacts,
+    eta,
+    full_batch_ms,
+    iteration_line,
+    peak_gib,
+    teraflops,
+    utilization,
+)
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
 from megatron_lite.training.skipped import SkippedUpdate
 from megatron_lite.training.tensorboard import ScalarFile
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
-
-
-class RunFacts(NamedTuple):
-    """The facts of a run that its log lines use.
-
-    num_samples: the samples consumed at the end of the run.
-    batch_size: the full global batch size, after any ramp.
-    tokens: the tokens of one iteration with the full batch, over all ranks.
-    flops, hardware_flops: the model FLOPs and hardware FLOPs of such an iteration, over all ranks.
-    peak_flops: the FLOP/s of one GPU, if known.
-    spared_flops: by global batch size, the hardware FLOPs that an iteration need not run, because
-        some micro-batches save all activations. A size that is not a key spares none.
-    """
-
-    num_iterations: int
-    num_samples: int
-    batch_size: int
-    tokens: int
-    world_size: int
-    flops: int
-    hardware_flops: int
-    peak_flops: float | None
-    device: torch.device
-    spared_flops: Mapping[int, int] = MappingProxyType({})
-
-
-class LogExtras(NamedTuple):
-    """Figures computed only on logged iterations and only if asked for."""
-
-    params_norm: float | None = None
-    num_zeros: int | None = None
 
 
 class RunLog:
@@ -161,10 +133,8 @@ class RunLog:
                 self._output_is_lost = True
                 with suppress(OSError):
                     print(
-                        (
-                            f"warning: standard output cannot be written ({error.strerror}); "
-                            "training goes on"
-                        ),
+                        f"warning: standard output cannot be written ({error.strerror}); "
+                        "training goes on",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -210,7 +180,7 @@ class RunLog:
                 completed=record.iteration,
                 status=(
                     f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | "
-                    f"ETA {_eta(record, self._facts, _full_batch_ms([record], self._facts))}"
+                    f"ETA {eta(record, self._facts, full_batch_ms([record], self._facts))}"
                 ),
             )
         self._interval.append(record)
@@ -261,126 +231,6 @@ class RunLog:
                 )
 
 
-def iteration_line(
-    records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool
-) -> str:
-    """Returns Megatron's iteration line over the records since the last line.
-
-    Megatron's fields come first, in its order, and our own fields come after them.
-    """
-    last = records[-1]
-    ms, full_ms = (
-        sum(record.iteration_ms for record in records) / len(records),
-        _full_batch_ms(records, facts),
-    )
-    losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
-    fields = [
-        (
-            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration "
-            f"{last.iteration:8d}/{facts.num_iterations:8d}"
-        ),
-        f"consumed samples: {last.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {ms:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_shown(_teraflops(full_ms, facts))}"
-        if throughput
-        else None,
-        f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
-        f"loss scale: {last.loss_scale:.1f}",
-        f"grad norm: {last.grad_norm:.3f}",
-        f"num zeros: {extras.num_zeros}" if extras.num_zeros is not None else None,
-        f"params norm: {extras.params_norm:.3f}" if extras.params_norm is not None else None,
-        f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
-        f"number of nan iterations: {sum(record.nan for record in records):3d}",
-        f"tokens/s/GPU: {facts.tokens / (full_ms / 1000.0) / facts.world_size:.1f}",
-        *(f"{name}: {percent:.1f}%" for name, percent in _utilization(records, facts).items()),
-        _activation_bytes(last),
-        f"peak GiB: {peak_gib(facts.device):.2f}",
-        f"ETA: {_eta(last, facts, full_ms)}",
-    ]
-    return " | ".join(field for field in fields if field is not None) + " |"
-
-
-def known_peak_flops(config: LoggingConfig, device: torch.device, *, bf16: bool) -> float | None:
-    """Returns the FLOP/s of one GPU: from --peak-tflops-per-gpu, else from the GPU's name.
-
-    Returns None if the flag is not given and the name is not known, and on a CPU.
-    """
-    if config.peak_tflops_per_gpu is not None:
-        return config.peak_tflops_per_gpu * 1e12
-    if device.type != "cuda":
-        return None
-    return peak_flops(
-        torch.cuda.get_device_name(device), bf16=bf16, tf32=torch.backends.cuda.matmul.allow_tf32
-    )
-
-
-def peak_gib(device: torch.device) -> float:
-    """Returns the most memory that this process has held, in GiB.
-
-    On a GPU it is allocated memory of the device; on a CPU it is the resident set.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
-
-
-def _full_batch_ms(records: list[IterationRecord], facts: RunFacts) -> float:
-    """Returns the milliseconds of an iteration with the full batch at the speed of `records`."""
-    return (
-        facts.batch_size
-        * sum(record.iteration_ms for record in records)
-        / sum(record.global_batch_size for record in records)
-    )
-
-
-def _utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, float]:
-    """Returns MFU and HFU of these iterations in percent of the peak, or {} if the peak is unknown.
-
-    MFU counts model FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py).
-    """
-    if facts.peak_flops is None:
-        return {}
-    available = facts.peak_flops * facts.world_size * (_full_batch_ms(records, facts) / 1000.0)
-    samples = sum(record.global_batch_size for record in records)
-    spared = (
-        sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records)
-        * facts.batch_size
-        / samples
-    )
-    return {
-        "MFU": 100.0 * facts.flops / available,
-        "HFU": 100.0 * (facts.hardware_flops - spared) / available,
-    }
-
-
-def _activation_bytes(record: IterationRecord) -> str | None:
-    """Returns the kept bytes of one micro-batch, predicted/measured, or None if not measured."""
-    predicted, measured = record.activation_bytes_predicted, record.activation_bytes_measured
-    if predicted is None or measured is None:
-        return None
-    unit, size = ("GiB", 2**30) if max(predicted, measured) >= 0.1 * 2**30 else ("MiB", 2**20)
-    return f"activation {unit}: {predicted / size:.3f}/{measured / size:.3f}"
-
-
-def _teraflops(ms: float, facts: RunFacts) -> float:
-    return facts.flops / (ms / 1000.0) / facts.world_size / 1e12
-
-
-def _shown(teraflops: float) -> str:
-    """Returns one decimal as Megatron does, and four for the small figures of a CPU."""
-    return f"{teraflops:.1f}" if teraflops >= 10.0 else f"{teraflops:.4f}"
-
-
-def _eta(record: IterationRecord, facts: RunFacts, full_ms: float) -> str:
-    seconds = int(
-        (facts.num_samples - record.consumed_samples) / facts.batch_size * full_ms / 1000.0
-    )
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
 def _write_scalars(
     writer: ScalarFile,
     record: IterationRecord,
@@ -388,7 +238,7 @@ def _write_scalars(
     facts: RunFacts,
     config: LoggingConfig,
 ) -> list[str | None]:
-    full_ms = _full_batch_ms([record], facts)
+    full_ms = full_batch_ms([record], facts)
     scalars: dict[str, float | None] = {
         "learning-rate": record.learning_rate,
         "batch-size": record.global_batch_size,
@@ -397,12 +247,12 @@ def _write_scalars(
         "grad-norm": record.grad_norm,
         "num-zeros": extras.num_zeros,
         "params-norm": extras.params_norm,
-        "throughput": _teraflops(full_ms, facts) if config.log_throughput else None,
+        "throughput": teraflops(full_ms, facts) if config.log_throughput else None,
         "iteration-time": record.iteration_ms / 1000.0
         if config.log_timers_to_tensorboard
         else None,
         "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
-        **_utilization([record], facts),
+        **utilization([record], facts),
     }
     return [
         writer.add_scalar(name, value, record.iteration)

@@ -38,7 +38,8 @@ from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.logging import LogExtras, RunFacts, RunLog, known_peak_flops
+from megatron_lite.training.iteration_line import LogExtras, RunFacts, known_peak_flops
+from megatron_lite.training.logging import RunLog
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import (
@@ -148,9 +149,8 @@ class Trainer:
                 log.line(notice)
             if self.progress.iteration >= self.num_iterations:
                 log.line(
-                    f"nothing to train: iteration {self.progress.iteration} is the end of the "
-                    "run or past it "
-                    f"({self.num_iterations})"
+                    f"nothing to train: iteration {self.progress.iteration} is the end of the run "
+                    f"or past it ({self.num_iterations})"
                 )
             exits.begin()
             timed = self._slow_ranks.listening() if self._slow_ranks is not None else nullcontext()
@@ -175,10 +175,8 @@ class Trainer:
             log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
             return False
         self._clock = time.perf_counter()
-        first, waits = (
-            self.progress.iteration + 1,
-            self.config.parallel.distributed_timeout_seconds_after_init,
-        )
+        first = self.progress.iteration + 1
+        waits = self.config.parallel.distributed_timeout_seconds_after_init
         self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
         while self.progress.iteration < self.num_iterations:
             batch = self.batches.at(self.progress.consumed_samples)
@@ -347,8 +345,8 @@ class Trainer:
         if self._replicas is not None and (fault := self._replicas.fault()) is not None:
             raise TrainingError(
                 f"iteration {self.progress.iteration}: ranks no longer hold the same weights: "
-                f"{fault}. Continue "
-                "from a checkpoint before it, without the node of that rank if it happens again"
+                f"{fault}. Continue from a checkpoint before it, without the node of that rank if "
+                "it happens again"
             )
 
     def _evaluate(
@@ -391,8 +389,7 @@ class Trainer:
         if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
             raise TrainingError(
                 f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower "
-                "--lr; "
-                "--no-check-for-nan-in-loss-and-grad goes on nevertheless"
+                "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
             )
         return None
 
@@ -419,8 +416,7 @@ class Trainer:
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(
                 f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
-                "Lower --lr, and "
-                f"continue from an earlier checkpoint"
+                "Lower --lr, and continue from an earlier checkpoint"
             )
         self._compare_replicas()
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
@@ -446,14 +442,10 @@ class Trainer:
 
     def _open_log(self) -> RunLog:
         config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
-        vocabulary, batch_size = (
-            config.tokenizer.padded_vocab_size(self.parallel.tp_size),
-            self.batches.full,
-        )
-        remaining, consumed = (
-            self.num_iterations - self.progress.iteration,
-            self.progress.consumed_samples,
-        )
+        vocabulary = config.tokenizer.padded_vocab_size(self.parallel.tp_size)
+        batch_size = self.batches.full
+        remaining = self.num_iterations - self.progress.iteration
+        consumed = self.progress.consumed_samples
         spared = {
             size: spared_flops(
                 config,

@@ -78,13 +78,10 @@ class StageRunner:
         )
         context = next(iter(model)).context
         # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
-        seq_length = (
-            config.data.seq_length
-            // parallel.cp_size
-            // (context.size if context.sequence_parallel else 1)
-        )
+        shards = context.size if context.sequence_parallel else 1
+        seq_length = config.data.seq_length // parallel.cp_size // shards
         links = Links(
-            parallel.pp_lanes,
+            parallel.pp_direction_groups,
             device=parallel.device,
             dtype=context.params_dtype,
             shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
@@ -102,7 +99,7 @@ class StageRunner:
         self,
         batches: Batches,
         *,
-        share: float,
+        loss_factor: float,
         observer: Observer,
         loss_scale: Tensor | None = None,
         before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
@@ -111,7 +108,7 @@ class StageRunner:
         """Runs forward and backward of all micro-batches. Returns the sum of their losses, 0-d.
 
         The sum is 0 on a rank without the last stage.
-        share: the factor on each micro-batch's mean loss.
+        loss_factor: the factor on each micro-batch's mean loss.
         observer: looks at the first micro-batch.
         loss_scale: the 0-d factor on the gradients. None leaves them as they are.
         before_last: called with a stage's parameters before the last backward through that stage.
@@ -125,7 +122,7 @@ class StageRunner:
         self.model.train()
         if self.links is None:
             (chunk,) = self._chunks
-            loss_of = partial(_loss, chunk, batches, share=share, scale=loss_scale)
+            loss_of = partial(_loss, chunk, batches, loss_factor=loss_factor, scale=loss_scale)
             losses = []
             for number in range(len(batches)):
                 before_backward(number, chunk)
@@ -146,24 +143,30 @@ class StageRunner:
                 else chunk.decoder.plan
             )
             run = partial(
-                _stage, chunk, batches, action.microbatch, share, hidden_states, plan, loss_scale
+                _stage,
+                chunk,
+                batches,
+                action.microbatch,
+                loss_factor,
+                hidden_states,
+                plan,
+                loss_scale,
             )
             del hidden_states  # `run` holds the only reference that this function still needs
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
-        return self._sum(
-            run_actions(
-                step.actions,
-                forward,
-                stages=[chunk.stage for chunk in self._chunks],
-                links=self.links,
-                overlap=self._overlap,
-                after=after,
-                before_backward=lambda action: before_backward(
-                    action.microbatch, self._chunks[action.chunk]
-                ),
-            )
+        losses = run_actions(
+            step.actions,
+            forward,
+            stages=[chunk.stage for chunk in self._chunks],
+            links=self.links,
+            overlap=self._overlap,
+            after=after,
+            before_backward=lambda action: before_backward(
+                action.microbatch, self._chunks[action.chunk]
+            ),
         )
+        return self._sum(losses)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
@@ -186,7 +189,9 @@ class StageRunner:
                 )
 
             actions = forwards_only(
-                size=self.parallel.pp_size, num_microbatches=len(batches), chunks=len(self._chunks)
+                size=self.parallel.pp_size,
+                num_microbatches=len(batches),
+                num_chunks=len(self._chunks),
             )
             total = self._sum(
                 run_actions(
@@ -208,16 +213,16 @@ class StageRunner:
 
     def _waiting(self, num_microbatches: int) -> list[int]:
         """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
-        size, chunks = self.parallel.pp_size, len(self._chunks)
+        size, num_chunks = self.parallel.pp_size, len(self._chunks)
         # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
         actions = order(
             size=size,
             rank=self.parallel.pp_rank,
             num_microbatches=min(num_microbatches, 2 * size),
-            chunks=chunks,
+            num_chunks=num_chunks,
         )
         held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
-        return [max(counts[chunk] for counts in held) for chunk in range(chunks)]
+        return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
 
     def _step_of(self, num_microbatches: int) -> _Step:
         if num_microbatches not in self._steps:
@@ -225,7 +230,7 @@ class StageRunner:
                 size=self.parallel.pp_size,
                 rank=self.parallel.pp_rank,
                 num_microbatches=num_microbatches,
-                chunks=len(self._chunks),
+                num_chunks=len(self._chunks),
             )
             self._steps[num_microbatches] = _Step(
                 order(**shape), keeping_all(**shape, num_kept=self._num_kept)
@@ -242,25 +247,25 @@ class StageRunner:
 
 
 def _loss(
-    model: GPTModel, batches: Batches, number: int, share: float, scale: Tensor | None = None
+    model: GPTModel, batches: Batches, number: int, loss_factor: float, scale: Tensor | None = None
 ) -> Tensor:
     batch = batches[number]
-    return scale_backward(model.loss(batch.tokens, batch.labels).mean() * share, scale)
+    return scale_backward(model.loss(batch.tokens, batch.labels).mean() * loss_factor, scale)
 
 
 def _stage(
     chunk: GPTModel,
     batches: Batches,
     number: int,
-    share: float,
+    loss_factor: float,
     hidden_states: Tensor | None,
     plan: RecomputePlan | None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Runs one stage on a micro-batch. Returns hidden states, or loss x share on the last stage."""
+    """Runs one stage on a micro-batch. Returns hidden states, or the loss x loss_factor."""
     inputs = batches[number].tokens if hidden_states is None else hidden_states
     if not chunk.stage.is_last:
         return chunk.run_stage(inputs, None, plan)
     return scale_backward(
-        chunk.run_stage(inputs, batches[number].labels, plan).mean() * share, scale
+        chunk.run_stage(inputs, batches[number].labels, plan).mean() * loss_factor, scale
     )

@@ -61,8 +61,7 @@ class ActivationBytes:
         if self.host_measured != self.host_predicted:
             return (
                 f"the first micro-batch keeps {self.host_measured} bytes in host memory, and "
-                f"{self.host_predicted} were "
-                "predicted"
+                f"{self.host_predicted} were predicted"
             )
         if self.unaccounted:
             return (
@@ -104,16 +103,11 @@ class ActivationMeter(Observer):
         weights = list(weights_in_use(chunk))
         with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
-        self._seen.append(
-            (
-                chunk,
-                plan,
-                [
-                    Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
-                    for kept in meter.storages().values()
-                ],
-            )
-        )
+        saved = [
+            Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
+            for kept in meter.storages().values()
+        ]
+        self._seen.append((chunk, plan, saved))
         # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
         stores = chunk.decoder.stores
         self._measured += meter.total_bytes() + stores.device_bytes

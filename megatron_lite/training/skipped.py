@@ -81,12 +81,11 @@ class SkippedUpdate:
             if self.mean_loss
             else ""
         )
+        found_on = f"; not finite on {self.found_on}" if self.found_on else ""
         return (
             f"skipped update of iteration {self.iteration}, number {self.in_a_row} in a row "
-            f"({self.reason}): lm loss "
-            f"{self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, samples "
-            f"{self.first_sample} to {last}"
-            + (f"; not finite on {self.found_on}" if self.found_on else "")
+            f"({self.reason}): lm loss {self.lm_loss:.6E}{spike}, grad norm {self.grad_norm:.3f}, "
+            f"samples {self.first_sample} to {last}{found_on}"
         )
 
 
@@ -105,12 +104,10 @@ class SkippedUpdates:
         *,
         loss_scale_minimum: float | None,
     ) -> None:
-        self._config, self._parallel, self._pieces, self._dataset = (
-            config.training,
-            parallel,
-            pieces,
-            dataset,
-        )
+        self._config = config.training
+        self._parallel = parallel
+        self._pieces = pieces
+        self._dataset = dataset
         self._minimum = loss_scale_minimum
 
     def judge(
@@ -137,9 +134,12 @@ class SkippedUpdates:
             and self._minimum is not None
             and figures.loss_scale > self._minimum
         )
+        reason = "overflow" if overflow else "not finite"
+        if finite:
+            reason = "spike"
         return SkippedUpdate(
             iteration=iteration,
-            reason="spike" if finite else "overflow" if overflow else "not finite",
+            reason=reason,
             first_sample=samples.start,
             num_samples=len(samples),
             in_a_row=progress.skipped_in_a_row + (not overflow),
@@ -166,12 +166,10 @@ class SkippedUpdates:
         if reason == "spike":
             raise TrainingError(
                 f"iteration {update.iteration}: the loss is {update.lm_loss}, more than "
-                "--skip-update-on-spike "
-                f"{config.skip_update_on_spike} times its running mean {update.mean_loss}, and "
-                f"{update.in_a_row} updates in a "
-                "row were skipped (--max-skipped-updates). Lower --lr, or look at the samples "
-                f"in {SKIPPED_BATCHES}, and "
-                "continue from the last checkpoint"
+                f"--skip-update-on-spike {config.skip_update_on_spike} times its running mean "
+                f"{update.mean_loss}, and {update.in_a_row} updates in a row were skipped "
+                "(--max-skipped-updates). Lower --lr, or look at the samples in "
+                f"{SKIPPED_BATCHES}, and continue from the last checkpoint"
             )
         at_scale = (
             ""
@@ -185,8 +183,7 @@ class SkippedUpdates:
             fix = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
         raise TrainingError(
             f"iteration {update.iteration}: the loss is {update.lm_loss} and the gradient norm "
-            f"{update.grad_norm}"
-            f"{at_scale}{found}, so no weight was changed. Lower --lr or raise "
+            f"{update.grad_norm}{at_scale}{found}, so no weight was changed. Lower --lr or raise "
             f"--lr-warmup-iters; {fix}"
         )
 
@@ -213,7 +210,7 @@ def skipped_batches_path(config: RunConfig) -> str | None:
 def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
     """Returns the first thing on this rank that is not finite, or "". Reads the device.
 
-    The order is: its loss, its own gradient (if watched, else the summed gradient of its pieces).
+    The order is: its loss, its own gradient (if measured, else the summed gradient of its pieces).
     """
     if not math.isfinite(traces.own_loss.item()):
         return LOSS

@@ -46,7 +46,7 @@ class Traces(NamedTuple):
     """This rank's own part of the loss and of the gradient norm.
 
     own_loss: this rank's part of the loss.
-    own_grad_norm: the norm of its gradients before the sum over `dp_cp_group`. None if not watched.
+    own_grad_norm: the norm of its gradients before the sum over `dp_cp_group`, if it is measured.
     piece_norms: the norms of the gradients of its pieces after that sum.
     """
 
@@ -75,7 +75,7 @@ def train_step(
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     loss = runner.train(
         batches,
-        share=1.0 / (len(batches) * parallel.dp_cp_size),
+        loss_factor=1.0 / (len(batches) * parallel.dp_cp_size),
         observer=observer or Observer(),
         loss_scale=scale,
         before_last=optimizer.sync_next_backward,
@@ -89,5 +89,5 @@ def train_step(
         update.skipped,
         torch.ones_like(loss) if scale is None else scale,
         None if optimizer.spikes is None else optimizer.spikes.mean,
-        Traces(own_loss, optimizer.layout.gradients.own_norm, update.piece_norms),
+        Traces(own_loss, update.own_grad_norm, update.piece_norms),
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint import DISK, OURS, main
+from benchmarks.checkpoint import main
+from benchmarks.checkpoint_engines import DISK, OURS
 
 
 def test_every_way_has_its_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import fsdp_peak, parallel
-from benchmarks.parallel import ALONE, layouts
+from benchmarks.layouts import ALONE, layouts
 from benchmarks.traffic import foretold
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.parallel.rng import RngStreams

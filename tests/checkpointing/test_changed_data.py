@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import DataConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from tests.support.runs import run_to_end, tiny_run
 

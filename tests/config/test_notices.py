@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.notices import guard_notices, placement_notices, setting_notices
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import LoggingConfig
 from megatron_lite.parallel import apex
 from megatron_lite.training.run_notices import run_notices
 from tests.support.runs import tiny_run

@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import (
-    CheckpointConfig,
-    DataConfig,
-    LoggingConfig,
-    LrScheduleConfig,
-    TokenizerConfig,
-    TrainingConfig,
-)
+from megatron_lite.config.training import TrainingConfig
 
 SMALLEST: dict[type, dict[str, Any]] = {
     ModelConfig: {

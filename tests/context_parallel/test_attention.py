@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.parallel.chunks import ContextParallel, select
+from megatron_lite.parallel.sequence_spans import ContextParallel, select
 from megatron_lite.parallel.state import ParallelState
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks

@@ -16,7 +16,6 @@ from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.flops import hardware_flops
-from megatron_lite.memory.predict.traffic import plan_collectives
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from tests.memory.test_activations import figures, models
 from tests.memory.test_activations import policies as all_policies
@@ -35,6 +34,7 @@ from tests.support.models import (
 )
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
+from tests.support.traffic import plan_collectives
 
 
 class Layout(NamedTuple):

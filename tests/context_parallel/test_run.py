@@ -113,7 +113,7 @@ def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
     } == {True}
 
 
-def test_ranks_that_share_sequences_read_the_same_samples_and_take_their_chunks() -> None:
+def test_ranks_that_share_sequences_read_the_same_samples_and_take_their_spans() -> None:
     dataset = MockDataset(8, 12, 98, 5)
     whole = fetch(dataset, [3, 4], torch.device("cpu"))
     for rank, places in ((0, [0, 1, 10, 11]), (1, [2, 3, 8, 9]), (2, [4, 5, 6, 7])):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import DataConfig
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.blend import (
     BlendedDataset,
     build_blend_index,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_lite.config.training import DataConfig
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.blend import build_blend_index, parse_data_path
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset

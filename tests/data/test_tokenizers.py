@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import TokenizerConfig
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.data.tokenizers import (
     GPT2BPETokenizer,
     HuggingFaceTokenizer,

@@ -214,13 +214,13 @@ def _endless(folder: Path, workers: int) -> Iterator[subprocess.Popen[str]]:
     script.write_text("""if __name__ == "__main__":
     import itertools, sys, time
     from megatron_lite.tools import preprocess_data as tool
-    def chunks(path, *rest):
+    def blocks(path, *rest):
         for number in itertools.count():
             yield [tool.Line(1, b'{"text": "1 2 3"}')] * 5
             if number == 30:
                 print("in the middle", flush=True)
             time.sleep(0.005)
-    tool._chunks = chunks
+    tool._line_blocks = blocks
     sys.exit(tool.main(sys.argv[1:]))
 """)
     arguments = _flags(

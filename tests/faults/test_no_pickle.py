@@ -23,7 +23,7 @@ from megatron_lite.checkpointing.manifest import MANIFEST
 from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.training import DataConfig
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.tools import (
     generate,

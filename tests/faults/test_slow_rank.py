@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import LoggingConfig
 from megatron_lite.model.layer import TransformerLayer
 from megatron_lite.parallel.waiting import WAITING
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import DataConfig
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.indexed import IndexedDatasetWriter
 from megatron_lite.training.loop import Trainer

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.config.training import CheckpointConfig, LoggingConfig
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.optim.spike import SETTLED, SpikeGuard
 from megatron_lite.parallel.tensor_hash import are_equal, tensor_hash, tensor_hashes
 from megatron_lite.supervision.slow_rank import SlowRanks

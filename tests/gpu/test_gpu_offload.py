@@ -21,7 +21,7 @@ from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_byt
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.offload import CudaLanes
+from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import (
     BATCH,
@@ -51,7 +51,7 @@ WIDE = dict(
 WIDE_BATCH = dict(batch=4, seq_length=512)
 
 
-class SlowLanes(CudaLanes):
+class SlowCopyStreams(CudaCopyStreams):
     """Every copy begins about a millisecond late: what does not wait for it reads, frees or writes
     too early."""
 
@@ -138,7 +138,7 @@ def test_copies_that_come_late_change_no_gradient(cuda: torch.device) -> None:
         plain = build("*:none", cuda)
         for policy in POLICIES:
             model = build(policy, cuda)
-            model.decoder.stores.lanes = SlowLanes(cuda)
+            model.decoder.stores.copy_streams = SlowCopyStreams(cuda)
             for seed in (3, 4):
                 assert same(step(model, seed), step(plain, seed)), policy
 
@@ -153,7 +153,7 @@ def test_a_graph_that_is_dropped_while_copies_are_on_their_way_spoils_nothing(
 
     with deterministic():
         model, plain = build("*:full@host", cuda), build("*:none", cuda)
-        model.decoder.stores.lanes = SlowLanes(cuda)
+        model.decoder.stores.copy_streams = SlowCopyStreams(cuda)
         for _ in range(3):
             loss = model.loss(*(tensor.to(cuda) for tensor in sample_tokens())).mean()
             handle = model.decoder.layers[3].mlp.register_forward_pre_hook(breaks)

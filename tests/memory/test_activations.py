@@ -340,7 +340,7 @@ def test_the_papers_terms_add_up_to_the_papers_formula(
     assert in_paper == per_layer(32, 3, 64, 8, tp_size)
 
 
-def test_full_recomputation_keeps_two_sbh_a_unit_and_a_share_where_it_is_split() -> None:
+def test_full_recomputation_keeps_two_sbh_a_unit_and_a_part_where_it_is_split() -> None:
     sizes = Sizes(
         micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=4, element_bytes=2
     )

@@ -18,7 +18,7 @@ from megatron_lite.description.operations import (
     Collective,
 )
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.traffic import Traffic, plan_collectives
+from megatron_lite.memory.predict.traffic import Traffic
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives
@@ -33,6 +33,7 @@ from tests.support.models import (
 )
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
+from tests.support.traffic import plan_collectives
 
 NUM_LAYERS = 3
 MODEL = tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_backend="unfused")

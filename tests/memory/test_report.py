@@ -20,9 +20,10 @@ from megatron_lite.memory.explain.units import count, flops, percent, size
 from megatron_lite.memory.predict.flops import replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.peak import peak
-from megatron_lite.memory.predict.traffic import Traffic, plan_collectives
+from megatron_lite.memory.predict.traffic import Traffic
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.pairs import thirds
+from tests.support.traffic import plan_collectives
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "
 TINY = NEEDED + (

@@ -96,10 +96,10 @@ def test_ranks_that_share_a_layer_compute_what_one_rank_computes(split: Split) -
 
 LAYOUTS = [
     Layout(pp=2),
-    Layout(pp=2, chunks=2),
+    Layout(pp=2, num_chunks=2),
     Layout(pp=2, first=3),
-    Layout(pp=4, chunks=2),
-    Layout(pp=2, tp=2, chunks=2, sequence_parallel=True),
+    Layout(pp=4, num_chunks=2),
+    Layout(pp=2, tp=2, num_chunks=2, sequence_parallel=True),
 ]
 
 

@@ -14,7 +14,7 @@ from megatron_lite.context_parallel import sharded_attention as attention
 from megatron_lite.context_parallel.attention_kernels import attend
 from megatron_lite.model import embedding, gpt
 from megatron_lite.optim import grad_buffer
-from megatron_lite.parallel import chunks
+from megatron_lite.parallel import sequence_spans
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training import step
@@ -27,20 +27,20 @@ Patch = pytest.MonkeyPatch
 
 def each_rank_holds_one_stretch(patch: Patch) -> None:
     patch.setattr(
-        chunks,
+        sequence_spans,
         "spans_of",
         lambda length, *, rank, size: (slice(rank * length // size, (rank + 1) * length // size),),
     )
 
 
-def chunks_in_the_order_of_the_ranks(patch: Patch) -> None:
+def spans_in_the_order_of_the_ranks(patch: Patch) -> None:
     """Rank i holds i and c + i."""
 
     def spans(length: int, *, rank: int, size: int) -> tuple[slice, ...]:
         part = length // (2 * size)
-        return tuple(slice(chunk * part, (chunk + 1) * part) for chunk in (rank, size + rank))
+        return tuple(slice(place * part, (place + 1) * part) for place in (rank, size + rank))
 
-    patch.setattr(chunks, "spans_of", spans)
+    patch.setattr(sequence_spans, "spans_of", spans)
 
 
 def parts_are_added_without_rescaling(patch: Patch) -> None:
@@ -111,12 +111,12 @@ def rotary_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
 
 
 def unfused_masks_as_if_keys_were_gathered_in_order(patch: Patch) -> None:
-    real = chunks.ContextParallel.positions_by_rank
+    real = sequence_spans.ContextParallel.positions_by_rank
 
     def in_order(self, num_tokens, device):
         return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
 
-    patch.setattr(chunks.ContextParallel, "positions_by_rank", in_order)
+    patch.setattr(sequence_spans.ContextParallel, "positions_by_rank", in_order)
 
 
 def gradients_are_not_summed(patch: Patch) -> None:
@@ -146,7 +146,7 @@ MUTANTS = [
         FORMULA(fault)
         for fault in (
             each_rank_holds_one_stretch,
-            chunks_in_the_order_of_the_ranks,
+            spans_in_the_order_of_the_ranks,
             parts_are_added_without_rescaling,
             the_log_sum_exp_stays_that_of_the_first_part,
             backward_with_the_log_sum_exp_of_each_part,

@@ -109,15 +109,15 @@ def copies_count_in_the_norm(patch: Patch) -> None:
     )
 
 
-def partial_sums_stop_at_the_share(patch: Patch) -> None:
-    """Under TP only the elements before this rank's share are summed."""
+def partial_sums_stop_at_the_part(patch: Patch) -> None:
+    """Under TP only the elements before this rank's part are summed."""
     real = GradBuffer._sum_over_model
     patch.setattr(
         GradBuffer, "_sum_over_model", lambda self, part: None if part is None else real(self, part)
     )
 
 
-def the_norm_is_that_of_a_share(patch: Patch) -> None:
+def the_norm_is_that_of_a_part(patch: Patch) -> None:
     real = optimizer.global_norms
     patch.setattr(
         optimizer,
@@ -197,12 +197,12 @@ MUTANTS = [
     Mutant(tied_gradients_are_not_added, TIED, dict(layout=LAYOUTS["zero1"])),
     Mutant(copies_count_in_the_norm, TIED, dict(layout=LAYOUTS["replicated"])),
     Mutant(
-        partial_sums_stop_at_the_share,
+        partial_sums_stop_at_the_part,
         TRAINS,
         dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64),
         long=True,
     ),
-    Mutant(the_norm_is_that_of_a_share, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
+    Mutant(the_norm_is_that_of_a_part, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
     Mutant(nobody_waits_for_weights, WAITED, dict(name="gpt2", chunk_size=None)),
     Mutant(masters_are_not_rounded_into_the_weights, SAME_BITS, DP2),
     Mutant(

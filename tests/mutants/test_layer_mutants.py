@@ -182,7 +182,7 @@ PEER = test_transformers_parity.test_logits_loss_and_gradients_equal_those_of_tr
 PIPELINE = partial(
     Mutant,
     test=test_layers_differ.test_a_pipeline_trains_as_one_process_does,
-    arguments=dict(layout=Layout(pp=2, chunks=2)),
+    arguments=dict(layout=Layout(pp=2, num_chunks=2)),
 )
 
 

@@ -66,23 +66,23 @@ def stages_go_backward_in_the_order_of_forward(patch: Patch) -> None:
     sequences = order._sequences
 
     def unreversed(
-        size: int, num_microbatches: int, chunks: int
+        size: int, num_microbatches: int, num_chunks: int
     ) -> tuple[list[Action], list[Action]]:
-        forwards, _ = sequences(size, num_microbatches, chunks)
+        forwards, _ = sequences(size, num_microbatches, num_chunks)
         return forwards, [action._replace(kind="backward") for action in forwards]
 
     patch.setattr(order, "_sequences", unreversed)
 
 
 def every_rank_fills_the_pipeline_alike(patch: Patch) -> None:
-    patch.setattr(order, "warmup_forwards", lambda *, size, rank, chunks=1: size - 1)
+    patch.setattr(order, "warmup_forwards", lambda *, size, rank, num_chunks=1: size - 1)
 
 
 def the_window_is_the_whole_step(patch: Patch) -> None:
     patch.setattr(
         order,
         "most_in_flight",
-        lambda *, size, rank, num_microbatches, chunks=1: num_microbatches * chunks,
+        lambda *, size, rank, num_microbatches, num_chunks=1: num_microbatches * num_chunks,
     )
 
 
@@ -121,12 +121,12 @@ MUTANTS = [
     Mutant(
         stages_go_backward_in_the_order_of_forward,
         test_order.test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever,
-        dict(chunks=2),
+        dict(num_chunks=2),
     ),
     Mutant(
         every_rank_fills_the_pipeline_alike,
         test_order.test_as_many_are_in_flight_as_the_formula_says,
-        dict(chunks=1),
+        dict(num_chunks=1),
     ),
     Mutant(
         the_window_is_the_whole_step,

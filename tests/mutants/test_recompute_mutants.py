@@ -178,12 +178,12 @@ def regions_capture_their_arguments(patch: Patch) -> None:
     )
 
 
-def shares_are_gathered_in_the_wrong_order(patch: Patch) -> None:
+def parts_are_gathered_in_the_wrong_order(patch: Patch) -> None:
     whole_input = engine._whole_input
     patch.setattr(engine, "_whole_input", lambda ctx, shard: whole_input(ctx, shard).roll(1, 0))
 
 
-def the_gather_ahead_is_of_this_units_share(patch: Patch) -> None:
+def the_gather_ahead_is_of_this_units_part(patch: Patch) -> None:
     whole_input = engine._whole_input
 
     def confused(ctx, shard):
@@ -212,7 +212,7 @@ def nothing_is_gathered_ahead(patch: Patch) -> None:
     )
 
 
-def the_callers_tensor_becomes_its_share(patch: Patch) -> None:
+def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
     """In evaluation too, which never undoes it."""
     split, gated = engine.split_for_rank, engine.checkpoint
 
@@ -228,7 +228,7 @@ def the_callers_tensor_becomes_its_share(patch: Patch) -> None:
     patch.setattr(test_split, "checkpoint", ungated)
 
 
-def the_share_is_a_view_of_the_whole(patch: Patch) -> None:
+def the_part_is_a_view_of_the_whole(patch: Patch) -> None:
     patch.setattr(
         engine,
         "split_for_rank",
@@ -407,13 +407,13 @@ MUTANTS = [
         dict(recompute=test_runner.REGIONS),
     ),
     # Split inputs.
-    Mutant(the_callers_tensor_becomes_its_share, LEFT_ALONE, dict(grad=True), "size of tensor a"),
-    Mutant(the_callers_tensor_becomes_its_share, LEFT_ALONE, dict(grad=False)),
-    Mutant(shares_are_gathered_in_the_wrong_order, SPLIT),
-    Mutant(shares_are_gathered_in_the_wrong_order, EQUAL, gpt_with("uniform 2 split")),
-    Mutant(the_gather_ahead_is_of_this_units_share, SPLIT),
+    Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
+    Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=False)),
+    Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
+    Mutant(parts_are_gathered_in_the_wrong_order, EQUAL, gpt_with("uniform 2 split")),
+    Mutant(the_gather_ahead_is_of_this_units_part, SPLIT),
     Mutant(nothing_is_gathered_ahead, SPLIT),
-    Mutant(the_share_is_a_view_of_the_whole, SPLIT),
+    Mutant(the_part_is_a_view_of_the_whole, SPLIT),
     # In and out of the Function.
     Mutant(
         evaluation_goes_through_the_function_too,

@@ -77,7 +77,7 @@ def a_step_always_fills_the_pipeline(patch: Patch) -> None:
 
 
 def the_windows_repeat_with_the_schedule(patch: Patch) -> None:
-    patch.setattr(pipeline, "_enough_microbatches", lambda config, rank, chunks: 2 * 3)
+    patch.setattr(pipeline, "_enough_microbatches", lambda config, rank, num_chunks: 2 * 3)
 
 
 def every_micro_batch_is_recomputed_in_the_log(patch: Patch) -> None:
@@ -157,7 +157,7 @@ MUTANTS = [
         a_step_always_fills_the_pipeline,
         test_runs.test_the_report_follows_the_micro_batches_of_the_run,
     ),
-    Mutant(the_windows_repeat_with_the_schedule, PRICED, dict(num_kept=8, chunks=3)),
+    Mutant(the_windows_repeat_with_the_schedule, PRICED, dict(num_kept=8, num_chunks=3)),
     Mutant(
         every_micro_batch_is_recomputed_in_the_log,
         test_logging.test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp,

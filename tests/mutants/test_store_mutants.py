@@ -60,10 +60,10 @@ def a_copy_comes_back_from_the_buffer_of_another(patch: Patch) -> None:
     init = _OnHost.__init__
     slots: list[Slot] = []
 
-    def crossed(self: _OnHost, lanes, slot, group, device) -> None:
+    def crossed(self: _OnHost, copy_streams, slot, group, device) -> None:
         alike = [other for other in slots if other.memory.numel() == slot.memory.numel()]
         slots.append(slot)
-        init(self, lanes, alike[0] if alike else slot, group, device)
+        init(self, copy_streams, alike[0] if alike else slot, group, device)
 
     patch.setattr(_OnHost, "__init__", crossed)
 

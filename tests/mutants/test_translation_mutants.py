@@ -10,7 +10,16 @@ import pytest
 import yaml
 
 from megatron_lite.parallel import launch
-from megatron_lite.tools import config_file, modalities, presets, translate_recompute, translation
+from megatron_lite.tools import (
+    config_file,
+    deepspeed,
+    modalities,
+    oslo,
+    torchtitan,
+    torchtune,
+    translate_recompute,
+    translation,
+)
 from megatron_lite.tools.translation import Translation
 from tests.parallel import test_launch_environment
 from tests.support.mutants import Mutant, assert_seen
@@ -20,7 +29,8 @@ Patch = pytest.MonkeyPatch
 
 
 def other_keys_of_the_file_are_passed_over(patch: Patch) -> None:
-    patch.setattr(presets, "notes_elsewhere", lambda *given: ())
+    for system in (torchtune, torchtitan, deepspeed, oslo):
+        patch.setattr(system, "notes_elsewhere", lambda *given: ())
 
 
 def a_rule_may_name_layers_that_do_not_exist(patch: Patch) -> None:
@@ -28,11 +38,12 @@ def a_rule_may_name_layers_that_do_not_exist(patch: Patch) -> None:
 
 
 def the_file_has_no_say_in_the_tensor_parallel_size(patch: Patch) -> None:
-    patch.setattr(presets, "_size_of_file", lambda *given: None)
+    patch.setattr(deepspeed, "size_of_file", lambda *given: None)
+    patch.setattr(oslo, "size_of_file", lambda *given: None)
 
 
 def wrapping_is_dropped(patch: Patch) -> None:
-    patch.setattr(presets, "_memory_efficient_wrapping", lambda given: (False, ()))
+    patch.setattr(torchtune, "_memory_efficient_wrapping", lambda given: (False, ()))
 
 
 def a_flag_is_printed_without_the_one_it_needs(patch: Patch) -> None:

@@ -150,7 +150,7 @@ def test_zero1_and_overlap_change_no_bit(
             )
 
 
-def test_each_rank_of_a_distributed_optimizer_works_on_its_share() -> None:
+def test_each_rank_of_a_distributed_optimizer_works_on_its_part() -> None:
     runs = run_ranks(
         _train_everywhere,
         3,

@@ -11,7 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.training import LR_DECAY_STYLES, WSD_DECAY_STYLES, LrScheduleConfig
+from megatron_lite.config.lr_schedule_settings import (
+    LR_DECAY_STYLES,
+    WSD_DECAY_STYLES,
+    LrScheduleConfig,
+)
 from megatron_lite.optim.lr_schedule import LrSchedule
 
 

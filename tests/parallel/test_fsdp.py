@@ -215,7 +215,7 @@ def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
     ):
         parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
         for _ in range(2):
-            gradients.watch([parameter])
+            gradients.record([parameter])
         (parameter * torch.arange(8.0).view(4, 2)).sum().backward()
         torchs, parameter.grad = parameter.grad, None
         held = hold(torchs)
@@ -229,7 +229,7 @@ def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
 
 def test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied() -> None:
     parameter, gradients = nn.Parameter(torch.ones(4, 2)), UnitGradients()
-    gradients.watch([parameter])
+    gradients.record([parameter])
     (parameter * 2.0).sum().backward()
     torchs, parameter.grad = parameter.grad, None
     gradients.free_()

@@ -154,7 +154,9 @@ def measured(
             seen.append((action, live.settled(next(expected).kept_bytes, leaving, 4 * len(losses))))
 
         with live:
-            runner.train(Tokens(num_microbatches), share=1.0, observer=Observer(), after=after)
+            runner.train(
+                Tokens(num_microbatches), loss_factor=1.0, observer=Observer(), after=after
+            )
         return seen
 
 

@@ -14,7 +14,7 @@ from megatron_lite.pipeline.order import Action, order
 from tests.support.ranks import run_ranks
 
 
-def theirs(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
+def theirs(size: int, num_chunks: int, microbatches: int) -> list[list[Action]]:
     """What torch's schedule does on every rank. Idle slots are left out."""
 
     def work(rank, world_size):
@@ -25,12 +25,12 @@ def theirs(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
             PipelineStage(
                 nn.Identity(),
                 chunk * size,
-                size * chunks,
+                size * num_chunks,
                 torch.device("cpu"),
                 input_args=(example,),
                 output_args=(example,),
             )
-            for chunk in range(chunks)
+            for chunk in range(num_chunks)
         ]
         schedule = ScheduleInterleaved1F1B(
             stages, microbatches, loss_fn=lambda output, target: output.sum()
@@ -52,11 +52,11 @@ def theirs(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize(
-    ("size", "chunks", "microbatches"), [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 3, 4)]
+    ("size", "num_chunks", "microbatches"), [(2, 2, 4), (3, 2, 6), (4, 2, 8), (4, 3, 4)]
 )
-def test_the_interleaved_order_is_torchs(size, chunks, microbatches):
+def test_the_interleaved_order_is_torchs(size, num_chunks, microbatches):
     ours = [
-        order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks)
+        order(size=size, rank=rank, num_microbatches=microbatches, num_chunks=num_chunks)
         for rank in range(size)
     ]
-    assert ours == theirs(size, chunks, microbatches)
+    assert ours == theirs(size, num_chunks, microbatches)

@@ -19,21 +19,21 @@ from megatron_lite.pipeline.order import (
 from tests.support.bubble import bubble
 
 LAYOUTS = [
-    (size, chunks, microbatches)
-    for size, chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))
-    if chunks == 1 or (size > 1 and microbatches % size == 0)
+    (size, num_chunks, microbatches)
+    for size, num_chunks, microbatches in itertools.product(range(1, 9), range(1, 5), range(1, 17))
+    if num_chunks == 1 or (size > 1 and microbatches % size == 0)
 ]
 
 
-def orders(size: int, chunks: int, microbatches: int) -> list[list[Action]]:
+def orders(size: int, num_chunks: int, microbatches: int) -> list[list[Action]]:
     return [
-        order(size=size, rank=rank, num_microbatches=microbatches, chunks=chunks)
+        order(size=size, rank=rank, num_microbatches=microbatches, num_chunks=num_chunks)
         for rank in range(size)
     ]
 
 
 def simulate(
-    actions: list[list[Action]], chunks: int
+    actions: list[list[Action]], num_chunks: int
 ) -> tuple[Fraction, list[tuple[int, int, Action]]]:
     """Runs every rank's list in its order, each action as soon as what it needs was made:
     (duration, [(end, rank, action)]).
@@ -52,7 +52,7 @@ def simulate(
                 continue
             action = actions[rank][positions[rank]]
             stage = action.chunk * size + rank
-            last = size * chunks - 1
+            last = size * num_chunks - 1
             if action.kind == "forward":
                 needs = [("forward", action.microbatch, stage - 1)] if stage else []
             else:
@@ -61,7 +61,7 @@ def simulate(
             if not all(need in ends for need in needs):
                 continue
             start = max([clocks[rank], *(ends[need] for need in needs)])
-            clocks[rank] = start + Fraction(1 if action.kind == "forward" else 2, chunks)
+            clocks[rank] = start + Fraction(1 if action.kind == "forward" else 2, num_chunks)
             ends[action.kind, action.microbatch, stage] = clocks[rank]
             trace.append((clocks[rank], rank, action))
             positions[rank] += 1
@@ -73,52 +73,54 @@ def simulate(
     return max(clocks), trace
 
 
-@pytest.mark.parametrize("chunks", range(1, 5))
-def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(chunks):
-    for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == chunks]:
-        actions = orders(size, chunks, microbatches)
+@pytest.mark.parametrize("num_chunks", range(1, 5))
+def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(num_chunks):
+    for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == num_chunks]:
+        actions = orders(size, num_chunks, microbatches)
         everything = {
             Action(kind, microbatch, chunk)
             for kind in ("forward", "backward")
             for microbatch in range(microbatches)
-            for chunk in range(chunks)
+            for chunk in range(num_chunks)
         }
         assert all(len(own) == len(everything) and set(own) == everything for own in actions)
-        duration, _ = simulate(actions, chunks)
+        duration, _ = simulate(actions, num_chunks)
         idle = Fraction(
-            bubble(size=size, num_microbatches=microbatches, chunks=chunks)
+            bubble(size=size, num_microbatches=microbatches, num_chunks=num_chunks)
         ).limit_denominator()
         assert duration == 3 * microbatches * (1 + idle)
 
 
-@pytest.mark.parametrize("chunks", range(1, 5))
-def test_as_many_are_in_flight_as_the_formula_says(chunks):
-    for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == chunks]:
-        for rank, own in enumerate(orders(size, chunks, microbatches)):
+@pytest.mark.parametrize("num_chunks", range(1, 5))
+def test_as_many_are_in_flight_as_the_formula_says(num_chunks):
+    for size, _, microbatches in [layout for layout in LAYOUTS if layout[1] == num_chunks]:
+        for rank, own in enumerate(orders(size, num_chunks, microbatches)):
             counts = [len(waiting) for _, waiting in in_flight(own)]
             expected = most_in_flight(
-                size=size, rank=rank, num_microbatches=microbatches, chunks=chunks
+                size=size, rank=rank, num_microbatches=microbatches, num_chunks=num_chunks
             )
             assert max(counts) == expected and counts[-1] == 0
             # the paper's figure for 1F1B
-            assert chunks > 1 or expected == min(size - rank, microbatches)
+            assert num_chunks > 1 or expected == min(size - rank, microbatches)
 
 
 def test_of_the_interleaved_order_the_first_rank_holds_what_the_paper_says():
     """L (1 + (p-1) / (p v)) layers: 2205.05198, section 4.3."""
-    for size, chunks, microbatches in LAYOUTS:
-        if chunks > 1 and microbatches >= 2 * size:
+    for size, num_chunks, microbatches in LAYOUTS:
+        if num_chunks > 1 and microbatches >= 2 * size:
             held = Fraction(
-                most_in_flight(size=size, rank=0, num_microbatches=microbatches, chunks=chunks),
-                size * chunks,
+                most_in_flight(
+                    size=size, rank=0, num_microbatches=microbatches, num_chunks=num_chunks
+                ),
+                size * num_chunks,
             )
-            assert held == 1 + Fraction(size - 1, size * chunks)
+            assert held == 1 + Fraction(size - 1, size * num_chunks)
 
 
 def test_neighbours_send_in_the_order_in_which_they_receive():
     """Tensors carry no name on their way: who sends and who receives must count alike."""
-    for size, chunks, microbatches in LAYOUTS:
-        actions = orders(size, chunks, microbatches)
+    for size, num_chunks, microbatches in LAYOUTS:
+        actions = orders(size, num_chunks, microbatches)
         for rank in range(size if size > 1 else 0):
             peer = (rank + 1) % size
             # from the last rank to the first: the next of its stages
@@ -129,13 +131,13 @@ def test_neighbours_send_in_the_order_in_which_they_receive():
                     (one.microbatch, one.chunk + offset)
                     for one in actions[sender]
                     if one.kind == kind
-                    and 0 <= one.chunk + offset < chunks
-                    and not (kind == "forward" and step and one.chunk == chunks - 1)
+                    and 0 <= one.chunk + offset < num_chunks
+                    and not (kind == "forward" and step and one.chunk == num_chunks - 1)
                 ]
                 received = [
                     (one.microbatch, one.chunk)
                     for one in actions[receiver]
-                    if one.kind == kind and 0 <= one.chunk - offset < chunks
+                    if one.kind == kind and 0 <= one.chunk - offset < num_chunks
                 ]
                 assert sent == received
 
@@ -160,10 +162,10 @@ def test_a_backward_comes_after_as_few_forwards_as_the_stages_allow():
 
 
 def test_an_evaluation_has_the_forwards_of_a_step_in_their_order():
-    for size, chunks, microbatches in LAYOUTS:
-        for own in orders(size, chunks, microbatches):
+    for size, num_chunks, microbatches in LAYOUTS:
+        for own in orders(size, num_chunks, microbatches):
             assert [one for one in own if one.kind == "forward"] == forwards_only(
-                size=size, num_microbatches=microbatches, chunks=chunks
+                size=size, num_microbatches=microbatches, num_chunks=num_chunks
             )
 
 
@@ -172,7 +174,7 @@ def test_micro_batches_that_the_interleaved_order_cannot_place_are_refused():
         ValueError,
         match="6 micro-batches per step are not a multiple of --pipeline-model-parallel-size 4",
     ):
-        order(size=4, rank=0, num_microbatches=6, chunks=2)
+        order(size=4, rank=0, num_microbatches=6, num_chunks=2)
     assert order(size=4, rank=0, num_microbatches=6)
 
 

@@ -20,13 +20,13 @@ STEPS, MICRO_BATCHES = 3, 4
 LAYOUTS = [
     Layout(pp=2),
     Layout(pp=4),
-    Layout(pp=2, chunks=2),
-    Layout(pp=4, chunks=2),
+    Layout(pp=2, num_chunks=2),
+    Layout(pp=4, num_chunks=2),
     Layout(pp=2, dp=2),
     Layout(pp=2, tp=2),
     Layout(pp=2, tp=2, sequence_parallel=True),
     Layout(pp=2, first=3),
-    Layout(pp=2, tp=2, dp=2, chunks=2, sequence_parallel=True),
+    Layout(pp=2, tp=2, dp=2, num_chunks=2, sequence_parallel=True),
 ]
 VARIANT_OF = {"gpt2": "tied", "llama": "untied, with rotary embeddings"}
 
@@ -98,7 +98,7 @@ DATA_PARALLEL = {
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(pp=2, dp=2, chunks=2),
+        Layout(pp=2, dp=2, num_chunks=2),
         pytest.param(Layout(pp=2, dp=2, tp=2, sequence_parallel=True), marks=pytest.mark.long),
     ],
     ids=str,
@@ -159,7 +159,7 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(Layout(pp=2, tp=2, chunks=2), marks=pytest.mark.long), Layout(pp=4)],
+    [pytest.param(Layout(pp=2, tp=2, num_chunks=2), marks=pytest.mark.long), Layout(pp=4)],
     ids=str,
 )
 def test_no_recompute_policy_changes_a_bit(layout):

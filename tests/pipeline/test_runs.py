@@ -390,14 +390,14 @@ def test_the_report_follows_the_micro_batches_of_the_run():
         explain(parse_args((words + "12").split()).config, "cpu", dp_size=5)
 
 
-@pytest.mark.parametrize(("chunks", "num_kept"), [(1, 2), (2, 6), (3, 8)])
-def test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced(num_kept, chunks):
+@pytest.mark.parametrize(("num_chunks", "num_kept"), [(1, 2), (2, 6), (3, 8)])
+def test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced(num_kept, num_chunks):
     words = (
         SIZES.replace("--num-layers 8", "--num-layers 18")
         + "--pipeline-model-parallel-size 3 --recompute-policy *:full "
         + KEPT.replace("1 ", f"{num_kept} ")
     )
-    words += f"--num-virtual-stages-per-pipeline-rank {chunks} " if chunks > 1 else ""
+    words += f"--num-virtual-stages-per-pipeline-rank {num_chunks} " if num_chunks > 1 else ""
     config = parse_args((words + "--global-batch-size 120").split()).config
     for rank in range(3):
         longest = max(

@@ -201,7 +201,7 @@ def _split_input(rank: int, world_size: int) -> tuple[bool, bool, bool, int]:
         return untouched, gone, torch.equal(leaf.grad, 2 * kept), saved
 
 
-def test_a_split_input_is_kept_as_a_share_and_the_whole_tensor_is_gone_until_backward() -> None:
+def test_a_split_input_is_kept_as_a_part_and_the_whole_tensor_is_gone_until_backward() -> None:
     assert run_ranks(_split_input, 2) == [(True, True, True, 12)] * 2
 
 

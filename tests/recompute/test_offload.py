@@ -16,7 +16,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.layer_runner import run_layers
-from megatron_lite.recompute.offload import Lanes
+from megatron_lite.recompute.offload import CopyStreams
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
@@ -46,14 +46,15 @@ def rng() -> RngStreams:
 @pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
 def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: str) -> None:
     """Two steps of two micro-batches in flight, so that buffers are used again."""
-    lanes = Late()
-    ours, plain = build(policy, lanes), build("*:none")
+    copy_streams = Late()
+    ours, plain = build(policy, copy_streams), build("*:none")
     ours.decoder.stores.micro_batches = 2
     for batches in ((3, 4), (4, 5)):
         assert (
-            equal(step(ours, batches=batches), step(plain, batches=batches)) and lanes.faults == []
+            equal(step(ours, batches=batches), step(plain, batches=batches))
+            and copy_streams.faults == []
         )
-    assert lanes.count > 0
+    assert copy_streams.count > 0
 
 
 @pytest.mark.parametrize("policy", ["*:full/2@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
@@ -65,8 +66,11 @@ def test_two_backwards_through_a_retained_graph_equal_those_without(policy: str)
         loss.backward()
         return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
-    lanes = Late()
-    assert equal(outcome(build(policy, lanes)), outcome(build("*:none"))) and lanes.faults == []
+    copy_streams = Late()
+    assert (
+        equal(outcome(build(policy, copy_streams)), outcome(build("*:none")))
+        and copy_streams.faults == []
+    )
 
 
 def views(weight: Tensor, hidden: Tensor, _: Regions) -> Tensor:
@@ -79,11 +83,11 @@ def views(weight: Tensor, hidden: Tensor, _: Regions) -> Tensor:
     ) * (hidden @ weight.t()).tanh()
 
 
-def grads_of(layer: Layer, policy: str, rng: RngStreams, lanes: Lanes) -> list[Tensor]:
+def grads_of(layer: Layer, policy: str, rng: RngStreams, copy_streams: CopyStreams) -> list[Tensor]:
     """Of a leaf, through one layer that calls no region."""
     leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
     stores = Stores(CPU)
-    stores.lanes = lanes
+    stores.copy_streams = copy_streams
     run_layers(
         plan_stage(config_of(policy), 1), [layer], leaf * 1, rng=rng, tp_group=None, stores=stores
     ).sum().backward()
@@ -95,15 +99,16 @@ def test_all_views_of_a_storage_go_once_and_come_back_once(rng: RngStreams) -> N
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))
     module.forward = partial(views, module.weight)
-    lanes = Noting()
+    copy_streams = Noting()
     assert equal(
-        grads_of(module, "*:none@host", rng, lanes), grads_of(module, "*:none", rng, Lanes())
+        grads_of(module, "*:none@host", rng, copy_streams),
+        grads_of(module, "*:none", rng, CopyStreams()),
     )
     whole, scalar = 6 * 4 * 4, 4
-    sizes = [num_bytes for event, num_bytes in lanes.events if event == "out"]
+    sizes = [num_bytes for event, num_bytes in copy_streams.events if event == "out"]
     # hidden; hidden @ weight, whose views are saved; exp of a part; tanh; the factor before it
     assert sorted(sizes) == sorted([whole, whole, 2 * 2 * 4, whole, scalar])
-    assert [event for event, _ in lanes.events].count("back") == len(sizes)
+    assert [event for event, _ in copy_streams.events].count("back") == len(sizes)
 
 
 def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -> None:
@@ -114,10 +119,13 @@ def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -
         (force,) = torch.autograd.grad(energy, hidden, create_graph=True)
         return force.square() + hidden.sin()
 
-    lanes = Late()
+    copy_streams = Late()
     assert (
-        equal(grads_of(layer, "*:none@host", rng, lanes), grads_of(layer, "*:none", rng, Lanes()))
-        and lanes.faults == []
+        equal(
+            grads_of(layer, "*:none@host", rng, copy_streams),
+            grads_of(layer, "*:none", rng, CopyStreams()),
+        )
+        and copy_streams.faults == []
     )
 
 
@@ -130,7 +138,8 @@ def test_a_storage_that_was_written_to_between_two_saves_goes_twice(rng: RngStre
         return y.add_(1.0).square()
 
     assert equal(
-        grads_of(layer, "*:none@host", rng, Lanes()), grads_of(layer, "*:none", rng, Lanes())
+        grads_of(layer, "*:none@host", rng, CopyStreams()),
+        grads_of(layer, "*:none", rng, CopyStreams()),
     )
 
 
@@ -161,15 +170,15 @@ def test_parameters_tables_and_states_of_generators_stay(rng: RngStreams) -> Non
         )
 
     module.forward = forward
-    lanes, stores = Noting(), Stores(CPU)
-    stores.lanes = lanes
+    copy_streams, stores = Noting(), Stores(CPU)
+    stores.copy_streams = copy_streams
     leaf = torch.ones(6, 4, requires_grad=True)
     plan = plan_stage(config_of("*:core_attn@host"), 1)
     output = run_layers(
         plan, [module], leaf * 1, (table, table), rng=rng, tp_group=None, stores=stores
     )
     # the layer's input and the region's
-    assert [size for _, size in lanes.events] == [6 * 4 * 4] * 2
+    assert [size for _, size in copy_streams.events] == [6 * 4 * 4] * 2
     output.sum().backward()
 
 
@@ -200,7 +209,7 @@ def test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_
         alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         events: list[Any] = []
         stores = Stores(CPU)
-        stores.lanes = Late()
+        stores.copy_streams = Late()
         output = run_layers(
             plan_stage(config_of(policy), 4),
             [partial(watched, number, alive, events) for number in range(4)],
@@ -222,9 +231,9 @@ def test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_
 
 
 def test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other(rng: RngStreams) -> None:
-    lanes, stores = Noting(), Stores(CPU)
-    stores.lanes = lanes
-    events: list[Any] = lanes.events
+    copy_streams, stores = Noting(), Stores(CPU)
+    stores.copy_streams = copy_streams
+    events: list[Any] = copy_streams.events
 
     def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
         if is_recomputing():
@@ -257,8 +266,8 @@ def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(
     rng: RngStreams,
 ) -> None:
     """All of the layer, then all of the one before: the first read starts both."""
-    lanes, stores = Noting(), Stores(CPU)
-    stores.lanes = lanes
+    copy_streams, stores = Noting(), Stores(CPU)
+    stores.copy_streams = copy_streams
 
     def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
         return hidden.repeat(number + 2, 1).tanh().repeat(2, 1).sin().sum(0, keepdim=True)
@@ -271,9 +280,9 @@ def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(
         tp_group=None,
         stores=stores,
     )
-    lanes.events.clear()
+    copy_streams.events.clear()
     output.sum().backward()
-    rows = [size // 4 for _, size in lanes.events]
+    rows = [size // 4 for _, size in copy_streams.events]
     assert rows == [10, 5, 6, 3, 4, 2]
 
 
@@ -324,8 +333,8 @@ def test_hooks_outside_get_what_stays_and_nothing_that_was_moved(rng: RngStreams
 
 
 def test_a_lent_tensor_is_neither_moved_nor_kept(rng: RngStreams) -> None:
-    lanes, stores = Noting(), Stores(CPU)
-    stores.lanes = lanes
+    copy_streams, stores = Noting(), Stores(CPU)
+    stores.copy_streams = copy_streams
 
     def layer(hidden: Tensor, regions: Regions) -> Tensor:
         return regions.run_discarding("layernorm", torch.tanh, hidden).square()
@@ -339,7 +348,7 @@ def test_a_lent_tensor_is_neither_moved_nor_kept(rng: RngStreams) -> None:
         tp_group=None,
         stores=stores,
     )
-    assert lanes.events == [("out", 6 * 4 * 4)]  # tanh's input, not the discarded result
+    assert copy_streams.events == [("out", 6 * 4 * 4)]  # tanh's input, not the discarded result
     output.sum().backward()
     assert torch.allclose(
         leaf.grad, 2 * torch.tanh(torch.ones(6, 4)) * (1 - torch.tanh(torch.ones(6, 4)) ** 2)

@@ -57,8 +57,8 @@ class Broken(Exception):
 def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
     policy: str, in_backward: bool
 ) -> None:
-    lanes = Late()
-    model, plain = build(policy, lanes), build("*:none")
+    copy_streams = Late()
+    model, plain = build(policy, copy_streams), build("*:none")
     step(model), step(plain)
 
     def breaks(*_: Any) -> None:
@@ -83,7 +83,7 @@ def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
         and not mlp._forward_pre_hooks
         and model.decoder.stores.host_bytes == 0
     )
-    assert equal(step(model), step(plain)) and lanes.faults == []
+    assert equal(step(model), step(plain)) and copy_streams.faults == []
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])

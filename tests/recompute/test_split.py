@@ -1,4 +1,4 @@
-"""--distribute-saved-activations: each rank keeps its share of a unit's input, and backward gathers
+"""--distribute-saved-activations: each rank keeps its part of a unit's input, and backward gathers
 them, one ahead."""
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: Rn
         return hidden * torch.rand(3, generator=private)
 
     output = checkpoint(
-        Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng
+        Record("layer 4, mlp", rng).recorded(function), torch.ones(3, requires_grad=True), rng=rng
     )
     with pytest.raises(
         RecomputeMismatch,
@@ -175,7 +175,7 @@ def test_a_replay_that_draws_more_is_found_though_it_returns_the_same(rng: RngSt
         return hidden * 2
 
     output = checkpoint(
-        Record("layer 4, mlp", rng).watch(function), torch.ones(3, requires_grad=True), rng=rng
+        Record("layer 4, mlp", rng).recorded(function), torch.ones(3, requires_grad=True), rng=rng
     )
     with pytest.raises(
         RecomputeMismatch,
@@ -214,7 +214,7 @@ def test_a_function_that_counts_its_runs_is_found(rng: RngStreams) -> None:
         return hidden * len(runs)
 
     output = checkpoint(
-        Record("layer 0", rng).watch(function), torch.ones(2, requires_grad=True), rng=rng
+        Record("layer 0", rng).recorded(function), torch.ones(2, requires_grad=True), rng=rng
     )
     with pytest.raises(RecomputeMismatch, match="layer 0, output: tensor 0"):
         output.sum().backward()
@@ -224,7 +224,7 @@ def test_a_function_that_writes_into_its_argument_is_found() -> None:
     frozen = torch.ones(2)
     linear = nn.Linear(2, 2)
     output = checkpoint(
-        Record("layer 0", None).watch(lambda hidden: linear(hidden.mul_(2))), frozen, rng=None
+        Record("layer 0", None).recorded(lambda hidden: linear(hidden.mul_(2))), frozen, rng=None
     )
     with pytest.raises(RecomputeMismatch, match="layer 0, input: tensor 0"):
         output.sum().backward()
@@ -238,7 +238,7 @@ def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
         return (hidden * 2)[: 3 - len(runs)]
 
     record = Record("layer 0", rng)
-    output = checkpoint(record.watch(function), torch.ones(2, requires_grad=True), rng=rng)
+    output = checkpoint(record.recorded(function), torch.ones(2, requires_grad=True), rng=rng)
     with pytest.raises(
         RecomputeMismatch,
         match=r"another path: layer 0, output with shapes \(\(2,\),\).*with \(\(1,\),\)",
@@ -252,7 +252,7 @@ def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
         return hidden * 2
 
     record = Record("layer 1", rng)
-    output = checkpoint(record.watch(branching), torch.ones(2, requires_grad=True), rng=rng)
+    output = checkpoint(record.recorded(branching), torch.ones(2, requires_grad=True), rng=rng)
     with pytest.raises(RecomputeMismatch, match="another path: layer 1, output .* inside with"):
         output.sum().backward()
 

@@ -14,9 +14,9 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.parallel.chunks import select, spans_of
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -123,7 +123,7 @@ def sample_tokens(
     seq_length: int = SEQ_LENGTH,
     parallel: ParallelState | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, labels): each [b, s], or with `parallel` this rank's chunks [b, s/c]."""
+    """Returns (tokens, labels): each [b, s], or with `parallel` this rank's spans [b, s/c]."""
     text = torch.randint(
         0, VOCAB_SIZE, (batch, seq_length + 1), generator=torch.Generator().manual_seed(seed)
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.offload import Lanes
+from megatron_lite.recompute.offload import CopyStreams
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
@@ -34,7 +34,7 @@ POLICIES = (
 CONTIGUOUS = "*:full@host, contiguous"
 
 
-class Late(Lanes):
+class Late(CopyStreams):
     """Copies that run only when the code waits for them, or for a later one of the same direction.
 
     faults: the memory that was freed before its copy, as text.
@@ -88,7 +88,7 @@ class Late(Lanes):
         return direction, self.count
 
 
-class Noting(Lanes):
+class Noting(CopyStreams):
     """A CPU's copies, which are recorded in `events` in order."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def config_of(policy: str) -> RecomputeConfig:
     )
 
 
-def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTModel:
+def build(policy: str, copy_streams: CopyStreams | None = None, **overrides: object) -> GPTModel:
     dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
     with tp_state(1) as parallel:
         model = build_tiny_model(
@@ -118,8 +118,8 @@ def build(policy: str, lanes: Lanes | None = None, **overrides: object) -> GPTMo
             dtype=torch.float32,
             plan=plan_stage(config_of(policy), NUM_LAYERS),
         )
-    if lanes is not None:
-        model.decoder.stores.lanes = lanes
+    if copy_streams is not None:
+        model.decoder.stores.copy_streams = copy_streams
     return model
 
 

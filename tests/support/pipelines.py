@@ -30,12 +30,12 @@ from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tok
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the parallel axes. chunks: the number of stages on each pipeline rank."""
+    """The sizes of the parallel axes. num_chunks: the number of stages on each pipeline rank."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    chunks: int = 1
+    num_chunks: int = 1
     sequence_parallel: bool = False
     first: int | None = None  # layers of the first pipeline rank
 
@@ -48,7 +48,7 @@ class Layout:
         return ParallelConfig(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
-            num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 else None,
+            num_virtual_stages_per_pipeline_rank=self.num_chunks if self.num_chunks > 1 else None,
             decoder_first_pipeline_num_layers=self.first,
             sequence_parallel=self.sequence_parallel,
             distributed_backend="gloo",
@@ -57,7 +57,7 @@ class Layout:
     def __str__(self) -> str:
         parts = [
             f"{name}{getattr(self, name)}"
-            for name in ("tp", "pp", "dp", "chunks")
+            for name in ("tp", "pp", "dp", "num_chunks")
             if getattr(self, name) > 1
         ]
         return (
@@ -133,7 +133,7 @@ def runner_of(
             None
             if layout.pp == 1
             else Links(
-                parallel.pp_lanes,
+                parallel.pp_direction_groups,
                 shape=(seq_length, BATCH, config.hidden_size),
                 dtype=dtype,
                 device=parallel.device,
@@ -169,7 +169,7 @@ def train(
             optimizer.zero_grad()
             loss = runner.train(
                 samples,
-                share=1.0 / micro_batches,
+                loss_factor=1.0 / micro_batches,
                 observer=observer or Observer(),
                 after=after,
                 before_last=optimizer.sync_next_backward,
@@ -184,7 +184,7 @@ def train(
                     for name, parameter in runner.model.named_parameters()
                 }
                 optimizer.zero_grad()
-                runner.train(samples, share=1.0 / micro_batches, observer=Observer())
+                runner.train(samples, loss_factor=1.0 / micro_batches, observer=Observer())
             grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
         optimizer.finish()
         weights = {

@@ -19,7 +19,7 @@ from megatron_lite.checkpointing.snapshot import Snapshot, take_snapshot
 from megatron_lite.checkpointing.start import candidates, newest_good_step, origin_of, step_fault
 from megatron_lite.checkpointing.step_files import METADATA, saved_steps, step_directory
 from megatron_lite.checkpointing.write import StepWriter
-from megatron_lite.config.training import CheckpointConfig
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.runs import tiny_run

@@ -78,8 +78,8 @@ def test_losses_and_gradients_equal_torchs(world_size):
     assert not grad[..., V:].any()  # padding gets exactly nothing
 
 
-def test_a_vocabulary_of_many_chunks_of_rows():
-    """70,000 float32 logits: three rows fill a chunk, and the seventh is alone in the last one."""
+def test_a_vocabulary_of_many_parts_of_rows():
+    """70,000 float32 logits: three rows fill a part, and the seventh is alone in the last one."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(7, 1, 70_000, generator=generator).requires_grad_()
     labels = torch.tensor([0, 69_999, 5, 40_000, 1, 2, 3]).view(7, 1)

@@ -72,7 +72,7 @@ def losses_of(hidden, weight, labels, chunk_size, **facts):
     """chunk_size None: with all logits kept."""
     if chunk_size is not None:
         return vocab_parallel_linear_cross_entropy(
-            hidden, weight, labels, chunk_size=chunk_size, **facts
+            hidden, weight, labels, loss_chunk_size=chunk_size, **facts
         )
     linear = {name: facts.pop(name) for name in ("tp_group", "sequence_parallel")}
     return vocab_parallel_cross_entropy(
@@ -483,7 +483,12 @@ def gradients_in_bf16(
         losses = vocab_parallel_cross_entropy(logits, labels, **shared)
     else:
         losses = vocab_parallel_linear_cross_entropy(
-            hidden_states, weight, labels, chunk_size=chunk_size, sequence_parallel=False, **shared
+            hidden_states,
+            weight,
+            labels,
+            loss_chunk_size=chunk_size,
+            sequence_parallel=False,
+            **shared,
         )
     losses.mean().backward()
     return [losses.detach().double(), hidden_states.grad.double(), weight.grad.double()]

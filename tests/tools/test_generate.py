@@ -21,21 +21,23 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import TokenizerConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools.generate import (
-    Sampling,
     config_for_ranks,
     find_step,
-    generate_tokens,
     load_model,
     main,
+    tokenizer_with_files,
+)
+from megatron_lite.tools.sampling import (
+    Sampling,
+    generate_tokens,
     next_token,
     text_pieces,
     token_probabilities,
-    tokenizer_with_files,
 )
 from tests.support.checkpoints import flip_bit
 from tests.support.commands import ROOT, environment

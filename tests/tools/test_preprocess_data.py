@@ -83,7 +83,7 @@ def test_token_type_follows_the_vocabulary_with_its_end_of_document(
 def test_workers_do_not_change_a_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(preprocess_data, "BLOCK_BYTES", 40)
     source = write_jsonl(
         tmp_path / "in.jsonl", [" ".join(map(str, range(number % 13, 50))) for number in range(200)]
     )
@@ -140,7 +140,7 @@ def test_a_bad_line_is_named_and_leaves_no_files(
 def test_a_bad_line_in_a_worker_ends_the_run_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(preprocess_data, "BLOCK_BYTES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 20 + ["x"] + ["1"] * 20)
     assert preprocess(tmp_path, "--workers", "2", source=source) == 2
     assert "in.jsonl:21: " in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
 def test_progress_lines_come_every_log_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(preprocess_data, "BLOCK_BYTES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 10)
     assert preprocess(tmp_path, "--log-interval", "4", source=source) == 0
     captured = capsys.readouterr()

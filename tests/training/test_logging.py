@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.training import LoggingConfig
-from megatron_lite.training.logging import LogExtras, RunFacts, iteration_line, known_peak_flops
+from megatron_lite.training.iteration_line import (
+    LogExtras,
+    RunFacts,
+    iteration_line,
+    known_peak_flops,
+)
 from megatron_lite.training.metrics import IterationRecord
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run

@@ -70,9 +70,8 @@ def notes(
             Note(
                 "head",
                 f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
-                "Recomputing layers does not lower the head; a smaller --micro-batch-size "
-                "does, and so does "
-                "a larger --tensor-model-parallel-size, which splits the logits.",
+                "Recomputing layers does not lower the head; a smaller --micro-batch-size does, "
+                "and so does a larger --tensor-model-parallel-size, which splits the logits.",
             )
         )
     return tuple(found)
@@ -99,10 +98,8 @@ def _nothing_recomputed(own: Priced, policies: Sequence[Priced]) -> Iterator[Not
     if free.peak.held_bytes < own.peak.held_bytes:
         yield Note(
             "free",
-            (
-                f"{flags_of(free.recompute)} runs no matmul again and holds "
-                f"{size(free.peak.held_bytes)} at the peak."
-            ),
+            f"{flags_of(free.recompute)} runs no matmul again and holds "
+            f"{size(free.peak.held_bytes)} at the peak.",
         )
 
 
@@ -137,10 +134,8 @@ def _regions(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
         if not any(region in warning for warning in recompute_notices(config)):
             yield Note(
                 region,
-                (
-                    f"{region} is moot: flash attention keeps no scores, and rebuilds them in "
-                    "backward anyway."
-                ),
+                f"{region} is moot: flash attention keeps no scores, and rebuilds them in "
+                "backward anyway.",
             )
 
 
@@ -155,20 +150,14 @@ def _units(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
     peaks = uniform_peaks(config, sizes.device, split=split)
     best, held = best_unit(peaks), own.peak.held_bytes
     if held > peaks[best]:
-        reason = (
-            (
-                "Longer units keep fewer inputs, but all of a unit's layers are held when it is "
-                "rebuilt."
-            )
-            if count > best
-            else "Longer units keep fewer inputs."
-        )
+        reason = "Longer units keep fewer inputs"
+        if count > best:
+            reason += ", but all of a unit's layers are held when it is rebuilt"
         yield Note(
             "unit",
-            f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at "
-            "the peak, "
-            f"{size(held)} against {size(peaks[best])}; no unit size holds less than {best}. "
-            f"{reason}",
+            f"A unit of {count} holds {held / peaks[best]:.2f}x what a unit of {best} would at the "
+            f"peak, {size(held)} against {size(peaks[best])}; no unit size holds less than {best}. "
+            f"{reason}.",
         )
 
 
@@ -187,9 +176,9 @@ def _distributed(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]
         sequence = price(replace(whole, parallel=parallel), sizes.device)
         if sequence.kept_bytes <= own.kept_bytes and sequence.peak.held_bytes < own.peak.held_bytes:
             text += (
-                " --sequence-parallel in its place splits these inputs too, and norms and "
-                "dropouts besides: "
-                f"{size(sequence.peak.held_bytes)} at the peak against {size(own.peak.held_bytes)}."
+                " --sequence-parallel in its place splits these inputs too, and norms and dropouts "
+                f"besides: {size(sequence.peak.held_bytes)} at the peak against "
+                f"{size(own.peak.held_bytes)}."
             )
     yield Note("distribute", text)
 
@@ -213,17 +202,15 @@ def _host(sizes: Sizes, own: Priced) -> Iterator[Note]:
     if own.host_bytes and sizes.device == "cpu":
         yield Note(
             "host",
-            (
-                f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same "
-                "memory."
-            ),
+            f"On a CPU @host frees nothing: it copies {size(own.host_bytes)} within the same "
+            "memory.",
         )
     elif own.host_bytes:
         yield Note(
             "host",
             f"@host copies {size(own.host_bytes)} to the host in forward and as much back in "
-            "backward, for every "
-            "micro-batch. Where that takes longer than the layers between, the device waits.",
+            "backward, for every micro-batch. Where that takes longer than the layers between, the "
+            "device waits.",
         )
 
 
@@ -233,8 +220,8 @@ def _peak(own: Priced, without: Priced) -> Iterator[Note]:
         yield Note(
             "peak",
             f"The peak {'hardly drops' if share < 1.0 else 'does not drop'}: "
-            f"{size(own.peak.held_bytes)}, "
-            f"{share:.1%} of the {size(without.peak.held_bytes)} without recomputation.",
+            f"{size(own.peak.held_bytes)}, {share:.1%} of the {size(without.peak.held_bytes)} "
+            "without recomputation.",
         )
 
 
@@ -254,8 +241,6 @@ def _whole_tail(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[Note]:
         )
         yield Note(
             "tail",
-            (
-                f"With {flag} replays also run what nothing reads: "
-                f"{percent(wasted / own.model_flops)} FLOPs."
-            ),
+            f"With {flag} replays also run what nothing reads: "
+            f"{percent(wasted / own.model_flops)} FLOPs.",
         )

@@ -41,7 +41,7 @@ class Priced(NamedTuple):
     plan: the plan of the whole model.
     kept_bytes: the kept bytes on the device. host_bytes: those in host memory.
     model_flops: the FLOPs of forward and backward of a micro-batch through all stages, on one of
-        the ranks that share a layer.
+        the ranks that split a layer.
     replay_flops: the FLOPs of the replays, which come on top of model_flops.
     rank: the pipeline rank that has these bytes.
     """

@@ -14,17 +14,23 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage
 from megatron_lite.description.operations import KeptTensor, LayerDescription
 from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.advice import Note, notes
+from megatron_lite.memory.explain.paper import Comparison, comparisons, unlike_the_paper
 from megatron_lite.memory.explain.prices import Priced, alternatives, price, rank_plans, with_flags
 from megatron_lite.memory.predict.flops import replayed_flops
-from megatron_lite.memory.predict.kept_tensors import EMBEDDING, HEAD, Term, activation_terms
+from megatron_lite.memory.predict.kept_tensors import (
+    EMBEDDING,
+    HEAD,
+    Term,
+    activation_terms,
+    kept_in,
+    largest_first,
+)
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
 from megatron_lite.memory.predict.replays import left_out, replayed_calls
 from megatron_lite.memory.predict.states import RankStates, rank_states
@@ -90,30 +96,6 @@ class LayerRun:
         return sum(tensor.num_bytes for tensor in self.kept)
 
 
-class PaperFigure(NamedTuple):
-    """A formula of arXiv 2205.05198 for a treatment of a layer, and its value in bytes.
-
-    The paper assumes 16-bit activations and 1-byte masks.
-    """
-
-    formula: str
-    num_bytes: int
-
-
-class Comparison(NamedTuple):
-    """The kept bytes of a layer or a unit, beside the paper's figure.
-
-    paper: the paper's figure, if it has a formula for this treatment.
-    in_paper_bytes: the paper's terms at this run's sizes.
-    others: the kept tensors that the paper does not count.
-    """
-
-    segment: Segment
-    paper: PaperFigure | None
-    in_paper_bytes: int
-    others: tuple[KeptTensor, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The report on a run. The kept bytes of its parts add up to `own.kept_bytes`.
@@ -150,23 +132,7 @@ class Report:
     @property
     def unlike_the_paper(self) -> tuple[str, ...]:
         """The reasons why this model's terms differ from the paper's formula."""
-        model, sizes = self.config.model, self.sizes
-        reasons = {
-            f"1/{sizes.cp_size} of each sequence, on each context-parallel rank": sizes.cp_size > 1,
-            "4-byte activations": sizes.element_bytes != 2,
-            "flash attention, which keeps no scores": not model.builds_scores(sizes.device),
-            "float32 softmax": model.builds_scores(sizes.device)
-            and model.attention_softmax_in_fp32,
-            "no dropout of the scores": model.attention_dropout == 0.0,
-            "no dropout of the residual": model.hidden_dropout == 0.0,
-            f"{model.activation}": model.activation != "gelu",
-            f"f = {model.ffn_size / model.hidden_size:.2f} h": model.ffn_size
-            != 4 * model.hidden_size,
-            f"{model.query_groups} query groups": model.query_groups != model.num_attention_heads,
-            f"heads of {model.head_dim} channels": model.head_dim * model.num_attention_heads
-            != model.hidden_size,
-        }
-        return tuple(reason for reason, holds in reasons.items() if holds)
+        return unlike_the_paper(self.config.model, self.sizes)
 
 
 def likely_device(distributed_backend: str) -> str:
@@ -187,7 +153,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     """Returns the report on a run. The vocabulary size must be known.
 
     device: "cpu" or "cuda".
-    dp_size: the number of data-parallel ranks that share --global-batch-size.
+    dp_size: the number of data-parallel ranks that split --global-batch-size.
     ValueError: the run cannot split this batch.
     """
     run, config = config, _of_one_replica(config, dp_size)
@@ -210,7 +176,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
         )
         terms += own_terms
     head = ReportPart(
-        _largest_first(term for term in terms if term.operation == HEAD),
+        largest_first(term for term in terms if term.operation == HEAD),
         head_collectives(model, sizes) if sizes.has_head else Traffic(),
     )
     policies = alternatives(config, device)
@@ -229,12 +195,12 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
         dp_cp_size=dp_cp_size,
         ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
         embedding=ReportPart(
-            _largest_first(term for term in terms if term.operation == EMBEDDING),
+            largest_first(term for term in terms if term.operation == EMBEDDING),
             embedding_collectives(model, sizes) if sizes.has_embedding else Traffic(),
         ),
-        rotary_tables=ReportPart(_largest_first(term for term in terms if term.tensor.shared)),
+        rotary_tables=ReportPart(largest_first(term for term in terms if term.tensor.shared)),
         comparisons=tuple(
-            _comparisons(
+            comparisons(
                 config, [(plans[0][0], keep_everything(plans[0][0].num_layers)), *plans], sizes
             )
         ),
@@ -251,15 +217,16 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
 
 
 def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
-    """Returns the run of one data-parallel rank, with its share of the batch.
+    """Returns the run of one data-parallel rank, with its part of the batch.
 
-    ValueError: the share is not a whole number of micro-batches.
+    ValueError: that part is not a whole number of micro-batches.
     """
     config.training.batch_schedule(dp_size)
     batch = config.training.global_batch_size
-    share = None if batch is None else batch // dp_size
+    batch_of_rank = None if batch is None else batch // dp_size
     return replace(
-        config, training=replace(config.training, global_batch_size=share, rampup_batch_size=())
+        config,
+        training=replace(config.training, global_batch_size=batch_of_rank, rampup_batch_size=()),
     )
 
 
@@ -286,8 +253,8 @@ def _runs(
             segment=segment,
             count=1 + len(others),
             stage=stage,
-            kept=_kept_in(terms, numbers, on_host=False),
-            moved=_kept_in(terms, numbers, on_host=True),
+            kept=kept_in(terms, numbers, on_host=False),
+            moved=kept_in(terms, numbers, on_host=True),
             rebuilt=_rebuilt(plan, segment, layers),
             left_out=_left_out(plan, segment, layers),
             replay_flops=sum(sum(again[number].values()) for number in numbers) // sizes.num_ranks,
@@ -303,24 +270,6 @@ def _peculiarity(layers: Iterable[LayerDescription]) -> str:
     """
     words = dict.fromkeys(layer.peculiarity for layer in layers)
     return " and ".join(word or "neither" for word in words) if any(words) else ""
-
-
-def _kept_in(
-    terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None
-) -> tuple[KeptTensor, ...]:
-    """Returns the tensors that the layers keep, the largest first, without shared tables.
-
-    on_host: True: those in host memory; False: those on the device; None: both.
-    """
-    return _largest_first(
-        term
-        for term in terms
-        if term.layer in layers and not term.tensor.shared and on_host in (None, term.on_host)
-    )
-
-
-def _largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
-    return tuple(sorted((term.tensor for term in terms), key=lambda tensor: -tensor.num_bytes))
 
 
 def _treatment(segment: Segment, layers: tuple[LayerDescription, ...]) -> Hashable:
@@ -374,56 +323,3 @@ def _left_out(
         " and ".join(f"the last {name}" if segment.num_layers > 1 else name for name in names)
         or None
     )
-
-
-def _comparisons(
-    config: RunConfig, plans: Iterable[tuple[Stage, RecomputePlan]], sizes: Sizes
-) -> Iterator[Comparison]:
-    """Yields one comparison for each treatment of a layer in the plans of the stages, in their
-    order."""
-    seen = set()
-    for stage, plan in plans:
-        own_sizes = replace(sizes, first_layer=stage.first_layer)
-        terms = activation_terms(config.model, plan, own_sizes)
-        layers = describe_layers(config.model, own_sizes, plan.num_layers)
-        for segment in plan.segments:
-            treatment = replace(segment, first_layer=0, num_layers=1), layers[segment.first_layer]
-            if treatment in seen:
-                continue
-            seen.add(treatment)
-            kept = _kept_in(
-                terms, range(segment.first_layer, segment.first_layer + segment.num_layers)
-            )
-            yield Comparison(
-                segment,
-                paper_figure(config, segment, sizes),
-                sum(tensor.num_bytes for tensor in kept if tensor.in_paper),
-                tuple(tensor for tensor in kept if not tensor.in_paper),
-            )
-
-
-def paper_figure(config: RunConfig, segment: Segment, sizes: Sizes) -> PaperFigure | None:
-    """Returns the formula of arXiv 2205.05198 for the segment; None if the paper has none.
-
-    The formulas are equations 1, 2 and 4, and those of section 5 and the appendix. They depend on
-    the recomputed regions and on how the layer is split over ranks.
-    """
-    heads, t = config.model.num_attention_heads, sizes.tp_size
-    sbh, scores = (
-        sizes.tokens * config.model.hidden_size,
-        5 * heads * sizes.seq_length * sizes.tokens // t,
-    )
-    if segment.unit:
-        split = sizes.sequence_parallel or segment.split
-        return PaperFigure("2sbh/t" if split else "2sbh", 2 * sbh // (t if split else 1))
-    if segment.ops or segment.regions not in (frozenset(), frozenset({CORE_ATTENTION})):
-        return None
-    whole = not segment.regions
-    linear = 34 * sbh // t if sizes.sequence_parallel else 10 * sbh + 24 * sbh // t
-    if sizes.sequence_parallel:
-        formula = "(sbh/t)(34 + 5as/h)" if whole else "34sbh/t"
-    elif t > 1:
-        formula = "sbh(10 + 24/t + 5as/ht)" if whole else "sbh(10 + 24/t)"
-    else:
-        formula = "sbh(34 + 5as/h)" if whole else "34sbh"
-    return PaperFigure(formula, linear + (scores if whole else 0))

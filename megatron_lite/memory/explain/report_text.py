@@ -62,8 +62,8 @@ def _head(report: Report) -> Iterator[str]:
     pipeline = f", pipeline-parallel {len(report.ranks)}" if report.ranks else ""
     yield from _field(
         "ranks",
-        f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; "
-        f"on {'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
+        f"tensor-parallel {sizes.tp_size}{sequence}{context}{pipeline}; on "
+        f"{'CUDA' if sizes.device == 'cuda' else 'the CPU'}, with "
         f"{'unfused' if model.builds_scores(sizes.device) else 'flash'} attention"
         f"{' (GPU figures: --distributed-backend nccl)' if unseen else ''}",
     )
@@ -202,9 +202,8 @@ def _totals(report: Report) -> Iterator[str]:
         )
     yield ""
     yield from _text(
-        "The peak is an estimate: what is held when backward is at its fullest, of what is "
-        "kept and of what is "
-        "rebuilt. Short-lived buffers come on top, whatever is recomputed."
+        "The peak is an estimate: what is held when backward is at its fullest, of what is kept "
+        "and of what is rebuilt. Short-lived buffers come on top, whatever is recomputed."
     )
     yield ""
     yield from _whole_rank(report)
@@ -272,20 +271,16 @@ def _pipeline(report: Report) -> Iterator[str]:
             f"{unit.number(rank.held_bytes):>14}{unit.number(rank.peak_bytes):>16}"
         )
     number, given = report.num_microbatches, report.config.training.global_batch_size is not None
-    steps = (
-        f"of the {number} micro-batch{'es' * (number > 1)} of a step"
-        if given or number == 1
-        else (
+    steps = f"of the {number} micro-batch{'es' * (number > 1)} of a step"
+    if not given and number > 1:
+        steps = (
             f"with {number} micro-batches in a step, which fill the pipeline "
             "(--global-batch-size is not given)"
         )
-    )
     yield from _text(
-        "> is the rank that holds most. kept: of a step's first micro-batch, in all stages of "
-        "the rank; the most "
-        f"of any rank is {LOGGED}. in flight: forwards that wait for their backward at once, "
-        "each of one stage, "
-        f"{steps}."
+        "> is the rank that holds most. kept: of a step's first micro-batch, in all stages of the "
+        f"rank; the most of any rank is {LOGGED}. in flight: forwards that wait for their backward "
+        f"at once, each of one stage, {steps}."
     )
 
 
@@ -324,23 +319,18 @@ def _policies(report: Report) -> Iterator[str]:
     )
     for policy in report.policies:
         mark = ">" if policy.plan == report.own.plan else " "
+        rank = f"{policy.rank:>10}" if report.ranks else ""
         yield (
             f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
-            f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}"
-            + (f"{policy.rank:>10}" if report.ranks else "")
+            f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}{rank}"
         )
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
+    holder = " on rank: the pipeline rank that would hold most, of which the bytes are."
     yield from _text(
         f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: "
-        "--recompute-granularity full "
-        "--recompute-method METHOD --recompute-num-layers N; distributed: "
-        "--distribute-saved-activations. "
-        "selective MODULES: --recompute-granularity selective --recompute-modules MODULES."
-        + (
-            " on rank: the pipeline rank that would hold most, of which the bytes are."
-            if report.ranks
-            else ""
-        )
+        "--recompute-granularity full --recompute-method METHOD --recompute-num-layers N; "
+        "distributed: --distribute-saved-activations. selective MODULES: --recompute-granularity "
+        f"selective --recompute-modules MODULES.{holder if report.ranks else ''}"
     )
 
 

@@ -16,13 +16,9 @@ class ByteUnit(NamedTuple):
     @classmethod
     def of(cls, num_bytes: int, *, gib_from: int = GIB) -> ByteUnit:
         """Returns KiB, MiB or GiB, by the (largest) number. gib_from: the least number in GiB."""
-        return (
-            cls("GiB", GIB)
-            if num_bytes >= gib_from
-            else cls("MiB", MIB)
-            if num_bytes >= MIB
-            else cls("KiB", KIB)
-        )
+        if num_bytes >= gib_from:
+            return cls("GiB", GIB)
+        return cls("MiB", MIB) if num_bytes >= MIB else cls("KiB", KIB)
 
     def number(self, num_bytes: int) -> str:
         """Returns the bytes as a number of this unit, without its name."""

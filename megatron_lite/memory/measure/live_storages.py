@@ -1,7 +1,7 @@
 """The bytes of every tensor storage that a block creates and that is still alive.
 
 It is the check of meter.py, since it counts a storage whoever keeps it. Weak references follow the
-storages, so that watching keeps nothing alive. A storage counts with its own size, without the
+storages, so that counting keeps nothing alive. A storage counts with its own size, without the
 allocator's rounding. Three kinds do not count: workspaces that live only within one operator,
 storages that existed before the block, and storages that no operator of torch creates. The state of
 a generator is of the last kind until it is copied.

@@ -24,6 +24,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.recompute.versions import check_unwritten, version_of
+
 Label = TypeVar("Label")
 
 
@@ -109,17 +111,11 @@ class SavedTensor(Generic[Label]):
     def __init__(self, tensor: Tensor, label: Label) -> None:
         self.detached = tensor.detach()  # an output holds its graph, which would hold the output
         self.label = label
-        self._version = tensor._version
+        self._version = version_of(tensor)
 
     def tensor(self) -> Tensor:
         """Returns the saved tensor. RuntimeError if it was written to after the save."""
-        if self.detached._version != self._version:
-            raise RuntimeError(
-                f"a tensor {list(self.detached.shape)} saved in {self.label!r} has been "
-                "modified by an "
-                f"inplace operation: is at version {self.detached._version}, expected "
-                f"{self._version}"
-            )
+        check_unwritten(self.detached, self._version, purpose=f"saved in {self.label!r}")
         return self.detached
 
 

@@ -195,7 +195,9 @@ def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | N
     words = set(re.split(r"[\s-]+", device_name))
     for name, bf16_tflops, float32_tflops in PEAK_TFLOPS:
         if words >= set(name.split()) and "MIG" not in words:
-            return 1e12 * (bf16_tflops if bf16 else bf16_tflops / 2 if tf32 else float32_tflops)
+            if bf16:
+                return 1e12 * bf16_tflops
+            return 1e12 * (bf16_tflops / 2 if tf32 else float32_tflops)
     return None
 
 

@@ -167,7 +167,7 @@ def spared_flops(
     )
 
 
-def _enough_microbatches(config: RunConfig, rank: int, chunks: int) -> int:
+def _enough_microbatches(config: RunConfig, rank: int, num_chunks: int) -> int:
     """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
 
     From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
@@ -176,8 +176,8 @@ def _enough_microbatches(config: RunConfig, rank: int, chunks: int) -> int:
     size, most = config.parallel.pipeline_model_parallel_size, step_microbatches(config)
     repeats = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
-        window = most_in_flight(size=size, rank=rank, num_microbatches=most, chunks=chunks)
-        repeats = math.lcm(window, chunks * size) // chunks
+        window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
+        repeats = math.lcm(window, num_chunks * size) // num_chunks
     return min(most, 2 * size + repeats)
 
 
@@ -197,10 +197,8 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     def rebuilds(action: Action) -> int:
         chunk, keeps_all = action.chunk, action._replace(kind="forward") in whole
         if (chunk, keeps_all) not in rebuilt:
-            plan, sizes = (
-                _plan(config, own_stages[chunk], keeps_all),
-                _sizes(config, device, own_stages[chunk]),
-            )
+            plan = _plan(config, own_stages[chunk], keeps_all)
+            sizes = _sizes(config, device, own_stages[chunk])
             rebuilt[chunk, keeps_all] = peak(
                 config.model, plan, sizes
             ).held_bytes - activation_bytes(config.model, plan, sizes)
@@ -229,19 +227,19 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
 
 
 def _schedule(
-    config: RunConfig, rank: int, num_microbatches: int, chunks: int
+    config: RunConfig, rank: int, num_microbatches: int, num_chunks: int
 ) -> tuple[list[Action], frozenset[Action]]:
     """Returns the actions of a step, and the forwards that keep everything."""
     size = config.parallel.pipeline_model_parallel_size
     num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
     return (
-        order(size=size, rank=rank, num_microbatches=num_microbatches, chunks=chunks),
+        order(size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks),
         keeping_all(
             size=size,
             rank=rank,
             num_microbatches=num_microbatches,
             num_kept=num_kept,
-            chunks=chunks,
+            num_chunks=num_chunks,
         ),
     )
 

@@ -16,7 +16,6 @@ from megatron_lite.description.linears import hidden_collective
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import ALL_GATHER, Collective, LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.replays import replayed_calls
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 
@@ -34,15 +33,6 @@ class Traffic:
         return Traffic(
             self.forward + other.forward, self.backward + other.backward, self.replay + other.replay
         )
-
-
-def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Traffic:
-    """Returns all collectives of one micro-batch."""
-    layers = describe_layers(model, sizes, plan.num_layers)
-    total = embedding_collectives(model, sizes)
-    for segment in plan.segments:
-        total += segment_collectives(model, plan, segment, sizes, layers)
-    return total + head_collectives(model, sizes)
 
 
 def segment_collectives(

@@ -1,4 +1,4 @@
-"""The chunks of a sequence: each token on one rank, in order within a chunk, with the same causal
+"""The spans of a sequence: each token on one rank, in order within a span, with the same causal
 work on every rank."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_lite.parallel.chunks import ContextParallel, part_of, select, spans_of
+from megatron_lite.parallel.sequence_spans import ContextParallel, part_of, select, spans_of
 
 SIZES = (1, 2, 3, 4, 8)
 
@@ -33,7 +33,7 @@ def test_the_queries_of_every_rank_read_equally_many_keys(size: int) -> None:
     assert len({sum(place + 1 for place in positions(size, rank, 48)) for rank in range(size)}) == 1
 
 
-def test_rank_i_holds_chunks_i_and_2c_minus_1_minus_i() -> None:
+def test_rank_i_holds_spans_i_and_2c_minus_1_minus_i() -> None:
     """The order of Megatron's get_batch_on_this_cp_rank, in which its data and its ring agree."""
     assert [positions(2, rank, 8) for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [positions(3, rank, 6) for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
@@ -43,7 +43,7 @@ def test_rank_i_holds_chunks_i_and_2c_minus_1_minus_i() -> None:
     ("size", "shards"), [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2), (4, 3)]
 )
 def test_parts_of_a_ranks_tokens_are_stretches_of_its_positions(size: int, shards: int) -> None:
-    """As sequence parallelism cuts them; with 3 shards one lies across both chunks."""
+    """As sequence parallelism cuts them; with 3 shards one lies across both spans."""
     own = 48 // size
     for rank in range(size):
         spans, whole = spans_of(48, rank=rank, size=size), positions(size, rank, 48)

@@ -1,13 +1,13 @@
 """The tokens of a sequence that each context-parallel rank holds.
 
-A sequence has 2c chunks, and each rank holds two of them, one from each end.
+A sequence has 2c spans of equal length, and each rank holds two of them, one from each end.
 
-    cp 2     chunk 0   chunk 1   chunk 2   chunk 3
-             rank 0    rank 1    rank 1    rank 0
+    cp 2     span 0   span 1   span 2   span 3
+             rank 0   rank 1   rank 1   rank 0
 
-A query reads the keys up to its own position. Rank 0's two chunks read 1 + 4 chunks of keys, and
-rank 1's chunks read 2 + 3. All ranks therefore do the same work. The order is that of Megatron and
-Llama 3 (arXiv 2407.21783 sec. 3.3.2). A rank's tensors hold its two chunks one after the other.
+A query reads the keys up to its own position. Rank 0's two spans read 1 + 4 spans of keys, and
+rank 1's spans read 2 + 3. All ranks therefore do the same work. The order is that of Megatron and
+Llama 3 (arXiv 2407.21783 sec. 3.3.2). A rank's tensors hold its two spans one after the other.
 Under sequence parallelism each tensor-parallel rank has 1/t of these tokens.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """A rank's place among the ranks that share each sequence.
+    """A rank's place among the ranks that split each sequence.
 
     group: the group of these ranks, or None for one rank.
     comm_type: how keys and values reach the other ranks, "p2p" or "allgather" (--cp-comm-type).
@@ -59,7 +59,7 @@ def spans_of(seq_length: int, *, rank: int, size: int) -> tuple[slice, ...]:
     assert seq_length % (2 * size) == 0, (seq_length, size)
     length = seq_length // (2 * size)
     return tuple(
-        slice(chunk * length, (chunk + 1) * length) for chunk in (rank, 2 * size - 1 - rank)
+        slice(place * length, (place + 1) * length) for place in (rank, 2 * size - 1 - rank)
     )
 
 

@@ -1,0 +1,249 @@
+"""Ways of saving and loading a checkpoint: ours, torch's, safetensors', and plain files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.engines import SEED, Shape
+from megatron_lite.checkpointing.load import load_checkpoint
+from megatron_lite.checkpointing.saver import Saver, claim_directory
+from megatron_lite.checkpointing.snapshot import take_snapshot
+from megatron_lite.checkpointing.start import find_start
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import TrainingConfig
+from megatron_lite.data.durable_files import sync_file, sync_folder
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.training.batches import MicroBatches
+from megatron_lite.training.build_trainer import build_trainer
+from megatron_lite.training.loop import Trainer
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import train_step
+
+DISK, OURS = "disk", "megatron_lite"
+BUFFER_BYTES = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A model with its optimizer, after one step, and a folder for everything that is written."""
+
+    folder: Path
+    trainer: Trainer
+    parallel: ParallelState
+
+    @property
+    def directory(self) -> Path:
+        """The directory of --save."""
+        return self.folder / "ours"
+
+    def options(self, *, async_save: bool = False) -> CheckpointConfig:
+        """Returns options that keep the last checkpoint only, so the disk does not fill up."""
+        return CheckpointConfig(
+            save=str(self.directory),
+            load=str(self.directory),
+            save_keep_last=1,
+            async_save=async_save,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns all tensors of model and optimizer that a checkpoint holds."""
+        states = {
+            f"{name}/{key}": value
+            for name, of in self.trainer.optimizer.states.items()
+            for key, value in of.items()
+        }
+        return {
+            **{name: value.detach() for name, value in self.trainer.model.named_parameters()},
+            **states,
+        }
+
+    def step(self) -> None:
+        """Runs one training step."""
+        trainer = self.trainer
+        batches = MicroBatches(
+            dataset=trainer.datasets.train,
+            consumed_samples=0,
+            num_microbatches=1,
+            parallel=self.parallel,
+            micro_batch_size=trainer.config.training.micro_batch_size,
+        )
+        train_step(
+            StageRunner.of(trainer.config, trainer.model, self.parallel),
+            trainer.optimizer,
+            batches,
+            learning_rate=1e-4,
+        )
+
+    @contextmanager
+    def saver(self, *, async_save: bool = False) -> Iterator[Callable[[int], Saver]]:
+        """Yields a function that saves a checkpoint as a given iteration."""
+        options, trainer = self.options(async_save=async_save), self.trainer
+        with Saver(
+            options, self.parallel, claim_directory(options, self.parallel), started_at=0
+        ) as saver:
+
+            def save(iteration: int) -> Saver:
+                snapshot = take_snapshot(
+                    trainer.config,
+                    self.parallel,
+                    trainer.model,
+                    trainer.optimizer,
+                    replace(trainer.progress, iteration=iteration),
+                    data=trainer.datasets.identity,
+                    copy=saver.copies,
+                )
+                saver.save(snapshot, lambda line: None)
+                return saver
+
+            yield save
+
+
+@contextmanager
+def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
+    """Yields a bench with a model of the shape."""
+    config = RunConfig(
+        model=ModelConfig(
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            max_position_embeddings=shape.seq_length,
+            num_attention_heads=shape.num_attention_heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        training=TrainingConfig(
+            micro_batch_size=shape.batch_size,
+            global_batch_size=shape.batch_size,
+            train_iters=10**6,
+            eval_iters=0,
+            seed=SEED,
+            bf16=dtype == "bf16",
+        ),
+        parallel=ParallelConfig(distributed_backend="gloo"),
+        data=DataConfig(seq_length=shape.seq_length, mock_data=True),
+        tokenizer=TokenizerConfig(vocab_size=shape.vocab_size - 1),
+        lr_schedule=LrScheduleConfig(lr=1e-4),
+    )
+    with parallel_state(config.parallel, seed=SEED) as parallel:
+        one = Bench(folder=folder, trainer=build_trainer(config, parallel), parallel=parallel)
+        one.step()
+        yield one
+
+
+def saves(
+    one: Bench, save: Callable[[int], Saver], iterations: Iterator[int], data: memoryview
+) -> dict[str, Callable[[], object]]:
+    """Returns every way of saving by name, DISK first."""
+    tensors, folder = one.tensors(), one.folder
+
+    def by_torch() -> None:
+        torch.save(tensors, folder / "torch" / "file.pt")
+        synced(folder / "torch" / "file.pt")
+
+    def by_safetensors() -> None:
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            str(folder / "safetensors" / "file"),
+        )
+        synced(folder / "safetensors" / "file")
+
+    def by_dcp() -> None:
+        shutil.rmtree(folder / "dcp", ignore_errors=True)
+        with quiet():
+            dcp.save(
+                dict(tensors),
+                storage_writer=dcp.FileSystemWriter(folder / "dcp", sync_files=True),
+                no_dist=True,
+            )
+
+    return {
+        DISK: lambda: write_plainly(folder / DISK / "file", data),
+        OURS: lambda: save(next(iterations)),
+        "safetensors": by_safetensors,
+        "torch": by_torch,
+        "torch DCP": by_dcp,
+    }
+
+
+def loads(one: Bench) -> dict[str, Callable[[], object]]:
+    """Returns every way of loading by name, DISK first."""
+    folder, targets = one.folder, {name: value.clone() for name, value in one.tensors().items()}
+
+    def by_ours() -> None:
+        config = replace(one.trainer.config, checkpoint=one.options())
+        start = find_start(config.checkpoint, one.parallel)
+        load_checkpoint(start, config, one.parallel, one.trainer.model, one.trainer.optimizer)
+
+    def fill(found: Mapping[str, Tensor]) -> None:
+        for name, value in found.items():
+            targets[name].copy_(value)
+
+    def by_dcp() -> None:
+        with quiet():
+            dcp.load(targets, storage_reader=dcp.FileSystemReader(folder / "dcp"), no_dist=True)
+
+    return {
+        DISK: lambda: read_plainly(folder / DISK / "file"),
+        OURS: by_ours,
+        "safetensors": lambda: fill(load_file(folder / "safetensors" / "file")),
+        "torch": lambda: fill(torch.load(folder / "torch" / "file.pt", weights_only=True)),
+        "torch DCP": by_dcp,
+    }
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences DCP, which warns that there is no process group."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def synced(path: Path) -> None:
+    """Returns once a file and its name are on the disk."""
+    with path.open("rb") as file:
+        sync_file(file)
+    sync_folder(str(path.parent))
+
+
+def write_plainly(path: Path, data: memoryview) -> None:
+    """Writes the bytes to one file and syncs it: the disk's own speed."""
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(data), BUFFER_BYTES):
+            file.write(data[start : start + BUFFER_BYTES])
+        sync_file(file)
+    sync_folder(str(path.parent))
+
+
+def read_plainly(path: Path) -> None:
+    """Reads one file through a small buffer: the disk's own speed."""
+    buffer = bytearray(BUFFER_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def forget_pages(folder: Path) -> None:
+    """Drops the files below the folder from the page cache, so that a read goes to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)

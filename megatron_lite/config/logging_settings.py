@@ -1,0 +1,49 @@
+"""The settings of the log, as one frozen class."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_lite.config.checks import require_at_least, require_not_empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """The output of a run while it trains.
+
+    peak_tflops_per_gpu: the peak that MFU and HFU divide by. None: a table gives it for the GPU's
+        name.
+    memory_timeline: the file for the memory of one micro-batch, operator by operator.
+        tools/plot_memory.py draws it.
+    log_straggler: whether the log names slow ranks (supervision/slow_rank.py).
+    straggler_ratio: R. A rank is slow if it takes more than R times the median of its stage.
+    straggler_minmax_count: the largest number of ranks that one log interval names.
+    """
+
+    log_interval: int = 100
+    peak_tflops_per_gpu: float | None = None
+    metrics_jsonl: str | None = None
+    tensorboard_dir: str | None = None
+    memory_timeline: str | None = None
+    log_throughput: bool = False
+    log_params_norm: bool = False
+    log_num_zeros_in_grad: bool = False
+    log_validation_ppl_to_tensorboard: bool = False
+    log_timers_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = False
+    log_straggler: bool = False
+    straggler_minmax_count: int = 1
+    straggler_ratio: float = 1.2
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "log_interval", "straggler_minmax_count")
+        if not 1.0 < self.straggler_ratio < math.inf:
+            raise ValueError(
+                f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})"
+            )
+        require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline")
+        if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
+            raise ValueError(
+                f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})"
+            )
