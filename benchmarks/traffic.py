@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.optim.grad_buffer import ALIGNMENT
+from megatron_lite.description.gradient_buckets import ALIGNMENT
 
 ALL_REDUCE, GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
 KINDS = {
