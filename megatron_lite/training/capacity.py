@@ -18,10 +18,12 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.predict.parameters import rank_parameter_count
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import gather_texts
 
+MANY_LAYERS = 10_000
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -70,7 +72,14 @@ def check_fits(config: RunConfig, parallel: ParallelState) -> None:
 
 
 def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
-    """Returns a lower bound of the bytes that one rank holds for its parameters all the time."""
+    """Returns a lower bound of the bytes that one rank holds for its parameters all the time.
+
+    With more than MANY_LAYERS layers it is one byte for each parameter, since `rank_states` visits
+    every layer and --num-layers may be any number.
+    """
+    count = rank_parameter_count(config, parallel.pp_rank)
+    if config.model.num_layers > MANY_LAYERS:
+        return count // parallel.dp_cp_size
     return rank_states(
         config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
     ).total
