@@ -22,6 +22,7 @@ from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
 from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
 
 LAYERS, VOCABULARY, MICRO_BATCHES = 8, 60, 4
 GPT2 = "--hidden-dropout 0.1 --attention-dropout 0"
@@ -150,7 +151,7 @@ def measured(
         def after(action: Action) -> None:
             if action.kind == "forward" and list(runner.model)[action.chunk].stage.is_last:
                 losses.add(action)
-            leaving = {tensor.untyped_storage()._cdata for tensor in runner.links.leaving}
+            leaving = addresses(runner.links.leaving)
             seen.append((action, live.settled(next(expected).kept_bytes, leaving, 4 * len(losses))))
 
         with live:
