@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +13,11 @@ from torch import Tensor
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import LoggingConfig
 from megatron_lite.model.layer import TransformerLayer
+from megatron_lite.parallel import waiting
 from megatron_lite.parallel.waiting import WAITING
+from megatron_lite.supervision import slow_rank
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
+from tests.support.mutants import replaces
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, tiny_run
@@ -75,20 +78,37 @@ def run_config(shape: str, ranks: int, **logging: Any) -> RunConfig:
     )
 
 
-def _run(
-    rank: int, world_size: int, config: RunConfig, slow: int | None, seconds: float = 0.02
-) -> bool:
-    """Whether nothing is timed afterwards. The slow rank sleeps so long in each of two layers'
-    forward."""
-    forward = TransformerLayer.forward
+class Clock:
+    """The clock of one rank, in seconds. It moves in the forward of a layer and in a wait, so the
+    speed of the machine does not matter."""
 
-    def slowly(layer: TransformerLayer, *inputs: Any) -> Tensor:
-        if rank == slow:
-            time.sleep(seconds)
-        return forward(layer, *inputs)
+    def __init__(self, *, layer: float, wait: float) -> None:
+        self._layer, self._wait = layer, wait
+        self._now, self._is_waiting = 0.0, False
 
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        @replaces("forward", TransformerLayer)
+        def timed(forward: Any, layer: TransformerLayer, *inputs: Any) -> Tensor:
+            self._now += self._layer
+            return forward(layer, *inputs)
+
+        timed(patch)
+        for module, read in ((slow_rank, lambda: self._now), (waiting, self._at_an_end_of_a_wait)):
+            patch.setattr(module, "time", SimpleNamespace(perf_counter=read))
+
+    def _at_an_end_of_a_wait(self) -> float:
+        self._is_waiting = not self._is_waiting
+        self._now += 0.0 if self._is_waiting else self._wait
+        return self._now
+
+
+def _run(rank: int, world_size: int, config: RunConfig, slow: int | None) -> bool:
+    """Whether nothing is timed afterwards. The slow rank takes 50 times as long for a layer, and
+    the others wait for it. Where none is slow, one waits longer than the others."""
+    is_slow, waits_long = rank == slow, rank == 0 if slow is None else rank != slow
+    clock = Clock(layer=0.5 if is_slow else 0.01, wait=2.0 if waits_long else 0.001)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(TransformerLayer, "forward", slowly)
+        clock.install(monkeypatch)
         _, error = run_until_it_ends(config)
     assert error is None
     return not WAITING.is_timed
@@ -104,22 +124,18 @@ def _run(
         ),
     ],
 )
-def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
+def test_a_rank_that_is_slow_in_its_layers_is_named_and_no_other_is(
     capfd: pytest.CaptureFixture[str], shape: str, ranks: int
 ) -> None:
-    """All ranks' steps take equally long: those that wait for it are not named. A step without the
-    sleep takes some 10 ms, and several times as long where other work takes the processors: the
-    sleep is long enough to be told from that."""
-    seconds = 0.5 if shape == "pp2" else 0.25  # where the rank has one of the two layers
-    assert (
-        run_ranks(_run, ranks, run_config(shape, ranks), 1, seconds, detail=False) == [True] * ranks
-    )
+    """Those that wait for it are not named, though their steps take longer than its own."""
+    assert run_ranks(_run, ranks, run_config(shape, ranks), 1, detail=False) == [True] * ranks
     named = re.findall(
         r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out
     )
     assert [rank for rank, *_ in named] == ["1"] * 2  # 6 iterations, a line every 3
     assert all(
-        float(ratio) >= 3.0 and int(compared) == SHAPES[shape].ranks for _, ratio, compared in named
+        float(ratio) == 50.0 and int(compared) == SHAPES[shape].ranks
+        for _, ratio, compared in named
     )
 
 
@@ -133,9 +149,8 @@ def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
 def test_where_no_rank_is_slow_nobody_is_named(
     capfd: pytest.CaptureFixture[str], shape: str, ranks: int
 ) -> None:
-    config = run_config(shape, ranks, log_interval=12, straggler_ratio=4.0)
-    config = replace(config, training=replace(config.training, train_iters=12))
-    run_ranks(_run, ranks, config, None, detail=False)
+    config = run_config(shape, ranks, straggler_ratio=1.01)
+    assert run_ranks(_run, ranks, config, None, detail=False) == [True] * ranks
     assert "slow rank" not in capfd.readouterr().out
 
 

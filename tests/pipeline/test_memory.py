@@ -21,6 +21,7 @@ from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
+from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
 
@@ -103,7 +104,7 @@ def config_of(flags: str, model: str) -> RunConfig:
 class Live(LiveStorages):
     """Looks at the end of actions only, which is faster."""
 
-    patience_s = 10.0  # in all
+    patience_s = HANG_S / 10  # in all
 
     def after(self, func: object) -> None:
         pass
