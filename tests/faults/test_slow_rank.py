@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_lite.parallel import waiting
 from megatron_lite.parallel.waiting import WAITING
 from megatron_lite.supervision import slow_rank
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
+from tests.support.limits import patiently
 from tests.support.mutants import replaces
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
@@ -78,9 +80,28 @@ def run_config(shape: str, ranks: int, **logging: Any) -> RunConfig:
     )
 
 
+def _run(
+    rank: int, world_size: int, config: RunConfig, slow: int | None, seconds: float = 0.02
+) -> bool:
+    """Whether nothing is timed afterwards. The slow rank sleeps so long in each of two layers'
+    forward."""
+
+    @replaces("forward", TransformerLayer)
+    def slowly(forward: Any, layer: TransformerLayer, *inputs: Any) -> Tensor:
+        if rank == slow:
+            time.sleep(seconds)
+        return forward(layer, *inputs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slowly(monkeypatch)
+        _, error = run_until_it_ends(config)
+    assert error is None
+    return not WAITING.is_timed
+
+
 class Clock:
-    """The clock of one rank, in seconds. It moves in the forward of a layer and in a wait, so the
-    speed of the machine does not matter."""
+    """The clock of one rank, in seconds. It moves in the forward of a layer and in a timed wait
+    only, so the speed of the machine does not matter."""
 
     def __init__(self, *, layer: float, wait: float) -> None:
         self._layer, self._wait = layer, wait
@@ -102,16 +123,12 @@ class Clock:
         return self._now
 
 
-def _run(rank: int, world_size: int, config: RunConfig, slow: int | None) -> bool:
-    """Whether nothing is timed afterwards. The slow rank takes 50 times as long for a layer, and
-    the others wait for it. Where none is slow, one waits longer than the others."""
-    is_slow, waits_long = rank == slow, rank == 0 if slow is None else rank != slow
-    clock = Clock(layer=0.5 if is_slow else 0.01, wait=2.0 if waits_long else 0.001)
+def _run_with_unequal_waits(rank: int, world_size: int, config: RunConfig) -> None:
+    """All ranks take equally long for a layer, and rank 0 waits longer than the others."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        clock.install(monkeypatch)
+        Clock(layer=0.01, wait=2.0 if rank == 0 else 0.001).install(monkeypatch)
         _, error = run_until_it_ends(config)
     assert error is None
-    return not WAITING.is_timed
 
 
 @pytest.mark.parametrize(
@@ -124,19 +141,26 @@ def _run(rank: int, world_size: int, config: RunConfig, slow: int | None) -> boo
         ),
     ],
 )
-def test_a_rank_that_is_slow_in_its_layers_is_named_and_no_other_is(
+def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
     capfd: pytest.CaptureFixture[str], shape: str, ranks: int
 ) -> None:
-    """Those that wait for it are not named, though their steps take longer than its own."""
-    assert run_ranks(_run, ranks, run_config(shape, ranks), 1, detail=False) == [True] * ranks
-    named = re.findall(
-        r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out
-    )
-    assert [rank for rank, *_ in named] == ["1"] * 2  # 6 iterations, a line every 3
-    assert all(
-        float(ratio) == 50.0 and int(compared) == SHAPES[shape].ranks
-        for _, ratio, compared in named
-    )
+    """All ranks' steps take equally long: those that wait for it are not named. A step without the
+    sleep takes some 10 ms, and several times as long where other work takes the processors: the
+    sleep is long enough to be told from that, or becomes so."""
+
+    def check(seconds: float) -> None:
+        found = run_ranks(_run, ranks, run_config(shape, ranks), 1, seconds, detail=False)
+        assert found == [True] * ranks
+        named = re.findall(
+            r"slow rank: (\d) \(\S+\) ([\d.]+)x the median of (\d) ranks", capfd.readouterr().out
+        )
+        assert [rank for rank, *_ in named] == ["1"] * 2  # 6 iterations, a line every 3
+        assert all(
+            float(ratio) >= 3.0 and int(compared) == SHAPES[shape].ranks
+            for _, ratio, compared in named
+        )
+
+    patiently(check, 0.5 if shape == "pp2" else 0.25)  # where the rank has one of the two layers
 
 
 @pytest.mark.parametrize(
@@ -149,8 +173,9 @@ def test_a_rank_that_is_slow_in_its_layers_is_named_and_no_other_is(
 def test_where_no_rank_is_slow_nobody_is_named(
     capfd: pytest.CaptureFixture[str], shape: str, ranks: int
 ) -> None:
+    """Although one waits longer than the others."""
     config = run_config(shape, ranks, straggler_ratio=1.01)
-    assert run_ranks(_run, ranks, config, None, detail=False) == [True] * ranks
+    run_ranks(_run_with_unequal_waits, ranks, config, detail=False)
     assert "slow rank" not in capfd.readouterr().out
 
 

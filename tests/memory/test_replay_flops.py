@@ -182,8 +182,8 @@ def test_the_ranks_together_compute_the_figure(
             for plan in named.values()
         ]
 
-    counted = run_ranks(work, tp_size, timeout=3 * HANG_S, detail=False)
-    assert wrong_figures(config, named, counted) == {}
+    figures = run_ranks(work, tp_size, timeout=3 * HANG_S, detail=False)
+    assert wrong_figures(config, named, figures) == {}
 
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])
