@@ -3,15 +3,15 @@ known to all ranks alike."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing import points, write
-from megatron_lite.checkpointing.points import Point
+from megatron_lite.checkpointing import write
 from megatron_lite.checkpointing.snapshot import Snapshot, take_snapshot
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
@@ -21,6 +21,8 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import loop
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.step import TrainingError
+from tests.support.limits import HANG_S
+from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 
@@ -48,6 +50,29 @@ def train(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
 
 
+class Steps:
+    """The training steps that this rank has made."""
+
+    def __init__(self) -> None:
+        self._made, self._changed = 0, threading.Condition()
+
+    def count(self, patch: pytest.MonkeyPatch) -> None:
+        @replaces("train_step", loop)
+        def counted(step: Any, *args: object, **options: object) -> object:
+            result = step(*args, **options)
+            with self._changed:
+                self._made += 1
+                self._changed.notify_all()
+            return result
+
+        counted(patch)
+
+    def wait_until(self, number: int) -> None:
+        """Waits until so many steps have been made."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._made >= number, HANG_S)
+
+
 @pytest.mark.parametrize(
     ("layout", "bf16"),
     [
@@ -69,27 +94,17 @@ def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(
     world_size, shape = LAYOUTS[layout]
 
     def slow_train(rank: int, world_size: int, config: RunConfig) -> None:
-        steps, step = threading.Semaphore(0), loop.train_step
+        steps = Steps()
 
-        def counted(*args: object, **options: object) -> object:
-            result = step(*args, **options)  # type: ignore[arg-type]
-            steps.release()
-            return result
+        @replaces("write", write.StepWriter)
+        def late(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+            steps.wait_until(min(snapshot.iteration + 1, 5))
+            return real(self, snapshot)
 
-        def reached(at: Point) -> None:
-            while at is Point.SNAPSHOT and steps.acquire(blocking=False):
-                pass
-
-        write_files = write._write_files
-
-        def late(*args: object) -> object:
-            steps.acquire(timeout=5 if run.progress.iteration < 5 else 0)
-            return write_files(*args)  # type: ignore[arg-type]
-
-        loop.train_step, points.reached, write._write_files = counted, reached, late  # type: ignore[assignment]
-        with parallel_state(config.parallel, seed=config.training.seed) as parallel:
-            run = build_trainer(config, parallel)
-            run.run()
+        with pytest.MonkeyPatch.context() as patch:
+            steps.count(patch)
+            late(patch)
+            train(rank, world_size, config)
 
     def config_of(folder: str, *, async_save: bool) -> RunConfig:
         return tiny_run(
@@ -140,30 +155,36 @@ def _states(states: dict[str, dict[str, Tensor]]) -> list[Tensor]:
     return [value for of_parameter in states.values() for value in of_parameter.values()]
 
 
-def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: float = 0.0) -> str:
+def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, ended: Any) -> str:
     """What the rank raised, and after which iteration. The thread of rank 0 ends later than that of
-    rank 1."""
-    if rank == 0:
-        whole_write = write.StepWriter.write
+    rank 1.
 
-        def ends_late(self: write.StepWriter, snapshot: Snapshot) -> list[str]:
-            try:
-                return whole_write(self, snapshot)
-            finally:
-                time.sleep(0.2)
+    held: the number of steps before which rank 1 does not fail.
+    ended: a semaphore of both ranks, which counts the writes that rank 1 has ended.
+    """
+    steps = Steps()
 
-        write.StepWriter.write = ends_late  # type: ignore[method-assign]
-    if rank == 1:
-        write_files = write._write_files
+    @replaces("write", write.StepWriter)
+    def ends_in_order(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+        try:
+            return real(self, snapshot)
+        finally:
+            if rank == 1:
+                ended.release()
+            else:
+                assert ended.acquire(timeout=HANG_S)
 
-        def failing(temporary: Path, snapshot: Snapshot) -> object:
-            time.sleep(held)
-            if snapshot.iteration == 4:
-                raise OSError("disk full")
-            return write_files(temporary, snapshot)
+    @replaces("save_file", write)
+    def failing(save_file: Any, tensors: dict[str, Tensor], path: str) -> None:
+        if rank == 1 and "iter_0000004" in path:
+            steps.wait_until(held)
+            raise OSError("disk full")
+        save_file(tensors, path)
 
-        write._write_files = failing  # type: ignore[assignment]
-    with parallel_state(config.parallel, seed=1) as parallel:
+    with pytest.MonkeyPatch.context() as patch, parallel_state(config.parallel, seed=1) as parallel:
+        steps.count(patch)
+        for fault in (ends_in_order, failing):
+            fault(patch)
         trainer = build_trainer(config, parallel)
         try:
             trainer.run()
@@ -184,7 +205,9 @@ def test_a_failed_save_ends_all_ranks_after_the_same_iteration(
             save=str(tmp_path), save_interval=2 if train_iters < 200 else 4, async_save=True
         ),
     )
-    messages = run_ranks(fail_on_rank_1, 2, config, 0.3 if train_iters < 200 else 0.0, detail=False)
+    held = train_iters if train_iters < 200 else 4
+    ended = multiprocessing.get_context("fork").Semaphore(0)
+    messages = run_ranks(fail_on_rank_1, 2, config, held, ended, detail=False)
     expected = (
         f"--save {tmp_path}: the checkpoint of iteration 4 could not be written by rank 1: "
         "disk full."
@@ -192,7 +215,8 @@ def test_a_failed_save_ends_all_ranks_after_the_same_iteration(
     assert expected in messages[0] and messages[1] == messages[0].replace(
         InputError.__name__, PeerError.__name__
     )
-    assert 4 <= int(messages[0].split("after ")[1].split(":")[0]) <= latest
+    earliest = 4 if train_iters == 200 else latest
+    assert earliest <= int(messages[0].split("after ")[1].split(":")[0]) <= latest
     assert not list(tmp_path.glob("*.tmp*")) and not (tmp_path / "iter_0000004").exists()
     assert (
         not (tmp_path / LATEST).exists()
@@ -204,21 +228,22 @@ def test_a_failed_save_ends_all_ranks_after_the_same_iteration(
 def test_a_run_that_fails_still_finishes_the_save_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files, step = write._write_files, loop.train_step
+    calls, failed = iter(range(100)), threading.Event()
 
-    def slow(*args: object) -> object:
-        time.sleep(0.3)
-        return write_files(*args)  # type: ignore[arg-type]
+    @replaces("write", write.StepWriter)
+    def held(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+        assert failed.wait(HANG_S)
+        return real(self, snapshot)
 
-    calls = iter(range(100))
-
-    def failing(*args: object, **options: object) -> object:
+    @replaces("train_step", loop)
+    def failing(step: Any, *args: object, **options: object) -> object:
         if next(calls) == 3:
+            failed.set()
             raise TrainingError("the loss is gone")
-        return step(*args, **options)  # type: ignore[arg-type]
+        return step(*args, **options)
 
-    monkeypatch.setattr(write, "_write_files", slow)
-    monkeypatch.setattr(loop, "train_step", failing)
+    for fault in (held, failing):
+        fault(monkeypatch)
     with pytest.raises(TrainingError, match="the loss is gone"):
         run_to_end(
             tiny_run(
@@ -234,21 +259,22 @@ def test_the_log_says_when_a_step_is_durable_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The write is held up until two more iterations are logged."""
-    go_on, write_files, step = threading.Event(), write._write_files, loop.train_step
-    calls = iter(range(100))
+    go_on, calls = threading.Event(), iter(range(100))
 
-    def held(*args: object) -> object:
-        assert go_on.wait(30)
-        return write_files(*args)  # type: ignore[arg-type]
+    @replaces("write", write.StepWriter)
+    def held(real: Any, self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+        assert go_on.wait(HANG_S)
+        return real(self, snapshot)
 
-    def counted(*args: object, **options: object) -> object:
+    @replaces("train_step", loop)
+    def counted(step: Any, *args: object, **options: object) -> object:
         if next(calls) == 5:
             assert "successfully saved" not in (seen := capsys.readouterr().out), seen
             go_on.set()
-        return step(*args, **options)  # type: ignore[arg-type]
+        return step(*args, **options)
 
-    monkeypatch.setattr(write, "_write_files", held)
-    monkeypatch.setattr(loop, "train_step", counted)
+    for fault in (held, counted):
+        fault(monkeypatch)
     run_to_end(
         tiny_run(
             training=dict(train_iters=8, eval_iters=0),

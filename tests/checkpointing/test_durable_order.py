@@ -8,21 +8,15 @@ what replaces it is.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_lite.checkpointing.step_files import LATEST
 from tests.support.checkpoints import flip_bit
-from tests.support.starts import Saved, saved_model
+from tests.support.starts import Saved
 from tests.support.syscalls import Call, recorded
-
-
-@pytest.fixture(scope="module")
-def saved() -> Iterator[Saved]:
-    with saved_model() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

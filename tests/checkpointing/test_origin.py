@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,7 @@ from megatron_lite.checkpointing.origin import Origin, OwnSteps
 from megatron_lite.checkpointing.start import candidates
 from megatron_lite.checkpointing.step_files import LATEST
 from tests.support.checkpoints import flip_bit
-from tests.support.starts import Began, Saved, saved_model
-
-
-@pytest.fixture(scope="module")
-def saved() -> Iterator[Saved]:
-    with saved_model() as found:
-        yield found
+from tests.support.starts import Began, Saved
 
 
 @pytest.fixture(scope="module")

@@ -368,7 +368,7 @@ def test_saving_over_an_existing_step_replaces_it(tmp_path: Path) -> None:
 
 def _save_with_one_failing_rank(rank: int, world_size: int, folder: Path) -> str:
     if rank == 1:
-        write._write_tensors = _fail
+        write.save_file = _fail
     try:
         run_to_end(
             tiny_run(tp_size=2, training=dict(train_iters=1), checkpoint=dict(save=str(folder)))

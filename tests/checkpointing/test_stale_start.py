@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ from megatron_lite.config.run import RunConfig
 from tests.support.checkpoints import flip_bit
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
-from tests.support.starts import Saved, saved_model
+from tests.support.starts import Saved
 
 JOB = dict(SLURM_JOB_ID="7")
 
@@ -154,12 +154,6 @@ def test_at_every_point(
 
 
 # --- a writer alone, held before every call that the file system sees ---
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
-    with saved_model() as found:
-        yield found
 
 
 RENAMES = ("replace", "rename")

@@ -229,26 +229,29 @@ def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path: 
 
 
 def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
-    """Each process says when it builds; the sleep in the build would let the others in if nothing
-    held them."""
+    """Each process says when it builds. A build does not end before all processes ask for the
+    dataset, so others would build too if nothing held them."""
     write(tmp_path / "data")
+    (tmp_path / "asking").mkdir()
     program = """if True:
-        import sys, time
+        import os, sys, time
         from megatron_lite.data import gpt_dataset as gpt
         from megatron_lite.data.indexed import IndexedDataset
         build = gpt.build_sample_index
         def slow(*args, **kwargs):
             print("built")
-            time.sleep(0.5)
+            while len(os.listdir(sys.argv[2])) < 4:
+                time.sleep(0.01)
             return build(*args, **kwargs)
         gpt.build_sample_index = slow
+        open(os.path.join(sys.argv[2], str(os.getpid())), "w").close()
         data = gpt.GPTDataset(IndexedDataset(sys.argv[1]), documents=(0, 7), num_samples=30,
                               seq_length=4, seed=5, vocab_size=100)
         print([data[number].tolist() for number in range(len(data))])
     """
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / "data")],
+            [sys.executable, "-c", program, str(tmp_path / "data"), str(tmp_path / "asking")],
             stdout=subprocess.PIPE,
             text=True,
         )

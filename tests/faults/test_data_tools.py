@@ -196,14 +196,17 @@ def test_workers_end_with_a_parent_that_is_killed_and_the_next_run_removes_its_p
     ]
 
 
-def test_the_partial_file_of_a_writer_that_lives_is_left_alone(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "a"), TOKENS) as first:
+def test_the_partial_file_of_a_writer_that_lives_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as another_process:
+        another_process.setattr(os, "getpid", lambda: 0)
+        first = IndexedDatasetWriter(str(tmp_path / "a"), TOKENS)
+    with first:
         first.add_document([1, 2])
-        os.rename(first._bin_tmp, first._bin_tmp + "0")  # that of another process
-        first._bin_tmp += "0"
         with IndexedDatasetWriter(str(tmp_path / "a"), TOKENS) as second:
             second.add_document([3])
-        assert os.path.exists(first._bin_tmp)
+        assert (tmp_path / "a.bin.tmp-0").exists()
     assert IndexedDataset(str(tmp_path / "a")).tokens.tolist() == [1, 2]
 
 

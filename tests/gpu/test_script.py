@@ -15,6 +15,7 @@ import torch
 
 from tests.gpu.run import call
 from tests.support.commands import ROOT, environment
+from tests.support.limits import HANG_S
 
 OPTIONAL = ("pytest", "rich", "safetensors", "tokenizers", "transformers")
 
@@ -24,7 +25,7 @@ def run_script(output: Path, **variables: str) -> subprocess.CompletedProcess[st
         ["bash", str(ROOT / "benchmarks/gpu.sh"), str(output)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HANG_S,
         env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **variables),
         check=False,
     )

@@ -34,6 +34,7 @@ from tests.support.models import (
 )
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
 
 NUM_LAYERS = 3  # not divisible by the units of 2
 OPS_POLICIES = (
@@ -123,10 +124,7 @@ def figures(
     )
     with kept_for_backward(exclude=model.parameters()) as meter, live or nullcontext():
         loss = model.loss(*sample_tokens(parallel=parallel)).mean()
-    known = {
-        tensor.untyped_storage()._cdata
-        for tensor in (loss, *model.parameters(), *model.constants())
-    }
+    known = addresses([loss, *model.parameters(), *model.constants()])
     stores = model.decoder.stores
     unaccounted = (
         None

@@ -21,6 +21,7 @@ from tests.support.models import (
     sample_tokens,
     tp_state,
 )
+from tests.support.mutants import replaces
 
 
 def differing(name: str, policy: str | None = None) -> Difference:
@@ -55,16 +56,15 @@ def test_every_saved_tensor_is_paired_with_a_predicted_one(name: str, policy: st
     assert found == Difference((), ()), str(found)
 
 
+@replaces("_activate", mlp.MLP)
+def activations_are_scaled(activate, self, intermediate):
+    return activate(self, intermediate) * (torch.ones(SEQ_LENGTH, BATCH, 1) + 0.0)
+
+
 def test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    activate = mlp.MLP._activate
-    scales = torch.ones(SEQ_LENGTH, BATCH, 1)
-    monkeypatch.setattr(
-        mlp.MLP,
-        "_activate",
-        lambda self, intermediate: activate(self, intermediate) * (scales + 0.0),
-    )
+    activations_are_scaled(monkeypatch)
     found = differing("gpt2")
     assert found.missing == () and {one.layer for one in found.saved} == {0, 1}
     where = (

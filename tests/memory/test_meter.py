@@ -21,10 +21,13 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
+from megatron_lite.recompute.saved import hooks_in_force
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.module_hooks import modules_with_hooks
 from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
 
 PLANS = {
     "none": dict(),
@@ -207,15 +210,15 @@ def test_modules_are_left_without_hooks_also_by_an_exception() -> None:
             model(leaf(3, 7))
         after = leaf(3, 7).square()
     assert meter.by_module() == {"": 3 * ROW}  # no module counts as running any more
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert modules_with_hooks(model) == []
+    assert hooks_in_force() is None
     assert after.requires_grad
 
 
 def test_hooks_put_on_top_may_call_the_meters() -> None:
     x = leaf(3, 7)
     with kept_for_backward() as meter:
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = hooks_in_force()
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: (pack(t), "seen"), lambda packed: unpack(packed[0])
         ):
@@ -239,17 +242,12 @@ def kept_and_alive(model: GPTModel) -> tuple[dict[int, int], dict[int, int], set
     ):
         loss = model.loss(tokens, labels).mean()
     kept = {address: storage.num_bytes for address, storage in meter.storages().items()}
-    address = loss.untyped_storage()._cdata
+    (address,) = addresses([loss])
     live.bytes_beside(kept.keys() | {address})  # waits for what a collective lets go of late
     assert meter.total_bytes() == sum(kept.values()) and live.total_bytes() == sum(
         live.storages().values()
     )
-    return (
-        kept,
-        live.storages(),
-        {tensor.untyped_storage()._cdata for tensor in (tokens, labels)},
-        address,
-    )
+    return (kept, live.storages(), addresses([tokens, labels]), address)
 
 
 def assert_hooks_see_all_that_lives(model: GPTModel) -> None:
@@ -357,5 +355,5 @@ def test_bytes_beside_the_known_are_waited_for(monkeypatch: pytest.MonkeyPatch) 
     with LiveStorages() as live:
         known, late, stays = torch.zeros(2, 7), [torch.zeros(3, 7)], torch.zeros(1, 7)
     monkeypatch.setattr(time, "sleep", lambda seconds: late.clear())
-    assert live.bytes_beside({known.untyped_storage()._cdata}) == ROW
-    assert live.bytes_beside({known.untyped_storage()._cdata, stays.untyped_storage()._cdata}) == 0
+    assert live.bytes_beside(addresses([known])) == ROW
+    assert live.bytes_beside(addresses([known, stays])) == 0

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,8 +34,10 @@ from tests.support.models import (
     sample_tokens,
     tp_state,
 )
+from tests.support.mutants import replaces
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
 
 NUM_LAYERS = 3  # not divisible by units of 2
 
@@ -98,12 +100,6 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
     a mask or a split input has been made again, or a tensor has come back from host memory: those
     live without being saved by anyone."""
     unsaved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-    rebuild, redraw, gather = (
-        discard.rebuilt_outputs,
-        regions.Redraw.again,
-        checkpoint.start_all_gather_first_dim,
-    )
-    call_back = offload._OnHost.call_back
 
     def look() -> None:
         held = {address: storage.num_bytes for address, storage in meter.storages().items()}
@@ -117,16 +113,27 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
         )
 
     def noted(tensor: Tensor) -> Tensor:
-        unsaved[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
+        (address,) = addresses([tensor])
+        unsaved[address] = weakref.ref(tensor.untyped_storage())
         look()
         return tensor
 
-    def gathering(tensor: Tensor, group: ProcessGroup) -> Started:
+    @replaces("rebuilt_outputs", discard)
+    def rebuilding(rebuild: Any, node: Any) -> Any:
+        return noted(rebuild(node))
+
+    @replaces("again", regions.Redraw)
+    def redrawing(redraw: Any, self: regions.Redraw, state: Tensor) -> Tensor:
+        return noted(redraw(self, state))
+
+    @replaces("start_all_gather_first_dim", checkpoint)
+    def gathering(gather: Any, tensor: Tensor, group: ProcessGroup) -> Started:
         started = gather(tensor, group)
         noted(started.result)
         return started
 
-    def calling_back(self: offload._OnHost) -> None:
+    @replaces("call_back", offload._OnHost)
+    def calling_back(call_back: Any, self: Any) -> None:
         is_new = self._returned is None
         call_back(self)
         if is_new and self._returned is not None:
@@ -141,10 +148,8 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[N
         pytest.MonkeyPatch.context() as patch,
         torch.autograd.graph.saved_tensors_hooks(pack, meter.unpack),
     ):
-        patch.setattr(discard, "rebuilt_outputs", lambda node: noted(rebuild(node)))
-        patch.setattr(regions.Redraw, "again", lambda self, state: noted(redraw(self, state)))
-        patch.setattr(checkpoint, "start_all_gather_first_dim", gathering)
-        patch.setattr(offload._OnHost, "call_back", calling_back)
+        for watched in (rebuilding, redrawing, gathering, calling_back):
+            watched(patch)
         yield
 
 

@@ -22,6 +22,7 @@ from megatron_lite.memory.predict.flops import (
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
+from tests.support.limits import HANG_S
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
@@ -181,7 +182,8 @@ def test_the_ranks_together_compute_the_figure(
             for plan in named.values()
         ]
 
-    assert wrong_figures(config, named, run_ranks(work, tp_size, timeout=900, detail=False)) == {}
+    figures = run_ranks(work, tp_size, timeout=3 * HANG_S, detail=False)
+    assert wrong_figures(config, named, figures) == {}
 
 
 @pytest.mark.parametrize("backend", ["unfused", "flash"])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_lite.description import model_ends, self_attention, transformer_layer
-from megatron_lite.description import norm_statistics as norms
 from megatron_lite.model import norm
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.optim import adam_update
@@ -26,7 +25,7 @@ from tests.model import test_apex_norm
 from tests.optim import test_adam_update
 from tests.parallel import test_weight_gradient
 from tests.support import apex
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -34,102 +33,87 @@ Patch = pytest.MonkeyPatch
 def the_kernel_writes_after_the_hook(patch: Patch) -> None:
     """When all buckets have been sent: right without overlap."""
     waiting: list[Callable[[], None]] = []
-    add, reduce_ = weight_gradient._add, GradBuffer.reduce_
 
-    def later(kernel: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
+    @replaces("_add", weight_gradient)
+    def later(add: Any, kernel: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = total.zero_()
         waiting.append(partial(add, kernel, total, parameter, *operands))
 
-    def reduced(self: GradBuffer) -> None:
+    @replaces("reduce_", GradBuffer)
+    def reduced(reduce_: Any, self: GradBuffer) -> None:
         with torch.no_grad():
             while waiting:
                 waiting.pop(0)()
         reduce_(self)
 
-    patch.setattr(weight_gradient, "_add", later)
-    patch.setattr(GradBuffer, "reduce_", reduced)
+    for part in (later, reduced):
+        part(patch)
 
 
-def the_gradient_is_added_and_returned_too(patch: Patch) -> None:
-    real = weight_gradient.weight_gradient
-
-    def twice(add: Any, hidden_states: Tensor, grad_output: Tensor) -> Tensor | None:
-        real(add, hidden_states, grad_output)
-        return real(None, hidden_states, grad_output)
-
-    patch.setattr(column_linear, "weight_gradient", twice)
-    patch.setattr(row_linear, "weight_gradient", twice)
+@replaces("weight_gradient", column_linear, row_linear)
+def the_gradient_is_added_and_returned_too(
+    real: Any, add: Any, hidden_states: Tensor, grad_output: Tensor
+) -> Tensor | None:
+    real(add, hidden_states, grad_output)
+    return real(None, hidden_states, grad_output)
 
 
-def the_operands_are_in_the_wrong_order(patch: Patch) -> None:
-    add = weight_gradient._add
-    patch.setattr(
-        weight_gradient,
-        "_add",
-        lambda kernel, total, parameter, x, grad: add(kernel, total, parameter, grad, x),
-    )
+@replaces("_add", weight_gradient)
+def the_operands_are_in_the_wrong_order(add, kernel, total, parameter, x, grad):
+    return add(kernel, total, parameter, grad, x)
 
 
-def each_micro_batch_starts_from_zero(patch: Patch) -> None:
-    add = weight_gradient._add
-
-    def forgetful(kernel: Any, total: Tensor, *rest: Any) -> None:
-        add(kernel, total.zero_(), *rest)
-
-    patch.setattr(weight_gradient, "_add", forgetful)
+@replaces("_add", weight_gradient)
+def each_micro_batch_starts_from_zero(add: Any, kernel: Any, total: Tensor, *rest: Any) -> None:
+    add(kernel, total.zero_(), *rest)
 
 
-def the_kernel_is_given_views(patch: Patch) -> None:
-    patch.setattr(Tensor, "contiguous", lambda self: self)
+@replaces("contiguous", Tensor)
+def the_kernel_is_given_views(_, self):
+    return self
 
 
 def the_loss_in_chunks_adds_the_first_rows_every_time(patch: Patch) -> None:
-    real = weight_gradient.weight_gradient
     whole: list[Tensor] = []
 
-    def first(add: Any, rows: Tensor, logits: Tensor) -> Tensor | None:
+    @replaces("weight_gradient", linear_cross_entropy)
+    def first(real: Any, add: Any, rows: Tensor, logits: Tensor) -> Tensor | None:
         whole.append(rows)
         return real(add, whole[0][: len(rows)], logits)
 
-    patch.setattr(linear_cross_entropy, "weight_gradient", first)
+    first(patch)
 
 
-def compiled_weights_are_given_the_kernel(patch: Patch) -> None:
-    patch.setattr(kernels, "_compiled_weights", lambda config, model: set())
+@replaces("_compiled_weights", kernels)
+def compiled_weights_are_given_the_kernel(_, config, model):
+    return set()
 
 
-def a_tied_weight_counts_as_one_of_a_linear_layer(patch: Patch) -> None:
+@replaces("_matmul_weights", kernels)
+def a_tied_weight_counts_as_one_of_a_linear_layer(real, model):
     """The log would say that the kernel sums all of its gradient."""
-    real = kernels._matmul_weights
-    patch.setattr(
-        kernels,
-        "_matmul_weights",
-        lambda model: [(name, weight, False) for name, weight, _ in real(model)],
-    )
+    return [(name, weight, False) for name, weight, _ in real(model)]
 
 
-def fused_adam_is_not_told_to_skip(patch: Patch) -> None:
-    patch.setattr(
-        adam_update._Skipping,
-        "_check_inf_per_device",
-        lambda self, optimizer: {self._skipped.device: torch.zeros_like(self._skipped)},
-    )
+@replaces("_check_inf_per_device", adam_update._Skipping)
+def fused_adam_is_not_told_to_skip(_, self, optimizer):
+    return {self._skipped.device: torch.zeros_like(self._skipped)}
 
 
-def a_skipped_step_is_taken_back_from_what_was_loaded(patch: Patch) -> None:
-    def set_num_updates(self: ApexFusedAdam, number: int) -> None:
-        for adam in self._adams:
-            adam.param_groups[0]["step"] = torch.full((1,), number, dtype=torch.int32)
-
-    patch.setattr(ApexFusedAdam, "set_num_updates", set_num_updates)
+@replaces("set_num_updates", ApexFusedAdam)
+def a_skipped_step_is_taken_back_from_what_was_loaded(
+    _: Any, self: ApexFusedAdam, number: int
+) -> None:
+    for adam in self._adams:
+        adam.param_groups[0]["step"] = torch.full((1,), number, dtype=torch.int32)
 
 
 def all_groups_share_one_fused_adam(patch: Patch) -> None:
     """Which counts skipped steps of the first group in another way than those of the second."""
-    init = ApexFusedAdam.__init__
 
-    def shared(self: ApexFusedAdam, groups: Any, config: Any, device: Any) -> None:
+    @replaces("__init__", ApexFusedAdam)
+    def shared(init: Any, self: ApexFusedAdam, groups: Any, config: Any, device: Any) -> None:
         init(self, groups, config, device)
         first, *others = self._adams
         for other in others:
@@ -139,74 +123,52 @@ def all_groups_share_one_fused_adam(patch: Patch) -> None:
         self._adams = [first]
         self._of = dict.fromkeys(self._of, first)
 
-    def set_num_updates(self: ApexFusedAdam, number: int) -> None:
+    @replaces("set_num_updates", ApexFusedAdam)
+    def set_num_updates(_: Any, self: ApexFusedAdam, number: int) -> None:
         for group in [group for adam in self._adams for group in adam.param_groups]:
             group["step"] = self._last_skipped + number
 
-    def step(self: ApexFusedAdam, learning_rate: float, skipped: Tensor) -> None:
+    @replaces("step", ApexFusedAdam)
+    def step(_: Any, self: ApexFusedAdam, learning_rate: float, skipped: Tensor) -> None:
         for group in self._adams[0].param_groups:
             group["lr"].fill_(learning_rate)
         self._adams[0].step(grad_scaler=adam_update._Skipping(skipped))
         self._last_skipped.copy_(skipped)
 
-    patch.setattr(ApexFusedAdam, "__init__", shared)
-    patch.setattr(ApexFusedAdam, "set_num_updates", set_num_updates)
-    patch.setattr(ApexFusedAdam, "step", step)
+    for part in (shared, set_num_updates, step):
+        part(patch)
 
 
-def the_learning_rate_stays_at_zero(patch: Patch) -> None:
-    real = ApexFusedAdam.step
-    patch.setattr(
-        ApexFusedAdam, "step", lambda self, learning_rate, skipped: real(self, 0.0, skipped)
+@replaces("step", ApexFusedAdam)
+def the_learning_rate_stays_at_zero(real, self, learning_rate, skipped):
+    return real(self, 0.0, skipped)
+
+
+@replaces("norm_statistics", transformer_layer, self_attention, model_ends)
+def statistics_are_priced_in_the_rows_dtype(real, name, model, sizes, rows):
+    return real(name, replace(model, norm_impl="torch"), sizes, rows)
+
+
+@replaces("attention_operations", transformer_layer)
+def contiguous_copies_of_query_and_key_are_not_priced(real, model, sizes, layer):
+    return real(replace(model, norm_impl="torch"), sizes, layer)
+
+
+@replaces("_split_heads", SelfAttention)
+def value_holds_the_whole_of_qkv(real: Any, self: SelfAttention, qkv: Tensor) -> Any:
+    config, self.config = self.config, replace(self.config, norm_impl="torch")
+    try:
+        return real(self, qkv)
+    finally:
+        self.config = config
+
+
+@replaces("apex", norm.IMPLEMENTATIONS)
+def weight_and_bias_of_a_norm_change_places(real: Any, config: Any, device_type: str) -> Any:
+    function = real(config, device_type)
+    return lambda x, weight, bias, epsilon: (
+        function(x, weight, bias, epsilon) if bias is None else function(x, bias, weight, epsilon)
     )
-
-
-def statistics_are_priced_in_the_rows_dtype(patch: Patch) -> None:
-    real = norms.norm_statistics
-    for module in (transformer_layer, self_attention, model_ends):
-        patch.setattr(
-            module,
-            "norm_statistics",
-            lambda name, model, sizes, rows: real(
-                name, replace(model, norm_impl="torch"), sizes, rows
-            ),
-        )
-
-
-def contiguous_copies_of_query_and_key_are_not_priced(patch: Patch) -> None:
-    real = transformer_layer.attention_operations
-    patch.setattr(
-        transformer_layer,
-        "attention_operations",
-        lambda model, sizes, layer: real(replace(model, norm_impl="torch"), sizes, layer),
-    )
-
-
-def value_holds_the_whole_of_qkv(patch: Patch) -> None:
-    real = SelfAttention._split_heads
-
-    def split(self: SelfAttention, qkv: Tensor) -> Any:
-        config, self.config = self.config, replace(self.config, norm_impl="torch")
-        try:
-            return real(self, qkv)
-        finally:
-            self.config = config
-
-    patch.setattr(SelfAttention, "_split_heads", split)
-
-
-def weight_and_bias_of_a_norm_change_places(patch: Patch) -> None:
-    real = norm.apex_norm
-
-    def swapped(config: Any, device_type: str) -> Any:
-        function = real(config, device_type)
-        return lambda x, weight, bias, epsilon: (
-            function(x, weight, bias, epsilon)
-            if bias is None
-            else function(x, bias, weight, epsilon)
-        )
-
-    patch.setitem(norm.IMPLEMENTATIONS, "apex", swapped)
 
 
 OVERLAP = (

@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,12 +24,13 @@ from megatron_lite.data import durable_files as data_files
 from megatron_lite.training import appended, metrics
 from tests.checkpointing import test_durable_order as order
 from tests.checkpointing import test_origin, test_retention, test_stale_start
+from tests.checkpointing.conftest import saved  # noqa: F401
 from tests.checkpointing.test_durable_order import beginning as order_beginning  # noqa: F401
 from tests.checkpointing.test_origin import two_starts  # noqa: F401
-from tests.checkpointing.test_stale_start import beginning, saved  # noqa: F401
+from tests.checkpointing.test_stale_start import beginning  # noqa: F401
 from tests.faults import test_crafted_checkpoint as crafted
 from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_full_log
 from tests.training.test_full_log import full  # noqa: F401
 
@@ -41,58 +43,55 @@ def nothing_is_synced(patch: Patch) -> None:
     )
 
 
-def files_are_not_synced(patch: Patch) -> None:
-    for module in (files, write):
-        patch.setattr(module, "sync_file", lambda file: file.flush())
+@replaces("sync_file", files, write)
+def files_are_not_synced(_, file):
+    file.flush()
 
 
-def folders_of_steps_are_not_synced(patch: Patch) -> None:
-    patch.setattr(write, "sync_folder", lambda path: None)
+@replaces("sync_folder", write)
+def folders_of_steps_are_not_synced(_, path):
+    pass
 
 
-def names_are_not_synced(patch: Patch) -> None:
-    patch.setattr(directory, "sync_folder", lambda path: None)
+@replaces("sync_folder", directory)
+def names_are_not_synced(_, path):
+    pass
 
 
-def the_pointer_comes_first(patch: Patch) -> None:
-    point_at = directory._point_at
-    rename = SaveDirectory.rename
-
-    def pointing(self: SaveDirectory, source: Path, target: Path) -> None:
-        if ".tmp" in source.name and target.name.startswith("iter_"):
-            point_at(self, int(target.name[5:]))
-        rename(self, source, target)
-
-    patch.setattr(SaveDirectory, "rename", pointing)
+@replaces("rename", SaveDirectory)
+def the_pointer_comes_first(rename: Any, self: SaveDirectory, source: Path, target: Path) -> None:
+    if ".tmp" in source.name and target.name.startswith("iter_"):
+        directory._point_at(self, int(target.name[5:]))
+    rename(self, source, target)
 
 
-def old_steps_go_before_the_pointer_moves(patch: Patch) -> None:
-    point_at = directory._point_at
-
-    def deleting(self: SaveDirectory, iteration: int) -> None:
-        aside = self.root / f"iter_{iteration:07d}.old"
-        if aside.exists():
-            self.delete(aside)
-        point_at(self, iteration)
-
-    patch.setattr(directory, "_point_at", deleting)
+@replaces("_point_at", directory)
+def old_steps_go_before_the_pointer_moves(
+    point_at: Any, self: SaveDirectory, iteration: int
+) -> None:
+    aside = self.root / f"iter_{iteration:07d}.old"
+    if aside.exists():
+        self.delete(aside)
+    point_at(self, iteration)
 
 
-def the_lock_is_not_looked_at_before_a_name_changes(patch: Patch) -> None:
-    patch.setattr(SaveDirectory, "rename", lambda self, source, target: os.replace(source, target))
+@replaces("rename", SaveDirectory)
+def the_lock_is_not_looked_at_before_a_name_changes(_, self, source, target):
+    os.replace(source, target)
 
 
-def the_lock_is_not_looked_at_before_old_steps_are_deleted(patch: Patch) -> None:
+@replaces("take_away", SaveDirectory)
+def the_lock_is_not_looked_at_before_old_steps_are_deleted(_, self, step, target):
     """Nor while their names are taken away."""
-    patch.setattr(SaveDirectory, "take_away", lambda self, step, target: os.replace(step, target))
+    os.replace(step, target)
 
 
-def a_step_that_was_taken_away_too_late_stays_away(patch: Patch) -> None:
-    def take_away(self: SaveDirectory, step: Path, target: Path) -> None:
-        self._check_not_later(step)
-        self.rename(step, target)
-
-    patch.setattr(SaveDirectory, "take_away", take_away)
+@replaces("take_away", SaveDirectory)
+def a_step_that_was_taken_away_too_late_stays_away(
+    _: Any, self: SaveDirectory, step: Path, target: Path
+) -> None:
+    self._check_not_later(step)
+    self.rename(step, target)
 
 
 class _Nothing:
@@ -106,12 +105,14 @@ def a_later_start_leaves_unfinished_names(patch: Patch) -> None:
     patch.setattr(retention, "UNFINISHED", _Nothing())
 
 
-def the_later_start_is_not_preferred(patch: Patch) -> None:
-    patch.setattr(start, "_step_after_pointer", lambda root, newest, origins: None)
+@replaces("_step_after_pointer", start)
+def the_later_start_is_not_preferred(_, root, newest, origins):
+    return None
 
 
-def every_step_is_on_the_course(patch: Patch) -> None:
-    patch.setattr(Origin, "includes", lambda self, other, iteration: True)
+@replaces("includes", Origin)
+def every_step_is_on_the_course(_, self, other, iteration):
+    return True
 
 
 def links_and_pipes_are_read(patch: Patch) -> None:
@@ -119,20 +120,19 @@ def links_and_pipes_are_read(patch: Patch) -> None:
     patch.setattr(manifest, "open_regular", lambda path: path.open("rb", buffering=0))
 
 
-def layouts_are_not_checked(patch: Patch) -> None:
-    patch.setattr(SavedLayout, "_check_split", lambda self, tp_size: None)
+@replaces("_check_split", SavedLayout)
+def layouts_are_not_checked(_, self, tp_size):
+    pass
 
 
-def files_are_not_compared_with_their_layout(patch: Patch) -> None:
-    check = ShardReader._check_files
-
-    def unchecked(self: ShardReader, key: str, layout: SavedLayout) -> object:
-        try:
-            return check(self, key, layout)
-        except ValueError:
-            return self._file(self._path(layout, 0)).get_tensor(key).dtype
-
-    patch.setattr(ShardReader, "_check_files", unchecked)
+@replaces("_check_files", ShardReader)
+def files_are_not_compared_with_their_layout(
+    check: Any, self: ShardReader, key: str, layout: SavedLayout
+) -> object:
+    try:
+        return check(self, key, layout)
+    except ValueError:
+        return self._file(self._path(layout, 0)).get_tensor(key).dtype
 
 
 def set_aside_steps_stay_for_ever(patch: Patch) -> None:
@@ -147,20 +147,20 @@ def set_aside_steps_go_at_once(patch: Patch) -> None:
     patch.setattr(retention, "SUPERSEDED", AtZero())
 
 
-def a_row_that_did_not_fit_stays(patch: Patch) -> None:
-    patch.setattr(appended.os, "ftruncate", lambda descriptor, size: None)
+@replaces("ftruncate", appended.os)
+def a_row_that_did_not_fit_stays(_, descriptor, size):
+    pass
 
 
-def the_old_text_moves_away_before_the_new_one_is_there(patch: Patch) -> None:
-    def replace(path: Path, text: str) -> None:
-        os.replace(path, path.with_name(path.name + ".previous"))
-        path.write_text(text)
-
-    patch.setattr(metrics, "_replace", replace)
+@replaces("_replace", metrics)
+def the_old_text_moves_away_before_the_new_one_is_there(_: Any, path: Path, text: str) -> None:
+    os.replace(path, path.with_name(path.name + ".previous"))
+    path.write_text(text)
 
 
-def the_look_at_the_lock_is_skipped(patch: Patch) -> None:
-    patch.setattr(DirectoryLock, "check", lambda self: None)
+@replaces("check", DirectoryLock)
+def the_look_at_the_lock_is_skipped(_, self):
+    pass
 
 
 PADDING = dict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,61 +21,54 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training import step
 from tests.context_parallel import test_attention, test_equality, test_run
 from tests.context_parallel.test_equality import Layout
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
 
-def each_rank_holds_one_stretch(patch: Patch) -> None:
-    patch.setattr(
-        sequence_spans,
-        "spans_of",
-        lambda length, *, rank, size: (slice(rank * length // size, (rank + 1) * length // size),),
+@replaces("spans_of", sequence_spans)
+def each_rank_holds_one_stretch(_, length, *, rank, size):
+    return (slice(rank * length // size, (rank + 1) * length // size),)
+
+
+@replaces("spans_of", sequence_spans)
+def spans_in_the_order_of_the_ranks(
+    _: Any, length: int, *, rank: int, size: int
+) -> tuple[slice, ...]:
+    """Rank i holds i and c + i."""
+    part = length // (2 * size)
+    return tuple(slice(place * part, (place + 1) * part) for place in (rank, size + rank))
+
+
+@replaces("merge_", attention)
+def parts_are_added_without_rescaling(_, total, part):
+    return total.output.add_(part.output)
+
+
+@replaces("merge_", attention)
+def the_log_sum_exp_stays_that_of_the_first_part(real, total, part):
+    merged = total._replace(lse=total.lse.clone())
+    real(merged, part)
+
+
+@replaces("attend_backward", attention)
+def backward_with_the_log_sum_exp_of_each_part(
+    real, grad_output, query, key, value, attended, *, causal, scale
+):
+    return real(
+        grad_output,
+        query,
+        key,
+        value,
+        attend(query, key, value, causal=causal, scale=scale),
+        causal=causal,
+        scale=scale,
     )
 
 
-def spans_in_the_order_of_the_ranks(patch: Patch) -> None:
-    """Rank i holds i and c + i."""
-
-    def spans(length: int, *, rank: int, size: int) -> tuple[slice, ...]:
-        part = length // (2 * size)
-        return tuple(slice(place * part, (place + 1) * part) for place in (rank, size + rank))
-
-    patch.setattr(sequence_spans, "spans_of", spans)
-
-
-def parts_are_added_without_rescaling(patch: Patch) -> None:
-    patch.setattr(attention, "merge_", lambda total, part: total.output.add_(part.output))
-
-
-def the_log_sum_exp_stays_that_of_the_first_part(patch: Patch) -> None:
-    def merge(total, part):
-        merged = total._replace(lse=total.lse.clone())
-        real(merged, part)
-
-    real = attention.merge_
-    patch.setattr(attention, "merge_", merge)
-
-
-def backward_with_the_log_sum_exp_of_each_part(patch: Patch) -> None:
-    def backward(grad_output, query, key, value, attended, *, causal, scale):
-        return real(
-            grad_output,
-            query,
-            key,
-            value,
-            attend(query, key, value, causal=causal, scale=scale),
-            causal=causal,
-            scale=scale,
-        )
-
-    real = attention.attend_backward
-    patch.setattr(attention, "attend_backward", backward)
-
-
-def own_keys_are_read_ahead(patch: Patch) -> None:
-    real = attention._reading
-    patch.setattr(attention, "_reading", lambda *args: real(*args)._replace(causal=False))
+@replaces("_reading", attention)
+def own_keys_are_read_ahead(real, *args):
+    return real(*args)._replace(causal=False)
 
 
 def the_ring_turns_the_other_way(patch: Patch) -> None:
@@ -88,47 +82,40 @@ def the_ring_turns_the_other_way(patch: Patch) -> None:
     patch.setitem(exchange.EXCHANGES, "p2p", exchange.Exchange(parts, exchange.RingSum))
 
 
-def gradients_of_keys_stop_one_rank_before_home(patch: Patch) -> None:
-    def result(self):
-        self._travelling.wait()
-        return self._travelling.operand
-
-    patch.setattr(exchange.RingSum, "result", result)
+@replaces("result", exchange.RingSum)
+def gradients_of_keys_stop_one_rank_before_home(_, self):
+    self._travelling.wait()
+    return self._travelling.operand
 
 
-def learned_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
-    patch.setattr(
-        embedding, "part_of", lambda spans, start, length: (slice(start, start + length),)
-    )
+@replaces("part_of", embedding)
+def learned_positions_count_from_zero_on_every_rank(_, spans, start, length):
+    return (slice(start, start + length),)
 
 
-def rotary_positions_count_from_zero_on_every_rank(patch: Patch) -> None:
-    patch.setattr(
-        gpt,
-        "select",
-        lambda table, spans, dim: table[: sum(span.stop - span.start for span in spans)],
-    )
+@replaces("select", gpt)
+def rotary_positions_count_from_zero_on_every_rank(_, table, spans, dim):
+    return table[: sum(span.stop - span.start for span in spans)]
 
 
-def unfused_masks_as_if_keys_were_gathered_in_order(patch: Patch) -> None:
-    real = sequence_spans.ContextParallel.positions_by_rank
-
-    def in_order(self, num_tokens, device):
-        return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
-
-    patch.setattr(sequence_spans.ContextParallel, "positions_by_rank", in_order)
+@replaces("positions_by_rank", sequence_spans.ContextParallel)
+def unfused_masks_as_if_keys_were_gathered_in_order(real, self, num_tokens, device):
+    return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
 
 
-def gradients_are_not_summed(patch: Patch) -> None:
-    patch.setattr(grad_buffer, "start_all_reduce_", lambda tensor, group: Started(tensor, None))
+@replaces("start_all_reduce_", grad_buffer)
+def gradients_are_not_summed(_, tensor, group):
+    return Started(tensor, None)
 
 
-def the_loss_is_the_mean_over_data_parallel_ranks_alone(patch: Patch) -> None:
-    patch.setattr(ParallelState, "dp_cp_size", property(lambda self: self.dp_size))
+@replaces("dp_cp_size", ParallelState)
+def the_loss_is_the_mean_over_data_parallel_ranks_alone(_, self):
+    return self.dp_size
 
 
-def only_data_parallel_ranks_add_up_the_loss(patch: Patch) -> None:
-    patch.setattr(step, "all_reduce_", lambda tensor, group: tensor)
+@replaces("all_reduce_", step)
+def only_data_parallel_ranks_add_up_the_loss(_, tensor, group):
+    return tensor
 
 
 FORMULA = partial(

@@ -22,18 +22,20 @@ from megatron_lite.recompute import stores
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
 from tests.parallel import test_fsdp
 from tests.support.layouts import LAYOUTS
-from tests.support.mutants import Mutant, assert_seen, parameters
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_layouts as test_runs
 
 Patch = pytest.MonkeyPatch
 
 
-def a_unit_holds_on_to_its_last_gradient(patch: Patch) -> None:
-    patch.setattr(UnitGradients, "free_", lambda self: None)
+@replaces("free_", UnitGradients)
+def a_unit_holds_on_to_its_last_gradient(_, self):
+    pass
 
 
-def gloo_copies_what_it_reduces(patch: Patch) -> None:
-    patch.setattr(collectives, "_is_staged", lambda tensor: False)
+@replaces("_is_staged", collectives)
+def gloo_copies_what_it_reduces(_, tensor):
+    return False
 
 
 def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
@@ -41,123 +43,90 @@ def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
     patch.setattr(fsdp_buffers, "_owns_storage_alone", lambda tensor: True)
 
 
-def the_optimizer_keeps_the_gradients_of_the_step_before(patch: Patch) -> None:
-    def forget(self: fsdp.FullySharded) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    patch.setattr(fsdp.FullySharded, "forget", forget)
+@replaces("forget", fsdp.FullySharded)
+def the_optimizer_keeps_the_gradients_of_the_step_before(_: Any, self: fsdp.FullySharded) -> None:
+    for parameter in self._parameters.values():
+        parameter.grad = None
 
 
-def buckets_are_sent_in_every_micro_batch(patch: Patch) -> None:
-    arrived = GradBuffer._arrived
+@replaces("_arrived", GradBuffer)
+def buckets_are_sent_in_every_micro_batch(arrived: Any, self: GradBuffer, name: str) -> None:
+    self._last.add(name)
+    arrived(self, name)
 
-    def eager(self: GradBuffer, name: str) -> None:
-        self._last.add(name)
+
+@replaces("_arrived", GradBuffer)
+def late_gradients_are_lost(arrived: Any, self: GradBuffer, name: str) -> None:
+    if self.bucket_of[name].started is None:
         arrived(self, name)
 
-    patch.setattr(GradBuffer, "_arrived", eager)
 
-
-def late_gradients_are_lost(patch: Patch) -> None:
-    arrived = GradBuffer._arrived
-
-    def silent(self: GradBuffer, name: str) -> None:
-        if self.bucket_of[name].started is None:
-            arrived(self, name)
-
-    patch.setattr(GradBuffer, "_arrived", silent)
-
-
-def buckets_are_sent_as_they_become_complete(patch: Patch) -> None:
+@replaces("_arrived", GradBuffer)
+def buckets_are_sent_as_they_become_complete(_: Any, self: GradBuffer, name: str) -> None:
     """Not in their order: ranks that skip other weights would send other buckets first."""
-
-    def unordered(self: GradBuffer, name: str) -> None:
-        bucket = self.bucket_of[name]
-        bucket.awaited.discard(name)
-        if name in self._last and not bucket.awaited and bucket is self.buckets[-1]:
-            self._start(bucket)
-
-    patch.setattr(GradBuffer, "_arrived", unordered)
+    bucket = self.bucket_of[name]
+    bucket.awaited.discard(name)
+    if name in self._last and not bucket.awaited and bucket is self.buckets[-1]:
+        self._start(bucket)
 
 
-def a_tied_weight_shares_a_bucket(patch: Patch) -> None:
-    layouts = grad_buffer.bucket_layouts
-
-    def common(gradients: Any, **sizes: Any) -> Any:
-        return layouts([one._replace(tied=False) for one in gradients], **sizes)
-
-    patch.setattr(grad_buffer, "bucket_layouts", common)
+@replaces("bucket_layouts", grad_buffer)
+def a_tied_weight_shares_a_bucket(layouts: Any, gradients: Any, **sizes: Any) -> Any:
+    return layouts([one._replace(tied=False) for one in gradients], **sizes)
 
 
-def tied_gradients_are_not_added(patch: Patch) -> None:
-    init = grad_buffer.Bucket.__init__
-
-    def untied(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.tied = False
-
-    patch.setattr(grad_buffer.Bucket, "__init__", untied)
+@replaces("__init__", grad_buffer.Bucket)
+def tied_gradients_are_not_added(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    self.tied = False
 
 
-def copies_count_in_the_norm(patch: Patch) -> None:
-    counts_here = norms._counts_here
-    patch.setattr(
-        norms,
-        "_counts_here",
-        lambda spec, parallel: counts_here(replace(spec, is_copy=False), parallel),
-    )
+@replaces("_counts_here", norms)
+def copies_count_in_the_norm(counts_here, spec, parallel):
+    return counts_here(replace(spec, is_copy=False), parallel)
 
 
-def partial_sums_stop_at_the_part(patch: Patch) -> None:
+@replaces("_sum_over_model", GradBuffer)
+def partial_sums_stop_at_the_part(real, self, part):
     """Under TP only the elements before this rank's part are summed."""
-    real = GradBuffer._sum_over_model
-    patch.setattr(
-        GradBuffer, "_sum_over_model", lambda self, part: None if part is None else real(self, part)
-    )
+    return None if part is None else real(self, part)
 
 
-def the_norm_is_that_of_a_part(patch: Patch) -> None:
-    real = optimizer.global_norms
-    patch.setattr(
-        optimizer,
-        "global_norms",
-        lambda pieces, values, parallel, shard_group, *, loss=None: real(
-            pieces, values, parallel, None, loss=loss
-        ),
-    )
+@replaces("global_norms", optimizer)
+def the_norm_is_that_of_a_part(real, pieces, values, parallel, shard_group, *, loss=None):
+    return real(pieces, values, parallel, None, loss=loss)
 
 
-def nobody_waits_for_weights(patch: Patch) -> None:
-    patch.setattr(zero1.Zero1, "_wait_before_use", lambda self, model: None)
+@replaces("_wait_before_use", zero1.Zero1)
+def nobody_waits_for_weights(_, self, model):
+    pass
 
 
-def masters_are_not_rounded_into_the_weights(patch: Patch) -> None:
-    def publish(self: zero1.Zero1) -> None:
-        for weights in self._weights.values():
-            zero1.start_all_gather_parts_(weights.flat, self.shard_group).wait()
-
-    patch.setattr(zero1.Zero1, "publish", publish)
+@replaces("publish", zero1.Zero1)
+def masters_are_not_rounded_into_the_weights(_: Any, self: zero1.Zero1) -> None:
+    for weights in self._weights.values():
+        zero1.start_all_gather_parts_(weights.flat, self.shard_group).wait()
 
 
-def a_piece_takes_the_first_elements(patch: Patch) -> None:
-    def take_(self: Piece, target: Tensor, whole: Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(whole.reshape(-1)[: target.numel()].view(target.shape))
-
-    patch.setattr(Piece, "take_", take_)
+@replaces("take_", Piece)
+def a_piece_takes_the_first_elements(_: Any, self: Piece, target: Tensor, whole: Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(whole.reshape(-1)[: target.numel()].view(target.shape))
 
 
-def fsdp_averages(patch: Patch) -> None:
-    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+@replaces("set_gradient_divide_factor", FSDPModule)
+def fsdp_averages(_, self, factor):
+    pass
 
 
-def fsdp_sums_nothing_over_tp(patch: Patch) -> None:
-    patch.setattr(fsdp, "all_reduce_", lambda tensor, group: tensor)
+@replaces("all_reduce_", fsdp)
+def fsdp_sums_nothing_over_tp(_, tensor, group):
+    return tensor
 
 
-def fsdp_keeps_the_root_whole_after_an_evaluation(patch: Patch) -> None:
-    patch.setattr(units, "_reshard_unless_backward_follows", lambda model, *_: None)
+@replaces("_reshard_unless_backward_follows", units)
+def fsdp_keeps_the_root_whole_after_an_evaluation(*_):
+    pass
 
 
 def a_tied_weight_stays_whole_between_its_uses(patch: Patch) -> None:
@@ -165,12 +134,14 @@ def a_tied_weight_stays_whole_between_its_uses(patch: Patch) -> None:
     patch.setattr(units, "_free_between_uses", lambda unit, embedding, output: None)
 
 
-def gathered_weights_count_as_activations(patch: Patch) -> None:
-    patch.setattr(units._StandIns, "__call__", lambda self: [])
+@replaces("__call__", units._StandIns)
+def gathered_weights_count_as_activations(_, self):
+    return []
 
 
-def gathered_weights_are_moved_to_the_host(patch: Patch) -> None:
-    patch.setattr(stores, "weights_in_use", lambda module: module.parameters())
+@replaces("weights_in_use", stores)
+def gathered_weights_are_moved_to_the_host(_, module):
+    return module.parameters()
 
 
 SENT = test_grad_buffer.test_with_overlap_every_bucket_is_sent_during_the_last_backward

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from megatron_lite.config import regions
-from megatron_lite.description import linears, model_ends, self_attention, transformer_layer
+from megatron_lite.description import model_ends, self_attention, transformer_layer
 from megatron_lite.description.operations import LayerDescription, Operation
 from tests.description import test_drift, test_regions
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
 
 def changed(patch: Patch, name: str, **fields: Any) -> None:
     """Gives these fields to the operation of this name in every layer."""
-    describe = transformer_layer.describe_layer
 
-    def layer(model: Any, sizes: Any, number: int = 0) -> LayerDescription:
+    @replaces("describe_layer", transformer_layer, test_regions)
+    def layer(describe: Any, model: Any, sizes: Any, number: int = 0) -> LayerDescription:
         return LayerDescription(
             tuple(
                 one._replace(**fields) if one.name == name else one
@@ -29,19 +29,16 @@ def changed(patch: Patch, name: str, **fields: Any) -> None:
             )
         )
 
-    for module in (transformer_layer, test_regions):
-        patch.setattr(module, "describe_layer", layer)
+    layer(patch)
 
 
 def facts(patch: Patch, region: str, **fields: Any) -> None:
     patch.setitem(regions.REGIONS, region, replace(regions.REGIONS[region], **fields))
 
 
-def a_norm_keeps_no_statistics(patch: Patch) -> None:
-    real = transformer_layer.norm_statistics
-    patch.setattr(
-        transformer_layer, "norm_statistics", lambda *args: real(*args)._replace(num_bytes=0)
-    )
+@replaces("norm_statistics", transformer_layer)
+def a_norm_keeps_no_statistics(real, *args):
+    return real(*args)._replace(num_bytes=0)
 
 
 def a_dropout_keeps_no_mask(patch: Patch) -> None:
@@ -56,29 +53,20 @@ def a_bias_is_forgotten(patch: Patch) -> None:
     changed(patch, "linear_fc2", parameters=())
 
 
-def inputs_are_not_gathered(patch: Patch) -> None:
-    real = linears.column_linear
-
-    def column(*args: Any, **options: Any) -> Operation:
-        operation = real(*args, **options)
-        return operation._replace(calls=operation.calls[-1:])
-
-    patch.setattr(transformer_layer, "column_linear", column)
+@replaces("column_linear", transformer_layer)
+def inputs_are_not_gathered(real, *args: Any, **options: Any) -> Operation:
+    operation = real(*args, **options)
+    return operation._replace(calls=operation.calls[-1:])
 
 
-def partial_sums_are_not_added(patch: Patch) -> None:
-    patch.setattr(model_ends, "row_forward", lambda model, sizes: ())
+@replaces("row_forward", model_ends)
+def partial_sums_are_not_added(_, model, sizes):
+    return ()
 
 
-def flash_keeps_no_log_sum_exp(patch: Patch) -> None:
-    real = self_attention._flash
-    patch.setattr(
-        self_attention,
-        "_flash",
-        lambda *args, **options: real(*args, **options)._replace(
-            keeps=real(*args, **options).keeps[:-1]
-        ),
-    )
+@replaces("_flash", self_attention)
+def flash_keeps_no_log_sum_exp(real, *args, **options):
+    return real(*args, **options)._replace(keeps=real(*args, **options).keeps[:-1])
 
 
 def an_activation_outside_of_the_mlp(patch: Patch) -> None:

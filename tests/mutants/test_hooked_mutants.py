@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -13,114 +14,121 @@ from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute.checkpoint import Randomness
 from tests.recompute import test_families, test_foreign_layers, test_hooked, test_hooked_refusals
 from tests.support import odd_layers
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
 
-def a_replay_changes_buffers_once_more(patch: Patch) -> None:
-    patch.setattr(layer_state.LayerState, "restored", lambda self: nullcontext())
+@replaces("restored", layer_state.LayerState)
+def a_replay_changes_buffers_once_more(_, self):
+    return nullcontext()
 
 
-def attributes_are_those_of_the_last_forward(patch: Patch) -> None:
-    patch.setattr(layer_state._ModuleState, "put", lambda self, parameters: None)
+@replaces("put", layer_state._ModuleState)
+def attributes_are_those_of_the_last_forward(_, self, parameters):
+    pass
 
 
-def weights_are_those_of_backward(patch: Patch) -> None:
-    put = layer_state._ModuleState.put
-    patch.setattr(
-        layer_state._ModuleState, "put", lambda self, parameters: put(self, parameters=False)
-    )
+@replaces("put", layer_state._ModuleState)
+def weights_are_those_of_backward(put, self, parameters):
+    return put(self, parameters=False)
 
 
-def batchnorm_is_believed_to_count_its_writes(patch: Patch) -> None:
-    patch.setattr(layer_state, "has_values", lambda tensor: False)
+@replaces("has_values", layer_state)
+def batchnorm_is_believed_to_count_its_writes(_, tensor):
+    return False
 
 
-def an_attribute_holds_the_graph_of_the_forward_before(patch: Patch) -> None:
-    patch.setattr(layer_state._ModuleState, "settle", lambda self: None)
+@replaces("settle", layer_state._ModuleState)
+def an_attribute_holds_the_graph_of_the_forward_before(_, self):
+    pass
 
 
-def the_argument_that_was_written_to_is_replayed(patch: Patch) -> None:
-    settle = arguments._Tensor.settle
-    patch.setattr(arguments._Tensor, "settle", lambda self, is_written: settle(self, False))
+@replaces("settle", arguments._Tensor)
+def the_argument_that_was_written_to_is_replayed(settle, self, is_written):
+    return settle(self, False)
 
 
-def the_copy_of_an_argument_is_written_to_by_the_first_replay(patch: Patch) -> None:
-    def value(self: arguments._Tensor, name: str) -> Tensor:
-        return self.saved.tensor() if self.saved is not None else self.tensor.detach()
-
-    patch.setattr(arguments._Tensor, "value", value)
-
-
-def random_numbers_go_on_in_the_replay(patch: Patch) -> None:
-    patch.setattr(Randomness, "replayed", lambda self: nullcontext())
+@replaces("value", arguments._Tensor)
+def the_copy_of_an_argument_is_written_to_by_the_first_replay(
+    _: Any, self: arguments._Tensor, name: str
+) -> Tensor:
+    return self.saved.tensor() if self.saved is not None else self.tensor.detach()
 
 
-def a_generator_of_the_layer_goes_on_in_the_replay(patch: Patch) -> None:
-    patch.setattr(layer_state, "drawn_again", lambda states: nullcontext())
+@replaces("replayed", Randomness)
+def random_numbers_go_on_in_the_replay(_, self):
+    return nullcontext()
 
 
-def pythons_and_numpys_numbers_go_on_in_the_replay(patch: Patch) -> None:
-    patch.setattr(hooked.HostRandomness, "replayed", lambda self: nullcontext())
+@replaces("drawn_again", layer_state)
+def a_generator_of_the_layer_goes_on_in_the_replay(_, states):
+    return nullcontext()
 
 
-def autocast_is_that_of_backward(patch: Patch) -> None:
-    patch.setattr(hooked, "autocast_states", lambda kinds: [])
+@replaces("replayed", hooked.HostRandomness)
+def pythons_and_numpys_numbers_go_on_in_the_replay(_, self):
+    return nullcontext()
 
 
-def inputs_of_a_replay_need_no_gradient(patch: Patch) -> None:
-    patch.setattr(
-        arguments.ReplayInputs,
-        "apply",
-        staticmethod(lambda *leaves: tuple(leaf.detach() for leaf in leaves)),
-    )
+@replaces("autocast_states", hooked)
+def autocast_is_that_of_backward(_, kinds):
+    return []
 
 
-def the_values_of_one_backward_serve_the_next(patch: Patch) -> None:
-    patch.setattr(hooked._LayerCall, "_forget", lambda self, task: None)
+@replaces("apply", arguments.ReplayInputs)
+def inputs_of_a_replay_need_no_gradient(_, *leaves):
+    return tuple(leaf.detach() for leaf in leaves)
 
 
-def nobody_looks_whether_an_argument_was_written_to(patch: Patch) -> None:
-    patch.setattr(
-        saved.SavedValue,
-        "tensor",
-        lambda self: (
-            self._packed if self._unpack is None else self._unpack(self._packed)
-        ).detach(),
-    )
+@replaces("_forget", hooked._LayerCall)
+def the_values_of_one_backward_serve_the_next(_, self, task):
+    pass
 
 
-def nobody_looks_whether_a_parameter_was_written_to(patch: Patch) -> None:
-    patch.setattr(layer_state, "version_of", lambda tensor: 0)
+@replaces("tensor", saved.SavedValue)
+def nobody_looks_whether_an_argument_was_written_to(_, self):
+    return (self._packed if self._unpack is None else self._unpack(self._packed)).detach()
 
 
-def nobody_looks_whether_an_object_was_changed(patch: Patch) -> None:
-    patch.setattr(arguments, "_same", lambda before, now: True)
+@replaces("version_of", layer_state)
+def nobody_looks_whether_a_parameter_was_written_to(_, tensor):
+    return 0
 
 
-def nobody_counts_what_a_replay_saves(patch: Patch) -> None:
-    patch.setattr(hooked._LayerCall, "_compare", lambda self, number, tensor: None)
+@replaces("_same", arguments)
+def nobody_looks_whether_an_object_was_changed(_, before, now):
+    return True
 
 
-def saved_values_are_not_compared(patch: Patch) -> None:
-    patch.setattr(verify.Witness, "save", lambda self, tensor: None)
+@replaces("_compare", hooked._LayerCall)
+def nobody_counts_what_a_replay_saves(_, self, number, tensor):
+    pass
 
 
-def the_graph_is_not_compared(patch: Patch) -> None:
-    patch.setattr(verify.Witness, "_reaches", lambda self, outputs: iter(()))
+@replaces("save", verify.Witness)
+def saved_values_are_not_compared(_, self, tensor):
+    pass
 
 
-def layers_fill_the_callers_cache(patch: Patch) -> None:
-    patch.setattr(caches, "_copied", lambda cache: cache)
+@replaces("_reaches", verify.Witness)
+def the_graph_is_not_compared(_, self, outputs):
+    return iter(())
 
 
-def writes_through_uncounted_views_are_not_seen(patch: Patch) -> None:
-    patch.setattr(ops.KeptResults, "_see_write", lambda self, operator, args, kwargs: None)
+@replaces("_copied", caches)
+def layers_fill_the_callers_cache(_, cache):
+    return cache
 
 
-def rules_for_no_layer_are_accepted(patch: Patch) -> None:
-    patch.setattr(apply, "check_policy_reaches", lambda policy, num_layers, setting: [])
+@replaces("_see_write", ops.KeptResults)
+def writes_through_uncounted_views_are_not_seen(_, self, operator, args, kwargs):
+    pass
+
+
+@replaces("check_policy_reaches", apply)
+def rules_for_no_layer_are_accepted(_, policy, num_layers, setting):
+    return []
 
 
 def kind(layer: type[odd_layers.Block], policy: str = "*:full") -> dict[str, object]:

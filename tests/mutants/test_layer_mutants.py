@@ -17,7 +17,7 @@ from megatron_lite.model.attention import CoreAttention, SelfAttention
 from tests.config import test_layer_pattern
 from tests.model import test_layers_differ, test_transformers_parity, test_window
 from tests.model.test_layers_differ import Split
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.support.pipelines import Layout
 from tests.training import test_windows
 
@@ -25,13 +25,11 @@ Patch = pytest.MonkeyPatch
 
 
 def _shift_reach(patch: Patch, by: int) -> None:
-    real = layer_pattern.reach
-    for module in (attention, config):
-        patch.setattr(
-            module,
-            "reach",
-            lambda window, length: None if real(window, length) is None else window[0] + by,
-        )
+    @replaces("reach", attention, config)
+    def shifted(reach, window, length):
+        return None if reach(window, length) is None else window[0] + by
+
+    shifted(patch)
 
 
 def a_window_counts_the_query_twice(patch: Patch) -> None:
@@ -42,138 +40,91 @@ def a_window_counts_the_query_among_the_tokens_before(patch: Patch) -> None:
     _shift_reach(patch, -1)
 
 
-def layers_count_from_one(patch: Patch) -> None:
+@replaces("marks", config)
+def layers_count_from_one(real, pattern, layer):
     """Of a frequency: layer 0 is skipped, and layer N."""
-    real = layer_pattern.marks
-    patch.setattr(
-        config,
-        "marks",
-        lambda pattern, layer: (
-            layer % pattern == 0 if isinstance(pattern, int) else real(pattern, layer)
-        ),
-    )
+    return layer % pattern == 0 if isinstance(pattern, int) else real(pattern, layer)
 
 
-def a_list_is_read_backwards(patch: Patch) -> None:
-    real = layer_pattern.marks
-    patch.setattr(
-        config,
-        "marks",
-        lambda pattern, layer: (
-            real(pattern, layer) if isinstance(pattern, int) else pattern[-1 - layer] == 1
-        ),
-    )
+@replaces("marks", config)
+def a_list_is_read_backwards(real, pattern, layer):
+    return real(pattern, layer) if isinstance(pattern, int) else pattern[-1 - layer] == 1
 
 
-def a_list_is_read_one_layer_late(patch: Patch) -> None:
-    real = layer_pattern.marks
-    patch.setattr(
-        config,
-        "marks",
-        lambda pattern, layer: (
-            real(pattern, layer) if isinstance(pattern, int) else pattern[layer - 1] == 1
-        ),
-    )
+@replaces("marks", config)
+def a_list_is_read_one_layer_late(real, pattern, layer):
+    return real(pattern, layer) if isinstance(pattern, int) else pattern[layer - 1] == 1
 
 
-def every_nth_layer_has_the_window(patch: Patch) -> None:
-    def layer_window(self: ModelConfig, layer: int) -> Any:
-        skipped = self.window_attn_skip_freq
-        return self.window_size if skipped is None or layer_pattern.marks(skipped, layer) else None
-
-    patch.setattr(ModelConfig, "layer_window", layer_window)
+@replaces("layer_window", ModelConfig)
+def every_nth_layer_has_the_window(_: Any, self: ModelConfig, layer: int) -> Any:
+    skipped = self.window_attn_skip_freq
+    return self.window_size if skipped is None or layer_pattern.marks(skipped, layer) else None
 
 
-def a_list_names_the_layers_without_the_window(patch: Patch) -> None:
-    def layer_window(self: ModelConfig, layer: int) -> Any:
-        skipped = self.window_attn_skip_freq
-        return (
-            self.window_size if skipped is None or not layer_pattern.marks(skipped, layer) else None
+@replaces("layer_window", ModelConfig)
+def a_list_names_the_layers_without_the_window(_: Any, self: ModelConfig, layer: int) -> Any:
+    skipped = self.window_attn_skip_freq
+    return self.window_size if skipped is None or not layer_pattern.marks(skipped, layer) else None
+
+
+@replaces("layer_rotates", ModelConfig)
+def the_layers_that_rotate_are_the_others(real, self, layer):
+    return self.positions.rotated and (self.no_rope_freq is None or not real(self, layer))
+
+
+@replaces("__init__", block.TransformerBlock)
+def layers_count_from_the_start_of_their_stage(
+    real: Any, self: Any, model: Any, context: Any, plan: Any, stage: Any
+) -> None:
+    layer = block.TransformerLayer
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(
+            block, "TransformerLayer", lambda *args: layer(*args[:2], args[2] - stage.first_layer)
         )
-
-    patch.setattr(ModelConfig, "layer_window", layer_window)
-
-
-def the_layers_that_rotate_are_the_others(patch: Patch) -> None:
-    real = ModelConfig.layer_rotates
-    patch.setattr(
-        ModelConfig,
-        "layer_rotates",
-        lambda self, layer: (
-            self.positions.rotated and (self.no_rope_freq is None or not real(self, layer))
-        ),
-    )
+        real(self, model, context, plan, stage)
 
 
-def layers_count_from_the_start_of_their_stage(patch: Patch) -> None:
-    real = block.TransformerBlock.__init__
-
-    def init(self: Any, model: Any, context: Any, plan: Any, stage: Any) -> None:
-        layer = block.TransformerLayer
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(
-                block,
-                "TransformerLayer",
-                lambda *args: layer(*args[:2], args[2] - stage.first_layer),
-            )
-            real(self, model, context, plan, stage)
-
-    patch.setattr(block.TransformerBlock, "__init__", init)
+@replaces("__init__", gpt.GPTModel)
+def a_stage_has_tables_if_its_first_layer_rotates(
+    real: Any, self: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    real(self, config, *args, **kwargs)
+    self._rotates = config.layer_rotates(self.stage.first_layer)
 
 
-def a_stage_has_tables_if_its_first_layer_rotates(patch: Patch) -> None:
-    real = gpt.GPTModel.__init__
-
-    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, config, *args, **kwargs)
-        self._rotates = config.layer_rotates(self.stage.first_layer)
-
-    patch.setattr(gpt.GPTModel, "__init__", init)
+@replaces("attend_backward", window)
+def backward_forgets_the_mask(real, *args, mask, **kwargs):
+    return real(*args, **kwargs)
 
 
-def backward_forgets_the_mask(patch: Patch) -> None:
-    real = window.attend_backward
-    patch.setattr(window, "attend_backward", lambda *args, mask, **kwargs: real(*args, **kwargs))
+@replaces("attend_backward", window)
+def backward_masks_what_is_later_alone(real, *args, mask, **kwargs):
+    return real(*args, mask=mask.new_full(mask.shape, -float("inf")).triu_(1), **kwargs)
 
 
-def backward_masks_what_is_later_alone(patch: Patch) -> None:
-    real = window.attend_backward
-    patch.setattr(
-        window,
-        "attend_backward",
-        lambda *args, mask, **kwargs: real(
-            *args, mask=mask.new_full(mask.shape, -float("inf")).triu_(1), **kwargs
-        ),
-    )
-
-
-def forward_saves_the_mask(patch: Patch) -> None:
+@replaces("has_kernel", attention)
+def forward_saves_the_mask(_, query):
     """As torch's own attention does, of every layer."""
-    patch.setattr(attention, "has_kernel", lambda query: False)
+    return False
 
 
-def heads_are_copied_as_if_they_were_rotated(patch: Patch) -> None:
+@replaces("_split_heads", SelfAttention)
+def heads_are_copied_as_if_they_were_rotated(real: Any, self: SelfAttention, qkv: Any) -> Any:
     """The value alone: query and key stay views, which hold the whole of qkv."""
-    real = SelfAttention._split_heads
-
-    def split(self: SelfAttention, qkv: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self, "rotates", True)
-            return real(self, qkv)
-
-    patch.setattr(SelfAttention, "_split_heads", split)
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(self, "rotates", True)
+        return real(self, qkv)
 
 
-def a_window_is_measured_in_the_tokens_of_one_rank(patch: Patch) -> None:
-    patch.setattr(
-        CoreAttention,
-        "_reach",
-        lambda self, query: layer_pattern.reach(self.window, query.shape[0]),
-    )
+@replaces("_reach", CoreAttention)
+def a_window_is_measured_in_the_tokens_of_one_rank(_, self, query):
+    return layer_pattern.reach(self.window, query.shape[0])
 
 
-def a_skipped_layer_has_the_window_too(patch: Patch) -> None:
-    patch.setattr(ModelConfig, "layer_window", lambda self, layer: self.window_size)
+@replaces("layer_window", ModelConfig)
+def a_skipped_layer_has_the_window_too(_, self, layer):
+    return self.window_size
 
 
 LOOPS = partial(Mutant, test=test_window.test_every_backend_reads_the_window_as_the_loops_do)

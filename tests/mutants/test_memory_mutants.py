@@ -16,40 +16,38 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.tensor_parallel import linear_cross_entropy
 from tests import test_unknown_choices
 from tests.memory import test_difference, test_kept_bytes
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.tensor_parallel import test_linear_cross_entropy
 
 Patch = pytest.MonkeyPatch
 
 
-def chunks_add_up_in_bf16(patch: Patch) -> None:
-    add = linear_cross_entropy._add_product_
-
-    def rounding(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-        add(total, left, right, first=first)
-        total.copy_(total.bfloat16())
-
-    patch.setattr(linear_cross_entropy, "_add_product_", rounding)
+@replaces("_add_product_", linear_cross_entropy)
+def chunks_add_up_in_bf16(
+    add: Any, total: Tensor, left: Tensor, right: Tensor, *, first: bool
+) -> None:
+    add(total, left, right, first=first)
+    total.copy_(total.bfloat16())
 
 
-def only_hooks_count(patch: Patch) -> None:
-    patch.setattr(LiveStorages, "bytes_beside", lambda self, known: 0)
+@replaces("bytes_beside", LiveStorages)
+def only_hooks_count(_, self, known):
+    return 0
 
 
-def outputs_always_count(patch: Patch) -> None:
-    measure = KeptBytesMeter.measure
-    patch.setattr(KeptBytesMeter, "measure", lambda self, outputs=(): measure(self))
+@replaces("measure", KeptBytesMeter)
+def outputs_always_count(measure, self, outputs=()):
+    return measure(self)
 
 
-def an_unknown_norm_passes_for_the_last_one(patch: Patch) -> None:
-    for module in (norms, config_model):
-        patch.setattr(
-            module, "chosen", lambda what, name, table: table.get(name, [*table.values()][-1])
-        )
+@replaces("chosen", norms, config_model)
+def an_unknown_norm_passes_for_the_last_one(_, what, name, table):
+    return table.get(name, [*table.values()][-1])
 
 
-def tensors_of_any_layer_are_paired_at_once(patch: Patch) -> None:
-    patch.setattr(difference.Saved, "layer", property(lambda self: None))
+@replaces("layer", difference.Saved)
+def tensors_of_any_layer_are_paired_at_once(_, self):
+    return None
 
 
 MUTANTS: list[Any] = [

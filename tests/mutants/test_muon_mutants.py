@@ -16,64 +16,48 @@ from megatron_lite.optim import muon_update, newton_schulz
 from megatron_lite.optim.adam_update import AdamW
 from megatron_lite.optim.muon_update import MOMENTUM, Muon
 from megatron_lite.optim.newton_schulz import SCALES, SIMPLE, STEPS, Coefficients
-from megatron_lite.optim.optimizer import RULES, Optimizer
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.pieces import Piece
 from tests.optim import test_muon, test_muon_layouts, test_newton_schulz
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
 
-def the_gradient_itself_is_orthogonalized(patch: Patch) -> None:
+@replaces("_direction", Muon)
+def the_gradient_itself_is_orthogonalized(_, self, piece, stays):
     """No momentum."""
-    patch.setattr(Muon, "_direction", lambda self, piece, stays: piece.grad)
+    return piece.grad
 
 
-def momentum_is_a_sum_and_no_mean(patch: Patch) -> None:
-    def direction(self: Muon, piece: Piece, stays: Tensor) -> Tensor:
-        momentum = self.states[piece.name][MOMENTUM]
-        momentum.copy_(
-            torch.where(stays, momentum, self._config.muon_momentum * momentum + piece.grad)
-        )
-        return momentum
-
-    patch.setattr(Muon, "_direction", direction)
+@replaces("_direction", Muon)
+def momentum_is_a_sum_and_no_mean(_: Any, self: Muon, piece: Piece, stays: Tensor) -> Tensor:
+    momentum = self.states[piece.name][MOMENTUM]
+    momentum.copy_(torch.where(stays, momentum, self._config.muon_momentum * momentum + piece.grad))
+    return momentum
 
 
-def nesterov_is_forgotten(patch: Patch) -> None:
-    real = Muon._direction
-
-    def direction(self: Muon, piece: Piece, stays: Tensor) -> Tensor:
-        real(self, piece, stays)
-        return self.states[piece.name][MOMENTUM]
-
-    patch.setattr(Muon, "_direction", direction)
+@replaces("_direction", Muon)
+def nesterov_is_forgotten(real: Any, self: Muon, piece: Piece, stays: Tensor) -> Tensor:
+    real(self, piece, stays)
+    return self.states[piece.name][MOMENTUM]
 
 
-def a_skipped_step_moves_the_momentum(patch: Patch) -> None:
-    real = Muon._direction
-    patch.setattr(
-        Muon, "_direction", lambda self, piece, stays: real(self, piece, torch.zeros_like(stays))
-    )
+@replaces("_direction", Muon)
+def a_skipped_step_moves_the_momentum(real, self, piece, stays):
+    return real(self, piece, torch.zeros_like(stays))
 
 
-def a_skipped_step_is_multiplied_by_zero(patch: Patch) -> None:
+@replaces("_direction", Muon)
+def a_skipped_step_is_multiplied_by_zero(_: Any, self: Muon, piece: Piece, stays: Tensor) -> Tensor:
     """NaN times 0 is NaN."""
-
-    def direction(self: Muon, piece: Piece, stays: Tensor) -> Tensor:
-        momentum = self.states[piece.name][MOMENTUM]
-        return momentum.lerp_(piece.grad, 0.1 * (~stays).to(piece.grad.dtype))
-
-    patch.setattr(Muon, "_direction", direction)
+    momentum = self.states[piece.name][MOMENTUM]
+    return momentum.lerp_(piece.grad, 0.1 * (~stays).to(piece.grad.dtype))
 
 
-def the_host_asks_whether_a_step_is_skipped(patch: Patch) -> None:
-    real = Muon.step
-    patch.setattr(
-        Muon,
-        "step",
-        lambda self, rate, skipped: None if bool(skipped) else real(self, rate, skipped),
-    )
+@replaces("step", Muon)
+def the_host_asks_whether_a_step_is_skipped(real, self, rate, skipped):
+    return None if bool(skipped) else real(self, rate, skipped)
 
 
 def scales_take_columns_for_rows(patch: Patch) -> None:
@@ -81,202 +65,153 @@ def scales_take_columns_for_rows(patch: Patch) -> None:
         patch.setitem(SCALES, mode, lambda m, n, scale=scale: scale(n, m))  # type: ignore[misc]
 
 
-def the_scale_is_that_of_the_shard(patch: Patch) -> None:
-    real = muon_update._gathered
-    patch.setattr(
-        Muon,
-        "_scaled",
-        lambda self, shard, tp_dim: (
-            _own(
-                self,
-                newton_schulz.orthogonalize(real(shard, tp_dim, self._tp_group), self._steps),
-                tp_dim,
-            )
-            * self._scale(*shard.shape)
-        ),
-    )
+@replaces("_scaled", Muon)
+def the_scale_is_that_of_the_shard(scaled: Any, self: Muon, shard: Tensor, tp_dim: int) -> Tensor:
+    whole_scale = self._scale
+    self._scale = lambda m, n: whole_scale(*shard.shape)
+    try:
+        return scaled(self, shard, tp_dim)
+    finally:
+        self._scale = whole_scale
 
 
-def _own(rule: Muon, whole: Tensor, tp_dim: int) -> Tensor:
-    return whole if rule._tp_group is None else whole.chunk(2, tp_dim)[rule._tp_group.rank()]
+@replaces("quintic", STEPS)
+def quintic_repeats_its_last_step(_, number):
+    return (newton_schulz.QUINTIC + newton_schulz.QUINTIC[-1:] * number)[:number]
 
 
-def quintic_repeats_its_last_step(patch: Patch) -> None:
-    patch.setitem(
-        STEPS,
-        "quintic",
-        lambda number: (newton_schulz.QUINTIC + newton_schulz.QUINTIC[-1:] * number)[:number],
-    )
+@replaces("quintic", STEPS)
+def quintic_is_simple(_, number):
+    return SIMPLE * number
 
 
-def quintic_is_simple(patch: Patch) -> None:
-    patch.setitem(STEPS, "quintic", lambda number: SIMPLE * number)
+@replaces("polar_express", STEPS)
+def polar_express_starts_again(_, number):
+    return (newton_schulz.POLAR_EXPRESS * number)[:number]
 
 
-def polar_express_starts_again(patch: Patch) -> None:
-    patch.setitem(
-        STEPS, "polar_express", lambda number: (newton_schulz.POLAR_EXPRESS * number)[:number]
-    )
+@replaces("simple", STEPS)
+def a_coefficient_has_a_wrong_digit(_, number):
+    return (Coefficients(3.4445, -4.7750, 2.0135),) * number
 
 
-def a_coefficient_has_a_wrong_digit(patch: Patch) -> None:
-    patch.setitem(STEPS, "simple", lambda number: (Coefficients(3.4445, -4.7750, 2.0135),) * number)
+@replaces("__init__", Muon)
+def weights_do_not_decay(
+    init: Any, self: Muon, layout: Any, specs: Any, config: Any, parallel: Any
+) -> None:
+    init(self, layout, specs, config, parallel)
+    object.__setattr__(config, "weight_decay", 0.0)
 
 
-def weights_do_not_decay(patch: Patch) -> None:
-    init = Muon.__init__
-
-    def without(self: Muon, layout: Any, specs: Any, config: Any, parallel: Any) -> None:
-        init(self, layout, specs, config, parallel)
-        object.__setattr__(config, "weight_decay", 0.0)
-
-    patch.setitem(RULES, "muon", type("Undecayed", (Muon,), {"__init__": without}))  # type: ignore[arg-type]
-
-
-def query_key_and_value_are_cut_as_three_blocks(patch: Patch) -> None:
+@replaces("_update", Muon)
+def query_key_and_value_are_cut_as_three_blocks(
+    real: Any, self: Muon, direction: Tensor, spec: Any
+) -> Tensor:
     """The first rows as queries: right for one query group alone."""
-    real = Muon._update
-
-    def update(self: Muon, direction: Tensor, spec: Any) -> Tensor:
-        if len(spec.matrices) < 3 or not self._config.muon_split_qkv:
-            return real(self, direction, spec)
-        groups = direction.shape[0] // sum(spec.matrices)
-        blocks = direction.split([groups * rows for rows in spec.matrices])
-        return torch.cat([self._scaled(block, spec.tp_dim) for block in blocks])
-
-    patch.setattr(Muon, "_update", update)
+    if len(spec.matrices) < 3 or not self._config.muon_split_qkv:
+        return real(self, direction, spec)
+    groups = direction.shape[0] // sum(spec.matrices)
+    blocks = direction.split([groups * rows for rows in spec.matrices])
+    return torch.cat([self._scaled(block, spec.tp_dim) for block in blocks])
 
 
-def shards_are_blocks_of_their_own(patch: Patch) -> None:
+@replaces("_gathered", muon_update)
+def shards_are_blocks_of_their_own(_, shard, tp_dim, group):
     """Blockwise instead of duplicated."""
-    patch.setattr(
-        muon_update,
-        "_gathered",
-        lambda shard, tp_dim, group: (
-            shard if group is None else torch.cat([shard] * group.size(), tp_dim)
-        ),
+    return shard if group is None else torch.cat([shard] * group.size(), tp_dim)
+
+
+@replaces("_gathered", muon_update)
+def columns_are_gathered_as_rows(
+    real: Any, shard: Tensor, tp_dim: int | None, group: Any
+) -> Tensor:
+    return (
+        real(shard, 0, group).view(shard.shape[0], -1)
+        if tp_dim == 1
+        else real(shard, tp_dim, group)
     )
 
 
-def columns_are_gathered_as_rows(patch: Patch) -> None:
-    real = muon_update._gathered
-
-    def gathered(shard: Tensor, tp_dim: int | None, group: Any) -> Tensor:
-        return (
-            real(shard, 0, group).view(shard.shape[0], -1)
-            if tp_dim == 1
-            else real(shard, tp_dim, group)
+@replaces("__init__", Muon)
+def a_piece_is_updated_by_the_first_elements(init: Any, self: Muon, *arguments: Any) -> None:
+    init(self, *arguments)
+    self._pieces = {
+        name: Piece(
+            name=piece.name,
+            spec=piece.spec,
+            start=0,
+            stop=piece.stop - piece.start,
+            master=piece.master,
+            decays=piece.decays,
         )
-
-    patch.setattr(muon_update, "_gathered", gathered)
-
-
-def a_piece_is_updated_by_the_first_elements(patch: Patch) -> None:
-    init = Muon.__init__
-
-    def shifted(self: Muon, layout: Any, specs: Any, config: Any, parallel: Any) -> None:
-        init(self, layout, specs, config, parallel)
-        self._pieces = {
-            name: Piece(
-                name=piece.name,
-                spec=piece.spec,
-                start=0,
-                stop=piece.stop - piece.start,
-                master=piece.master,
-                decays=piece.decays,
-            )
-            for name, piece in self._pieces.items()
-        }
-
-    patch.setitem(RULES, "muon", type("Shifted", (Muon,), {"__init__": shifted}))  # type: ignore[arg-type]
+        for name, piece in self._pieces.items()
+    }
 
 
-def the_momentum_is_not_saved(patch: Patch) -> None:
-    real = Optimizer.whole_states
-
-    def whole_states(self: Optimizer, name: str) -> dict[str, Tensor]:
-        return {
-            key: value if key != MOMENTUM else torch.zeros_like(value)
-            for key, value in real(self, name).items()
-        }
-
-    patch.setattr(Optimizer, "whole_states", whole_states)
+@replaces("whole_states", Optimizer)
+def the_momentum_is_not_saved(real: Any, self: Optimizer, name: str) -> dict[str, Tensor]:
+    return {
+        key: value if key != MOMENTUM else torch.zeros_like(value)
+        for key, value in real(self, name).items()
+    }
 
 
-def the_momentum_is_not_loaded(patch: Patch) -> None:
-    real = Optimizer.load
-
-    def loaded(
-        self: Optimizer, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int
-    ) -> None:
-        kept = {
-            name: state[MOMENTUM].clone()
-            for name, state in self.states.items()
-            if MOMENTUM in state
-        }
-        real(self, states, num_updates=num_updates)
-        for name, value in kept.items():
-            self.states[name][MOMENTUM].copy_(value)
-
-    patch.setattr(Optimizer, "load", loaded)
+@replaces("load", Optimizer)
+def the_momentum_is_not_loaded(
+    real: Any, self: Optimizer, states: Mapping[str, Mapping[str, Tensor]], *, num_updates: int
+) -> None:
+    kept = {
+        name: state[MOMENTUM].clone() for name, state in self.states.items() if MOMENTUM in state
+    }
+    real(self, states, num_updates=num_updates)
+    for name, value in kept.items():
+        self.states[name][MOMENTUM].copy_(value)
 
 
-def adamw_is_not_told_how_many_updates_were_made(patch: Patch) -> None:
-    patch.setattr(Muon, "set_num_updates", lambda self, number: None)
+@replaces("set_num_updates", Muon)
+def adamw_is_not_told_how_many_updates_were_made(_, self, number):
+    pass
 
 
-def the_rule_of_a_checkpoint_is_not_compared(patch: Patch) -> None:
-    patch.setattr(load, "check_same_update_rule", lambda ours, saved, where: None)
+@replaces("check_same_update_rule", load)
+def the_rule_of_a_checkpoint_is_not_compared(_, ours, saved, where):
+    pass
 
 
-def embeddings_are_matrices_too(patch: Patch) -> None:
-    real = muon_update.Muon.__init__
-
-    def init(self: Muon, layout: Any, specs: Mapping[str, Any], config: Any, parallel: Any) -> None:
-        more = {
-            name: spec
-            if len(spec.global_shape) < 2 or spec.matrices
-            else type(spec)(**{**spec.__dict__, "matrices": (1,)})
-            for name, spec in specs.items()
-        }
-        real(self, layout, more, config, parallel)
-
-    patch.setattr(Muon, "__init__", init)
+@replaces("__init__", Muon)
+def embeddings_are_matrices_too(
+    real: Any, self: Muon, layout: Any, specs: Mapping[str, Any], config: Any, parallel: Any
+) -> None:
+    more = {
+        name: spec
+        if len(spec.global_shape) < 2 or spec.matrices
+        else type(spec)(**{**spec.__dict__, "matrices": (1,)})
+        for name, spec in specs.items()
+    }
+    real(self, layout, more, config, parallel)
 
 
-def the_rest_is_adamw_without_decay_groups(patch: Patch) -> None:
-    init = AdamW.__init__
+@replaces("__init__", Muon)
+def the_rest_is_adamw_without_decay_groups(init: Any, self: Muon, *arguments: Any) -> None:
+    with pytest.MonkeyPatch.context() as inner:
+        _one_group(inner)
+        init(self, *arguments)
 
-    def ungrouped(self: AdamW, pieces: Any, config: Any, device: torch.device) -> None:
-        init(
-            self,
-            [
-                Piece(
-                    name=piece.name,
-                    spec=piece.spec,
-                    start=piece.start,
-                    stop=piece.stop,
-                    master=piece.master,
-                    decays=True,
-                )
-                for piece in pieces
-            ],
-            config,
-            device,
+
+@replaces("__init__", AdamW)
+def _one_group(init: Any, self: AdamW, pieces: Any, *arguments: Any) -> None:
+    alike = [
+        Piece(
+            name=piece.name,
+            spec=piece.spec,
+            start=piece.start,
+            stop=piece.stop,
+            master=piece.master,
+            decays=True,
         )
-
-    patch.setattr(Muon, "__init__", _with(Muon.__init__, AdamW, ungrouped))
-
-
-def _with(init: Any, owner: type, replacement: Any) -> Any:
-    """`init` during which the owner's __init__ is another."""
-
-    def changed(self: Any, *arguments: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(owner, "__init__", replacement)
-            init(self, *arguments)
-
-    return changed
+        for piece in pieces
+    ]
+    init(self, alike, *arguments)
 
 
 TORCHS = (

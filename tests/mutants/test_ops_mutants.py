@@ -15,7 +15,7 @@ from megatron_lite.recompute.checkpoint import Randomness
 from megatron_lite.tensor_parallel import row_linear
 from tests.memory import test_layer_operators
 from tests.recompute import test_ops
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -47,57 +47,61 @@ def every_second_begins_with_the_second(patch: Patch) -> None:
     patch.setattr(ops, "Choice", Late)
 
 
-def kept_results_stay_with_torch(patch: Patch) -> None:
-    patch.setattr(ops.KeptResults, "save", lambda self, name: None)
+@replaces("save", ops.KeptResults)
+def kept_results_stay_with_torch(_, self, name):
+    pass
 
 
-def a_replay_uses_the_results_up(patch: Patch) -> None:
-    reuse = ops.KeptResults._reuse
-
-    def once(self, place, args, kwargs):
-        result = reuse(self, place, args, kwargs)
-        self._kept[place] = self._kept.get(place) and torch.zeros(())
-        return result
-
-    patch.setattr(ops.KeptResults, "_reuse", once)
+@replaces("_reuse", ops.KeptResults)
+def a_replay_uses_the_results_up(reuse, self, place, args, kwargs):
+    result = reuse(self, place, args, kwargs)
+    self._kept[place] = self._kept.get(place) and torch.zeros(())
+    return result
 
 
-def random_numbers_go_on_in_the_replay(patch: Patch) -> None:
-    patch.setattr(Randomness, "replayed", lambda self: nullcontext())
+@replaces("replayed", Randomness)
+def random_numbers_go_on_in_the_replay(_, self):
+    return nullcontext()
 
 
-def a_replay_does_not_say_that_it_is_one(patch: Patch) -> None:
-    patch.setattr(hooked, "recomputing", nullcontext)
+@replaces("recomputing", hooked)
+def a_replay_does_not_say_that_it_is_one(_):
+    return nullcontext()
 
 
-def draws_are_kept(patch: Patch) -> None:
-    patch.setattr(ops, "_check", lambda operator, name, setting: None)
+@replaces("_check", ops)
+def draws_are_kept(_, operator, name, setting):
+    pass
 
 
-def attention_with_dropout_is_kept(patch: Patch) -> None:
-    patch.setattr(ops, "_draws_dropout", lambda operator, args, kwargs: False)
+@replaces("_draws_dropout", ops)
+def attention_with_dropout_is_kept(_, operator, args, kwargs):
+    return False
 
 
-def collectives_write_in_place(patch: Patch) -> None:
-    for module in (collectives, row_linear):
-        patch.setattr(module, "results_may_be_kept", lambda: False)
+@replaces("results_may_be_kept", collectives, row_linear)
+def collectives_write_in_place(_):
+    return False
 
 
-def nobody_looks_whether_a_result_was_written_to(patch: Patch) -> None:
-    patch.setattr(ops, "_saved", lambda result, operator, name: saved.SavedValue(result.value))
+@replaces("_saved", ops)
+def nobody_looks_whether_a_result_was_written_to(_, result, operator, name):
+    return saved.SavedValue(result.value)
 
 
-def nobody_looks_whether_the_output_was_written_to(patch: Patch) -> None:
-    patch.setattr(saved.SavedValue, "tensor", lambda self: self._packed.detach())
+@replaces("tensor", saved.SavedValue)
+def nobody_looks_whether_the_output_was_written_to(_, self):
+    return self._packed.detach()
 
 
-def the_tail_is_run_again(patch: Patch) -> None:
-    patch.setattr(ops.KeptResults, "enter_tail", lambda self: None)
+@replaces("enter_tail", ops.KeptResults)
+def the_tail_is_run_again(_, self):
+    pass
 
 
-def the_list_forgets_that_sharded_linears_add_their_bias_apart(patch: Patch) -> None:
-    linear = linears._linear
-    patch.setattr(linears, "_linear", lambda bias: linear(True))
+@replaces("_linear", linears)
+def the_list_forgets_that_sharded_linears_add_their_bias_apart(linear, bias):
+    return linear(True)
 
 
 FLASH = dict(backend="flash", policy="ops(matmul)", per_layer={test_ops.FLASH: 1})

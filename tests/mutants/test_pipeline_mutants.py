@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,91 +16,71 @@ from megatron_lite.pipeline.order import Action
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import micro_batches as runner
 from tests.pipeline import test_memory, test_order, test_pipeline, test_runs
-from tests.support.mutants import Mutant, assert_seen, parameters
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.support.pipelines import Layout
 
 Patch = pytest.MonkeyPatch
 
 
-def each_end_keeps_its_own_gradient_of_a_tied_embedding(patch: Patch) -> None:
-    patch.setattr(state, "_embedding_group", lambda mesh, pp_group: None)
+@replaces("_embedding_group", state)
+def each_end_keeps_its_own_gradient_of_a_tied_embedding(_, mesh, pp_group):
+    return None
 
 
-def the_norm_counts_a_tied_embedding_twice(patch: Patch) -> None:
-    patch.setattr(
-        norms,
-        "_counts_here",
-        lambda spec, parallel: parallel.tp_rank == 0 or spec.tp_dim is not None,
-    )
+@replaces("_counts_here", norms)
+def the_norm_counts_a_tied_embedding_twice(_, spec, parallel):
+    return parallel.tp_rank == 0 or spec.tp_dim is not None
 
 
-def the_norm_is_that_of_the_own_stages(patch: Patch) -> None:
-    patch.setattr(
-        norms,
-        "_sum_over_model",
-        lambda value, parallel, shard_group: all_reduce_(value, parallel.tp_group),
-    )
+@replaces("_sum_over_model", norms)
+def the_norm_is_that_of_the_own_stages(_, value, parallel, shard_group):
+    return all_reduce_(value, parallel.tp_group)
 
 
-def an_output_lives_until_its_backward(patch: Patch) -> None:
-    depart = executor.depart
-
-    def holding(output: Tensor, fetch_grad: Callable[[], Tensor]) -> Tensor:
-        end = depart(output, fetch_grad)
-        end.output = output.detach()  # type: ignore[attr-defined]
-        return end
-
-    patch.setattr(executor, "depart", holding)
+@replaces("depart", executor)
+def an_output_lives_until_its_backward(
+    depart: Any, output: Tensor, fetch_grad: Callable[[], Tensor]
+) -> Tensor:
+    end = depart(output, fetch_grad)
+    end.output = output.detach()  # type: ignore[attr-defined]
+    return end
 
 
-def a_received_input_lives_until_its_backward(patch: Patch) -> None:
+@replaces("arrive", executor)
+def a_received_input_lives_until_its_backward(
+    arrive: Any, received: Tensor, return_grad: Callable[[Tensor], None]
+) -> Tensor:
     """Although 1/t of it is all that the first unit keeps."""
-    arrive = executor.arrive
-
-    def holding(received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
-        return arrive(received, lambda grad: (received, return_grad(grad))[1])
-
-    patch.setattr(executor, "arrive", holding)
+    return arrive(received, lambda grad: (received, return_grad(grad))[1])
 
 
-def stages_go_backward_in_the_order_of_forward(patch: Patch) -> None:
-    sequences = order._sequences
-
-    def unreversed(
-        size: int, num_microbatches: int, num_chunks: int
-    ) -> tuple[list[Action], list[Action]]:
-        forwards, _ = sequences(size, num_microbatches, num_chunks)
-        return forwards, [action._replace(kind="backward") for action in forwards]
-
-    patch.setattr(order, "_sequences", unreversed)
+@replaces("_sequences", order)
+def stages_go_backward_in_the_order_of_forward(
+    sequences: Any, size: int, num_microbatches: int, num_chunks: int
+) -> tuple[list[Action], list[Action]]:
+    forwards, _ = sequences(size, num_microbatches, num_chunks)
+    return forwards, [action._replace(kind="backward") for action in forwards]
 
 
-def every_rank_fills_the_pipeline_alike(patch: Patch) -> None:
-    patch.setattr(order, "warmup_forwards", lambda *, size, rank, num_chunks=1: size - 1)
+@replaces("warmup_forwards", order)
+def every_rank_fills_the_pipeline_alike(_, *, size, rank, num_chunks=1):
+    return size - 1
 
 
-def the_window_is_the_whole_step(patch: Patch) -> None:
-    patch.setattr(
-        order,
-        "most_in_flight",
-        lambda *, size, rank, num_microbatches, num_chunks=1: num_microbatches * num_chunks,
-    )
+@replaces("most_in_flight", order)
+def the_window_is_the_whole_step(_, *, size, rank, num_microbatches, num_chunks=1):
+    return num_microbatches * num_chunks
 
 
-def the_step_has_no_windows(patch: Patch) -> None:
+@replaces("keeping_all", runner)
+def the_step_has_no_windows(_, **facts):
     """But memory is priced as if."""
-    patch.setattr(runner, "keeping_all", lambda **_: frozenset())
+    return frozenset()
 
 
-def block_counts_the_layers_of_the_whole_model(patch: Patch) -> None:
-    plan_stage = build.plan_stage
-    patch.setattr(
-        build,
-        "plan_stage",
-        lambda config, num_layers, stage=0: (
-            plan_stage(config, num_layers) if stage == 0 else plan_stage(type(config)(), num_layers)
-        ),
-    )
+@replaces("plan_stage", build)
+def block_counts_the_layers_of_the_whole_model(plan_stage, config, num_layers, stage=0):
+    return plan_stage(config, num_layers) if stage == 0 else plan_stage(type(config)(), num_layers)
 
 
 HOLDS = test_memory.test_after_every_action_a_rank_holds_what_is_predicted

@@ -18,7 +18,7 @@ from megatron_lite.model import attention, block
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import phase, schedule
+from megatron_lite.recompute import phase
 from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.plan import RecomputePlan
@@ -32,128 +32,94 @@ from tests.recompute import (
     test_schedule,
     test_split,
 )
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, engine.Randomness
 
 
-def nothing_is_restored(patch: Patch) -> None:
-    patch.setattr(Randomness, "_restore", lambda self: None)
+@replaces("_restore", Randomness)
+def nothing_is_restored(_, self):
+    pass
 
 
-def the_replay_advances_the_kept_states(patch: Patch) -> None:
+@replaces("replayed", Randomness)
+@contextmanager
+def the_replay_advances_the_kept_states(replayed, self):
     """The caller's dict of states is put into the tracker, not copies."""
-    replayed = Randomness.replayed
-
-    @contextmanager
-    def sharing(self):
-        with replayed(self):
-            yield
-            for state, now in zip(self.states, Randomness.now(self.streams).states, strict=True):
-                state.data.copy_(now)
-
-    patch.setattr(Randomness, "replayed", sharing)
-
-
-def the_replay_starts_in_the_default_stream(patch: Patch) -> None:
-    restore = Randomness._restore
-    patch.setattr(
-        Randomness,
-        "_restore",
-        lambda self: restore(dataclasses.replace(self, names=self.names._replace(current=DEFAULT))),
-    )
-
-
-def the_cpu_generator_is_forgotten(patch: Patch) -> None:
-    now = Randomness.now
-
-    def of_streams(streams):
-        randomness = now(streams)
-        return dataclasses.replace(
-            randomness, states=randomness.states[: len(randomness.names.names)]
-        )
-
-    patch.setattr(Randomness, "now", of_streams)
-
-
-def the_streams_stay_where_the_replay_left_them(patch: Patch) -> None:
-    @contextmanager
-    def replayed(self):
-        self._restore()
+    with replayed(self):
         yield
-
-    patch.setattr(Randomness, "replayed", replayed)
-
-
-def a_fork_inside_a_fork_starts_from_the_stored_state(patch: Patch) -> None:
-    @contextmanager
-    def fork(self, name):
-        outer = self._get()
-        self._set(self._states[name])
-        yield
-        self._states[name] = self._get()
-        self._set(outer)
-
-    patch.setattr(RngStreams, "fork", fork)
+        for state, now in zip(self.states, Randomness.now(self.streams).states, strict=True):
+            state.data.copy_(now)
 
 
-def a_redrawn_mask_comes_from_the_numbers_that_are_next(patch: Patch) -> None:
-    patch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
+@replaces("_restore", Randomness)
+def the_replay_starts_in_the_default_stream(restore, self):
+    return restore(dataclasses.replace(self, names=self.names._replace(current=DEFAULT)))
 
 
-def redrawing_a_mask_moves_the_stream(patch: Patch) -> None:
-    @contextmanager
-    def drawn_from(self, state):
-        self._set(state)
-        yield
-
-    patch.setattr(RngStreams, "drawn_from", drawn_from)
+@replaces("now", Randomness)
+def the_cpu_generator_is_forgotten(now, streams):
+    randomness = now(streams)
+    return dataclasses.replace(randomness, states=randomness.states[: len(randomness.names.names)])
 
 
-def residual_masks_of_a_replay_come_from_the_other_stream(patch: Patch) -> None:
-    patch.setattr(
-        RankContext,
-        "residual_stream",
-        property(
-            lambda self: TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT
-        ),
+@replaces("replayed", Randomness)
+@contextmanager
+def the_streams_stay_where_the_replay_left_them(_, self):
+    self._restore()
+    yield
+
+
+@replaces("fork", RngStreams)
+@contextmanager
+def a_fork_inside_a_fork_starts_from_the_stored_state(_, self, name):
+    outer = self._get()
+    self._set(self._states[name])
+    yield
+    self._states[name] = self._get()
+    self._set(outer)
+
+
+@replaces("drawn_from", RngStreams)
+def a_redrawn_mask_comes_from_the_numbers_that_are_next(_, self, state):
+    return nullcontext()
+
+
+@replaces("drawn_from", RngStreams)
+@contextmanager
+def redrawing_a_mask_moves_the_stream(_, self, state):
+    self._set(state)
+    yield
+
+
+@replaces("residual_stream", RankContext)
+def residual_masks_of_a_replay_come_from_the_other_stream(_, self):
+    return TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT
+
+
+@replaces("dropout", attention)
+def attention_masks_of_a_replay_are_shared_by_ranks(real, weights, probability, rng, stream):
+    return real(weights, probability, rng, DEFAULT if is_recomputing() else stream)
+
+
+@replaces("_chain", runner)
+def every_layer_of_a_unit_gets_the_units_input(chain, plan, segment, part, rng, **facts):
+    return chain(plan, segment, part[-1:], rng, **facts)
+
+
+@replaces("plan_stage", test_schedule)
+def the_last_shorter_unit_is_left_out(plan_stage, *args):
+    plan = plan_stage(*args)
+    return RecomputePlan(
+        tuple(unit for unit in plan.segments if unit.num_layers == plan.segments[0].num_layers)
     )
-
-
-def attention_masks_of_a_replay_are_shared_by_ranks(patch: Patch) -> None:
-    real = attention.dropout
-    patch.setattr(
-        attention,
-        "dropout",
-        lambda weights, probability, rng, stream: real(
-            weights, probability, rng, DEFAULT if is_recomputing() else stream
-        ),
-    )
-
-
-def every_layer_of_a_unit_gets_the_units_input(patch: Patch) -> None:
-    chain = runner._chain
-    patch.setattr(
-        runner,
-        "_chain",
-        lambda plan, segment, part, rng, **facts: chain(plan, segment, part[-1:], rng, **facts),
-    )
-
-
-def the_last_shorter_unit_is_left_out(patch: Patch) -> None:
-    def whole_units(*args):
-        plan = schedule.plan_stage(*args)
-        return RecomputePlan(
-            tuple(unit for unit in plan.segments if unit.num_layers == plan.segments[0].num_layers)
-        )
-
-    patch.setattr(test_schedule, "plan_stage", whole_units)
 
 
 def layers_are_counted_over_all_forwards_of_the_process(patch: Patch) -> None:
-    forwards, run_layers = itertools.count(), runner.run_layers
+    forwards = itertools.count()
 
-    def counting(plan: RecomputePlan, *args, **facts):
+    @replaces("run_layers", block)
+    def counting(run_layers, plan: RecomputePlan, *args, **facts):
         start = next(forwards) % plan.num_layers
         moved = plan.segments[start:] + plan.segments[:start]
         plan = RecomputePlan(
@@ -161,146 +127,123 @@ def layers_are_counted_over_all_forwards_of_the_process(patch: Patch) -> None:
         )
         return run_layers(plan, *args, **facts)
 
-    patch.setattr(block, "run_layers", counting)
+    counting(patch)
 
 
-def regions_capture_their_arguments(patch: Patch) -> None:
-    patch.setattr(
-        regions.Regions,
-        "run",
-        lambda self, name, function, first, *others, skip_tail=False: (
-            regions.checkpoint(
-                lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng
-            )
-            if name in self.rebuilt
-            else function(first, *others, skip_tail)
-        ),
+@replaces("run", regions.Regions)
+def regions_capture_their_arguments(_, self, name, function, first, *others, skip_tail=False):
+    return (
+        regions.checkpoint(lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng)
+        if name in self.rebuilt
+        else function(first, *others, skip_tail)
     )
 
 
-def parts_are_gathered_in_the_wrong_order(patch: Patch) -> None:
-    whole_input = engine._whole_input
-    patch.setattr(engine, "_whole_input", lambda ctx, shard: whole_input(ctx, shard).roll(1, 0))
+@replaces("_whole_input", engine)
+def parts_are_gathered_in_the_wrong_order(whole_input, ctx, shard):
+    return whole_input(ctx, shard).roll(1, 0)
 
 
-def the_gather_ahead_is_of_this_units_part(patch: Patch) -> None:
-    whole_input = engine._whole_input
-
-    def confused(ctx, shard):
-        mine = (
-            engine.start_all_gather_first_dim(shard, ctx.call.split_group)
-            if ctx.gather is None
-            else ctx.gather
-        )
-        ctx.gather = mine
-        whole = whole_input(ctx, shard)
-        if ctx.call.previous is not None:
-            ctx.call.previous.gather.wait()
-            ctx.call.previous.gather = mine
-        return whole
-
-    patch.setattr(engine, "_whole_input", confused)
-
-
-def nothing_is_gathered_ahead(patch: Patch) -> None:
-    patch.setattr(
-        engine,
-        "_whole_input",
-        lambda ctx, shard: (
-            engine.start_all_gather_first_dim(shard, ctx.call.split_group).wait().view(ctx.shape)
-        ),
+@replaces("_whole_input", engine)
+def the_gather_ahead_is_of_this_units_part(whole_input, ctx, shard):
+    mine = (
+        engine.start_all_gather_first_dim(shard, ctx.call.split_group)
+        if ctx.gather is None
+        else ctx.gather
     )
+    ctx.gather = mine
+    whole = whole_input(ctx, shard)
+    if ctx.call.previous is not None:
+        ctx.call.previous.gather.wait()
+        ctx.call.previous.gather = mine
+    return whole
+
+
+@replaces("_whole_input", engine)
+def nothing_is_gathered_ahead(_, ctx, shard):
+    return engine.start_all_gather_first_dim(shard, ctx.call.split_group).wait().view(ctx.shape)
 
 
 def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
     """In evaluation too, which never undoes it."""
-    split, gated = engine.split_for_rank, engine.checkpoint
 
-    def overwriting(tensor, group):
+    @replaces("split_for_rank", engine)
+    def overwriting(split, tensor, group):
         tensor.data = split(tensor, group)
         return tensor.data
 
-    def ungated(function, hidden, *, split_group, **facts):
+    @replaces("checkpoint", test_split)
+    def ungated(gated, function, hidden, *, split_group, **facts):
         output = gated(function, hidden, split_group=split_group, **facts)
-        return output if torch.is_grad_enabled() else (overwriting(hidden, split_group), output)[1]
+        if not torch.is_grad_enabled():
+            engine.split_for_rank(hidden, split_group)
+        return output
 
-    patch.setattr(engine, "split_for_rank", overwriting)
-    patch.setattr(test_split, "checkpoint", ungated)
-
-
-def the_part_is_a_view_of_the_whole(patch: Patch) -> None:
-    patch.setattr(
-        engine,
-        "split_for_rank",
-        lambda tensor, group: tensor.detach().reshape(group.size(), -1)[group.rank()],
-    )
+    for part in (overwriting, ungated):
+        part(patch)
 
 
-def evaluation_goes_through_the_function_too(patch: Patch) -> None:
-    patch.setattr(torch, "is_grad_enabled", lambda: True)
+@replaces("split_for_rank", engine)
+def the_part_is_a_view_of_the_whole(_, tensor, group):
+    return tensor.detach().reshape(group.size(), -1)[group.rank()]
 
 
-def autocast_is_forgotten(patch: Patch) -> None:
-    patch.setattr(engine, "autocast_states", lambda kinds: [])
+@replaces("is_grad_enabled", torch)
+def evaluation_goes_through_the_function_too(_):
+    return True
 
 
-def there_is_no_anchor(patch: Patch) -> None:
-    apply = Function.apply
-    patch.setattr(
-        Function, "apply", lambda call, anchor, *values: apply(call, anchor.detach(), *values)
-    )
+@replaces("autocast_states", engine)
+def autocast_is_forgotten(_, kinds):
+    return []
 
 
-def parameters_are_returned_as_they_are(patch: Patch) -> None:
-    patch.setattr(engine, "_not_a_parameter", lambda value: value)
+@replaces("apply", Function)
+def there_is_no_anchor(apply, call, anchor, *values):
+    return apply(call, anchor.detach(), *values)
 
 
-def gradients_are_read_off_a_leaf(patch: Patch) -> None:
-    def apply(received, places, *leaves):
-        for place, leaf in zip(places, leaves, strict=True):
-            leaf.register_post_accumulate_grad_hook(
-                lambda full, place=place: received.__setitem__(place, full.grad)
-            )
-        return leaves
-
-    patch.setattr(engine._Receive, "apply", apply)
+@replaces("_not_a_parameter", engine)
+def parameters_are_returned_as_they_are(_, value):
+    return value
 
 
-def the_phase_is_a_switch(patch: Patch) -> None:
-    @contextmanager
-    def switched():
-        phase._phase.depth = 1
-        try:
-            yield
-        finally:
-            phase._phase.depth = 0
-
-    patch.setattr(engine, "recomputing", switched)
-    patch.setattr(test_checkpoint, "recomputing", switched)
+@replaces("apply", engine._Receive)
+def gradients_are_read_off_a_leaf(_, received, places, *leaves):
+    for place, leaf in zip(places, leaves, strict=True):
+        leaf.register_post_accumulate_grad_hook(
+            lambda full, place=place: received.__setitem__(place, full.grad)
+        )
+    return leaves
 
 
-def an_exception_leaves_the_phase_on(patch: Patch) -> None:
-    @contextmanager
-    def without_finally():
-        patch.setattr(phase._phase, "depth", 1, raising=False)
+@replaces("recomputing", engine, test_checkpoint)
+@contextmanager
+def the_phase_is_a_switch(_):
+    phase._phase.depth = 1
+    try:
         yield
+    finally:
         phase._phase.depth = 0
 
-    patch.setattr(engine, "recomputing", without_finally)
+
+@replaces("recomputing", engine)
+@contextmanager
+def an_exception_leaves_the_phase_on(_):
+    phase._phase.depth = 1
+    yield
+    phase._phase.depth = 0
 
 
-def a_replay_does_not_say_that_it_is_one(patch: Patch) -> None:
-    patch.setattr(engine, "recomputing", nullcontext)
+@replaces("recomputing", engine)
+def a_replay_does_not_say_that_it_is_one(_):
+    return nullcontext()
 
 
-def inputs_are_kept_on_the_context(patch: Patch) -> None:
-    forward = Function.forward
-
-    def stashing(ctx, call, anchor, *values):
-        ctx.inputs = values
-        return forward(ctx, call, anchor, *values)
-
-    patch.setattr(Function, "forward", staticmethod(stashing))
+@replaces("forward", Function)
+def inputs_are_kept_on_the_context(forward, ctx, call, anchor, *values):
+    ctx.inputs = values
+    return forward(ctx, call, anchor, *values)
 
 
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward

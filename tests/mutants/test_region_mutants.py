@@ -19,156 +19,130 @@ from megatron_lite.recompute import region_runner as regions
 from megatron_lite.tensor_parallel import layers
 from tests.parallel import test_tensor_hash
 from tests.recompute import test_discard, test_tail, test_verify
-from tests.support.mutants import Mutant, assert_seen, parameters
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
 Function, DiscardedOutputs = engine._Checkpoint, discard.DiscardedOutputs
 
 
-def nothing_is_discarded(patch: Patch) -> None:
-    patch.setattr(DiscardedOutputs, "discard", lambda self, output: None)
+@replaces("discard", DiscardedOutputs)
+def nothing_is_discarded(_, self, output):
+    pass
 
 
 def what_is_discarded_stays_until_the_step_ends(patch: Patch) -> None:
-    hooks, held = DiscardedOutputs.hooks, []
+    held = []
 
+    @replaces("hooks", DiscardedOutputs)
     @contextmanager
-    def holding(self) -> Iterator[None]:
+    def holding(hooks, self) -> Iterator[None]:
         with hooks(self):
             yield
             held.append(dict(self._discarded))
 
-    patch.setattr(DiscardedOutputs, "hooks", holding)
+    holding(patch)
 
 
-def every_consumer_rebuilds_for_itself(patch: Patch) -> None:
-    patch.setattr(discard, "rebuilt_outputs", lambda node: engine._replay(node).outputs)
+@replaces("rebuilt_outputs", discard)
+def every_consumer_rebuilds_for_itself(_, node):
+    return engine._replay(node).outputs
 
 
-def the_rebuilt_tensor_stays_after_backward(patch: Patch) -> None:
-    backward = Function.backward
-
-    def keeping(ctx, *grads):
-        replayed = ctx.replayed
-        received = backward(ctx, *grads)
-        ctx.replayed = replayed
-        return received
-
-    patch.setattr(Function, "backward", staticmethod(keeping))
+@replaces("backward", Function)
+def the_rebuilt_tensor_stays_after_backward(backward, ctx, *grads):
+    replayed = ctx.replayed
+    received = backward(ctx, *grads)
+    ctx.replayed = replayed
+    return received
 
 
-def a_note_forgets_where_in_the_tensor_its_view_began(patch: Patch) -> None:
-    class Note(discard._Recipe):
-        def __init__(self, node, size, stride, offset):
-            super().__init__(node, size, stride, 0)
-
-    patch.setattr(discard, "_Recipe", Note)
+@replaces("__init__", discard._Recipe)
+def a_note_forgets_where_in_the_tensor_its_view_began(init, self, node, size, stride, offset):
+    init(self, node, size, stride, 0)
 
 
-def the_hooks_in_force_are_replaced(patch: Patch) -> None:
-    patch.setattr(saved, "hooks_in_force", lambda: None)
+@replaces("hooks_in_force", saved)
+def the_hooks_in_force_are_replaced(_):
+    return None
 
 
-def a_note_holds_the_tensor_that_it_stands_for(patch: Patch) -> None:
+@replaces("rebuilt_outputs", discard)
+def a_note_holds_the_tensor_that_it_stands_for(rebuilt, node):
     """Made anew in backward: the graph then holds itself."""
-    rebuilt = discard.rebuilt_outputs
-
-    def kept_on_its_own_node(node):
-        outputs = rebuilt(node)
-        node.outputs = [node, outputs]
-        return outputs
-
-    patch.setattr(discard, "rebuilt_outputs", kept_on_its_own_node)
+    outputs = rebuilt(node)
+    node.outputs = [node, outputs]
+    return outputs
 
 
-def the_norm_reads_its_input_twice(patch: Patch) -> None:
+@replaces("rms_norm", norm)
+def the_norm_reads_its_input_twice(_, hidden_states, weight, epsilon):
     """Composed of torch's operations."""
-    patch.setattr(
-        norm,
-        "rms_norm",
-        lambda hidden_states, weight, epsilon: (
-            weight
-            * (hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + epsilon))
-        ),
+    return weight * (
+        hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + epsilon)
     )
 
 
-def a_skipped_tail_draws_no_mask(patch: Patch) -> None:
-    real = layer.add_dropped_out
-    patch.setattr(
-        layer,
-        "add_dropped_out",
-        lambda residual, branch, probability, *others, skip_tail=False: real(
-            residual, branch, 0.0 if skip_tail else probability, *others, skip_tail=skip_tail
-        ),
-    )
+@replaces("add_dropped_out", layer)
+def a_skipped_tail_draws_no_mask(real, residual, branch, probability, *others, skip_tail=False):
+    return real(residual, branch, 0.0 if skip_tail else probability, *others, skip_tail=skip_tail)
 
 
-def the_tail_of_every_layer_is_skipped(patch: Patch) -> None:
-    chain = runner._chain
+@replaces("_chain", runner)
+def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, rng, **facts):
+    def run(hidden_states, *extras):
+        for single in part:
+            hidden_states = chain(plan, segment, [single], rng, **facts)(hidden_states, *extras)
+        return hidden_states
 
-    def one_by_one(plan, segment, part, rng, **facts):
-        def run(hidden_states, *extras):
-            for single in part:
-                hidden_states = chain(plan, segment, [single], rng, **facts)(hidden_states, *extras)
-            return hidden_states
-
-        return run
-
-    patch.setattr(runner, "_chain", one_by_one)
+    return run
 
 
-def no_tail_is_skipped(patch: Patch) -> None:
-    real = layers.row_parallel_linear
-    patch.setattr(
-        layers, "row_parallel_linear", lambda *args, skip_tail=False, **facts: real(*args, **facts)
-    )
+@replaces("row_parallel_linear", layers)
+def no_tail_is_skipped(real, *args, skip_tail=False, **facts):
+    return real(*args, **facts)
 
 
-def only_the_collective_of_a_tail_is_left(patch: Patch) -> None:
+@replaces("row_parallel_linear", layers)
+def only_the_collective_of_a_tail_is_left(
+    real, *args, skip_tail=False, tp_group, sequence_parallel, **facts
+):
     """The matmul is skipped, the sum over the ranks is not."""
-    real = layers.row_parallel_linear
-
-    def linear(*args, skip_tail=False, tp_group, sequence_parallel, **facts):
-        output = real(
-            *args,
-            skip_tail=skip_tail,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            **facts,
-        )
-        if skip_tail and tp_group is not None:
-            torch.distributed.all_reduce(output.detach().contiguous(), group=tp_group)
-        return output
-
-    patch.setattr(layers, "row_parallel_linear", linear)
+    output = real(
+        *args, skip_tail=skip_tail, tp_group=tp_group, sequence_parallel=sequence_parallel, **facts
+    )
+    if skip_tail and tp_group is not None:
+        torch.distributed.all_reduce(output.detach().contiguous(), group=tp_group)
+    return output
 
 
-def a_replay_is_not_compared(patch: Patch) -> None:
-    patch.setattr(verify.Record, "see", lambda self, place, values: None)
+@replaces("see", verify.Record)
+def a_replay_is_not_compared(_, self, place, values):
+    pass
 
 
-def the_streams_are_not_compared(patch: Patch) -> None:
-    patch.setattr(verify.Record, "_streams", lambda self: {})
+@replaces("_streams", verify.Record)
+def the_streams_are_not_compared(_, self):
+    return {}
 
 
-def the_message_names_the_unit_alone(patch: Patch) -> None:
-    see = verify.Record.see
-    patch.setattr(verify.Record, "see", lambda self, place, values: see(self, self.what, values))
+@replaces("see", verify.Record)
+def the_message_names_the_unit_alone(see, self, place, values):
+    return see(self, self.what, values)
 
 
-def redrawn_masks_are_not_compared(patch: Patch) -> None:
-    patch.setattr(regions.Redraw, "made", lambda self, tensor: tensor)
+@replaces("made", regions.Redraw)
+def redrawn_masks_are_not_compared(_, self, tensor):
+    return tensor
 
 
 def _hash_of(patch: Patch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Changes the bytes that are hashed."""
-    words = tensor_hash._words
-    patch.setattr(
-        tensor_hash,
-        "_words",
-        lambda tensor: change(words(tensor).view(torch.uint8)).view(torch.int64),
-    )
+
+    @replaces("_words", tensor_hash)
+    def changed(words, tensor):
+        return change(words(tensor).view(torch.uint8)).view(torch.int64)
+
+    changed(patch)
 
 
 def a_hash_is_of_the_bytes_in_any_order(patch: Patch) -> None:
@@ -183,13 +157,9 @@ def a_hash_is_of_absolute_values(patch: Patch) -> None:
     _hash_of(patch, lambda data: data & 0x7F)
 
 
-def every_run_is_recorded(patch: Patch) -> None:
-    verified = regions.Regions._verified
-    patch.setattr(
-        regions.Regions,
-        "_verified",
-        lambda self, *args: verified(dataclasses.replace(self, verify=True), *args),
-    )
+@replaces("_verified", regions.Regions)
+def every_run_is_recorded(verified, self, *args):
+    return verified(dataclasses.replace(self, verify=True), *args)
 
 
 SHARE_ONE = test_discard.test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed

@@ -4,6 +4,7 @@ test must fail."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,83 +19,83 @@ from tests import test_arguments
 from tests.config import test_alternatives, test_policy_reach
 from tests.pipeline import test_runs
 from tests.supervision import test_pulse
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_logging, test_rampup
 
 Patch = pytest.MonkeyPatch
 
 
-def a_layer_that_does_not_exist_is_passed_over(patch: Patch) -> None:
-    patch.setattr(policy_reach, "_missing", lambda rule, num_layers: None)
+@replaces("_missing", policy_reach)
+def a_layer_that_does_not_exist_is_passed_over(_, rule, num_layers):
+    return None
 
 
-def units_are_as_long_as_they_say(patch: Patch) -> None:
-    patch.setattr(policy_reach, "_longest_run", lambda decided: 99)
+@replaces("_longest_run", policy_reach)
+def units_are_as_long_as_they_say(_, decided):
+    return 99
 
 
-def a_rule_may_say_more_than_it_does(patch: Patch) -> None:
-    patch.setattr(policy_reach, "_beyond", lambda rule, num_layers: ())
+@replaces("_beyond", policy_reach)
+def a_rule_may_say_more_than_it_does(_, rule, num_layers):
+    return ()
 
 
-def the_run_does_not_ask_what_a_policy_reaches(patch: Patch) -> None:
-    for module in (run, recompute_notices):
-        patch.setattr(module, "check_policy_reaches", lambda policy, num_layers: [])
+@replaces("check_policy_reaches", run, recompute_notices)
+def the_run_does_not_ask_what_a_policy_reaches(_, policy, num_layers):
+    return []
 
 
-def a_flag_replaces_its_own_value_alone(patch: Patch) -> None:
-    patch.setattr(alternatives, "replaced_fields", lambda stored, given: {})
+@replaces("replaced_fields", alternatives)
+def a_flag_replaces_its_own_value_alone(_, stored, given):
+    return {}
 
 
-def a_value_is_replaced_without_a_word(patch: Patch) -> None:
-    patch.setattr(alternatives, "notices", lambda replaced, file: [])
+@replaces("notices", alternatives)
+def a_value_is_replaced_without_a_word(_, replaced, file):
+    return []
 
 
-def slots_are_made_for_the_first_step(patch: Patch) -> None:
-    def only_before_the_first(self: Stores, micro_batches: int) -> None:
-        if not self._arenas:
-            self.micro_batches = micro_batches
-
-    patch.setattr(Stores, "reserve", only_before_the_first)
+@replaces("reserve", Stores)
+def slots_are_made_for_the_first_step(_: Any, self: Stores, micro_batches: int) -> None:
+    if not self._arenas:
+        self.micro_batches = micro_batches
 
 
-def every_size_of_a_ramp_counts_wherever_the_run_stands(patch: Patch) -> None:
-    patch.setattr(BatchSchedule, "sizes_from", lambda self, consumed, num_iterations: self.sizes)
+@replaces("sizes_from", BatchSchedule)
+def every_size_of_a_ramp_counts_wherever_the_run_stands(_, self, consumed, num_iterations):
+    return self.sizes
 
 
-def the_first_rank_is_the_fullest(patch: Patch) -> None:
-    patch.setattr(
-        prices, "fullest_rank", lambda config, device: pipeline.rank_memory(config, device, 0)
-    )
+@replaces("fullest_rank", prices)
+def the_first_rank_is_the_fullest(_, config, device):
+    return pipeline.rank_memory(config, device, 0)
 
 
-def a_step_always_fills_the_pipeline(patch: Patch) -> None:
-    for module in (pipeline, prices, report):
-        patch.setattr(
-            module,
-            "step_microbatches",
-            lambda config: 2 * config.parallel.pipeline_model_parallel_size,
-        )
+@replaces("step_microbatches", pipeline, prices, report)
+def a_step_always_fills_the_pipeline(_, config):
+    return 2 * config.parallel.pipeline_model_parallel_size
 
 
-def the_windows_repeat_with_the_schedule(patch: Patch) -> None:
-    patch.setattr(pipeline, "_enough_microbatches", lambda config, rank, num_chunks: 2 * 3)
+@replaces("_enough_microbatches", pipeline)
+def the_windows_repeat_with_the_schedule(_, config, rank, num_chunks):
+    return 2 * 3
 
 
-def every_micro_batch_is_recomputed_in_the_log(patch: Patch) -> None:
-    patch.setattr(loop, "spared_flops", lambda *args, **facts: 0)
+@replaces("spared_flops", loop)
+def every_micro_batch_is_recomputed_in_the_log(_, *args, **facts):
+    return 0
 
 
-def the_limit_of_an_iteration_is_that_of_a_smaller_batch(patch: Patch) -> None:
-    at = Pulse.at
-    patch.setattr(
-        Pulse,
-        "at",
-        lambda self, where, *, limited=True, growth=1.0: at(self, where, limited=limited),
-    )
+@replaces("at", Pulse)
+def the_limit_of_an_iteration_is_that_of_a_smaller_batch(
+    at, self, where, *, limited=True, growth=1.0
+):
+    return at(self, where, limited=limited)
 
 
-def core_attention_is_judged_without_the_device(patch: Patch) -> None:
-    patch.setattr(notices, "recompute_notices_on", lambda config, device: [])
+@replaces("recompute_notices_on", notices)
+def core_attention_is_judged_without_the_device(_, config, device):
+    return []
 
 
 REFUSED = test_policy_reach.test_a_rule_that_can_never_apply_is_an_error_at_its_place

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,89 +16,79 @@ from megatron_lite.data import index_cache, indexed
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron_lite.parallel import rendezvous
 from megatron_lite.supervision.exits import Exits
-from megatron_lite.tools import jsonl, preprocess_data
+from megatron_lite.tools import preprocess_data
 from megatron_lite.training import capacity
 from tests.config import test_json
 from tests.data import test_index_cache
 from tests.faults import test_data_tools, test_signals
 from tests.parallel import test_rendezvous
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_capacity
 
 Patch = pytest.MonkeyPatch
 
 
-def the_old_index_stays_until_the_new_one_is_there(patch: Patch) -> None:
-    unlink = os.unlink
-    patch.setattr(
-        os,
-        "unlink",
-        lambda path, *rest: None if str(path).endswith(".idx") else unlink(path, *rest),
-    )
+@replaces("unlink", os)
+def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
+    return None if str(path).endswith(".idx") else unlink(path, *rest)
 
 
-def names_are_not_synced(patch: Patch) -> None:
-    patch.setattr(
-        indexed.IndexedDatasetWriter, "_publish", _unsynced(indexed.IndexedDatasetWriter._publish)
-    )
+@replaces("_publish", IndexedDatasetWriter)
+def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(indexed, "sync_folder", lambda path: None)
+        publish(self)
 
 
-def _unsynced(
-    publish: Callable[[IndexedDatasetWriter], None],
-) -> Callable[[IndexedDatasetWriter], None]:
-    def without(self: IndexedDatasetWriter) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(indexed, "sync_folder", lambda path: None)
-            publish(self)
-
-    return without
+@replaces("_is_still", IndexedDataset)
+def a_reader_trusts_the_names(_, self, index_file):
+    return True
 
 
-def a_reader_trusts_the_names(patch: Patch) -> None:
-    patch.setattr(IndexedDataset, "_is_still", lambda self, index_file: True)
+@replaces("_array", index_cache)
+def nobody_compares_checksums(array: Any, path: str, expected: index_cache._Expected) -> np.ndarray:
+    with open(path, "rb") as file:
+        return array(path, expected._replace(sha256=index_cache._checksum(file)))
 
 
-def nobody_compares_checksums(patch: Patch) -> None:
-    array = index_cache._array
-
-    def trusting(path: str, expected: index_cache._Expected) -> np.ndarray:
-        with open(path, "rb") as file:
-            return array(path, expected._replace(sha256=index_cache._checksum(file)))
-
-    patch.setattr(index_cache, "_array", trusting)
+@replaces("sample_index_fault", test_index_cache)
+def numbers_may_point_anywhere(_, *args, **options):
+    return None
 
 
-def numbers_may_point_anywhere(patch: Patch) -> None:
-    patch.setattr(test_index_cache, "sample_index_fault", lambda *args, **options: None)
+@replaces("lines_of", preprocess_data)
+def lines_have_no_limit(lines, path, limit):
+    return lines(path, 1 << 30)
 
 
-def lines_have_no_limit(patch: Patch) -> None:
-    lines = jsonl.lines_of
-    patch.setattr(preprocess_data, "lines_of", lambda path, limit: lines(path, 1 << 30))
+@replaces("_await_listener", rendezvous)
+def the_port_is_not_tried(_, *args):
+    pass
 
 
-def the_port_is_not_tried(patch: Patch) -> None:
-    patch.setattr(rendezvous, "_await_listener", lambda *args: None)
+@replaces("_resolve", rendezvous)
+def the_name_is_not_resolved(_, *args):
+    pass
 
 
-def the_name_is_not_resolved(patch: Patch) -> None:
-    patch.setattr(rendezvous, "_resolve", lambda *args: None)
+@replaces("finish", Exits)
+def a_finished_run_hears_signals(_, self):
+    pass
 
 
-def a_finished_run_hears_signals(patch: Patch) -> None:
-    patch.setattr(Exits, "finish", lambda self: None)
+@replaces("parse_whole_number", json_text)
+def numbers_have_no_limit(_, text):
+    return int(text)
 
 
-def numbers_have_no_limit(patch: Patch) -> None:
-    patch.setattr(json_text, "parse_whole_number", int)
+@replaces("without_repetition", json_text)
+def a_later_name_wins(_, pairs):
+    return dict(pairs)
 
 
-def a_later_name_wins(patch: Patch) -> None:
-    patch.setattr(json_text, "without_repetition", dict)
-
-
-def each_rank_counts_for_itself(patch: Patch) -> None:
-    patch.setattr(capacity, "gather_texts", lambda text, parallel: [text])
+@replaces("gather_texts", capacity)
+def each_rank_counts_for_itself(_, text, parallel):
+    return [text]
 
 
 PAIR = test_data_tools.test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,73 +15,59 @@ from megatron_lite.recompute.offload import Offload, _OnHost, _SegmentCopies
 from megatron_lite.recompute.pool import Pool, PooledMemory, Slot
 from megatron_lite.recompute.stores import Stores
 from tests.recompute import test_arena, test_offload, test_pool, test_saved
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
 
-def originals_are_freed_before_they_are_copied(patch: Patch) -> None:
-    patch.setattr(Offload, "finish", lambda self: self._leaving.clear())
+@replaces("finish", Offload)
+def originals_are_freed_before_they_are_copied(_, self):
+    self._leaving.clear()
 
 
-def originals_are_held_by_the_hooks(patch: Patch) -> None:
+@replaces("finish", Offload)
+def originals_are_held_by_the_hooks(finish: Any, self: Offload) -> None:
     """Which the graph holds."""
-    finish = Offload.finish
-
-    def holding(self: Offload) -> None:
-        leaving, list_of_the_hooks = list(self._leaving), self._leaving
-        finish(self)
-        list_of_the_hooks.extend(leaving)
-
-    patch.setattr(Offload, "finish", holding)
+    leaving, list_of_the_hooks = list(self._leaving), self._leaving
+    finish(self)
+    list_of_the_hooks.extend(leaving)
 
 
-def a_buffer_is_given_to_two(patch: Patch) -> None:
-    take = Pool.take
-
-    def twice(self: Pool, num_bytes: int) -> Slot:
-        slot = take(self, num_bytes)
-        self.take_back(PooledMemory(slot._whole, slot.last_use))
-        return slot
-
-    patch.setattr(Pool, "take", twice)
+@replaces("take", Pool)
+def a_buffer_is_given_to_two(take: Any, self: Pool, num_bytes: int) -> Slot:
+    slot = take(self, num_bytes)
+    self.take_back(PooledMemory(slot._whole, slot.last_use))
+    return slot
 
 
-def backward_does_not_wait_for_the_copy_back(patch: Patch) -> None:
-    call_back = _OnHost.call_back
-
-    def unawaited(self: _OnHost) -> None:
-        call_back(self)
-        self._is_awaited = True
-
-    patch.setattr(_OnHost, "call_back", unawaited)
+@replaces("call_back", _OnHost)
+def backward_does_not_wait_for_the_copy_back(call_back: Any, self: _OnHost) -> None:
+    call_back(self)
+    self._is_awaited = True
 
 
 def a_copy_comes_back_from_the_buffer_of_another(patch: Patch) -> None:
-    init = _OnHost.__init__
     slots: list[Slot] = []
 
-    def crossed(self: _OnHost, copy_streams, slot, group, device) -> None:
+    @replaces("__init__", _OnHost)
+    def crossed(init: Any, self: _OnHost, copy_streams, slot, group, device) -> None:
         alike = [other for other in slots if other.memory.numel() == slot.memory.numel()]
         slots.append(slot)
         init(self, copy_streams, alike[0] if alike else slot, group, device)
 
-    patch.setattr(_OnHost, "__init__", crossed)
+    crossed(patch)
 
 
-def copies_come_back_when_they_are_read(patch: Patch) -> None:
-    patch.setattr(_SegmentCopies, "call_back", lambda self: None)
+@replaces("call_back", _SegmentCopies)
+def copies_come_back_when_they_are_read(_, self):
+    pass
 
 
-def all_copies_come_back_at_once(patch: Patch) -> None:
-    call_back = _SegmentCopies.call_back
-
-    def all_before(self: _SegmentCopies) -> None:
-        call_back(self)
-        if self.before is not None:
-            self.before.call_back()
-
-    patch.setattr(_SegmentCopies, "call_back", all_before)
+@replaces("call_back", _SegmentCopies)
+def all_copies_come_back_at_once(call_back: Any, self: _SegmentCopies) -> None:
+    call_back(self)
+    if self.before is not None:
+        self.before.call_back()
 
 
 def a_segment_holds_its_copies(patch: Patch) -> None:
@@ -88,31 +75,29 @@ def a_segment_holds_its_copies(patch: Patch) -> None:
     patch.setattr(offload, "weakref", SimpleNamespace(ref=lambda value: lambda: value))
 
 
-def parameters_and_tables_are_moved(patch: Patch) -> None:
-    patch.setattr(stores, "_tensors", lambda shared: iter(()))
+@replaces("_tensors", stores)
+def parameters_and_tables_are_moved(_, shared):
+    return iter(())
 
 
-def every_tensor_is_moved(patch: Patch) -> None:
-    patch.setattr(saved, "_can_move", lambda tensor, kind: True)
+@replaces("_can_move", saved)
+def every_tensor_is_moved(_, tensor, kind):
+    return True
 
 
-def a_view_forgets_where_it_began(patch: Patch) -> None:
-    of = saved._View.of.__func__
-    patch.setattr(
-        saved._View,
-        "of",
-        classmethod(
-            lambda cls, tensor, moved: dataclasses.replace(of(cls, tensor, moved), offset=0)
-        ),
-    )
+@replaces("of", saved._View)
+def a_view_forgets_where_it_began(of, tensor, moved):
+    return dataclasses.replace(of(tensor, moved), offset=0)
 
 
-def the_hooks_in_force_are_replaced(patch: Patch) -> None:
-    patch.setattr(saved, "hooks_in_force", lambda: None)
+@replaces("hooks_in_force", saved)
+def the_hooks_in_force_are_replaced(_):
+    return None
 
 
-def what_stays_is_held_as_it_is(patch: Patch) -> None:
-    patch.setattr(torch.Tensor, "detach", lambda self: self)
+@replaces("detach", torch.Tensor)
+def what_stays_is_held_as_it_is(_, self):
+    return self
 
 
 def writes_on_the_way_go_unnoticed(patch: Patch) -> None:
@@ -121,26 +106,25 @@ def writes_on_the_way_go_unnoticed(patch: Patch) -> None:
     )
 
 
-def the_pool_gives_new_buffers(patch: Patch) -> None:
-    patch.setattr(Pool, "take_back", lambda self, piece: None)
+@replaces("take_back", Pool)
+def the_pool_gives_new_buffers(_, self, piece):
+    pass
 
 
-def the_pool_keeps_buffers_that_nobody_asks_for(patch: Patch) -> None:
-    patch.setattr(Pool, "_make_room", lambda self, num_bytes: None)
+@replaces("_make_room", Pool)
+def the_pool_keeps_buffers_that_nobody_asks_for(_, self, num_bytes):
+    pass
 
 
-def a_buffer_forgets_its_last_use(patch: Patch) -> None:
-    patch.setattr(pool, "PooledMemory", lambda memory, last_use=None: PooledMemory(memory))
+@replaces("PooledMemory", pool)
+def a_buffer_forgets_its_last_use(_, memory, last_use=None):
+    return PooledMemory(memory)
 
 
-def every_forward_makes_an_arena(patch: Patch) -> None:
-    real = Stores._arena
-
-    def anew(self: Stores, *args) -> Arena:
-        self._arenas.clear()
-        return real(self, *args)
-
-    patch.setattr(Stores, "_arena", anew)
+@replaces("_arena", Stores)
+def every_forward_makes_an_arena(real: Any, self: Stores, *args) -> Arena:
+    self._arenas.clear()
+    return real(self, *args)
 
 
 def an_arena_is_made_without_gradients_too(patch: Patch) -> None:
@@ -149,31 +133,24 @@ def an_arena_is_made_without_gradients_too(patch: Patch) -> None:
     )
 
 
-def a_slot_is_free_as_soon_as_it_is_taken(patch: Patch) -> None:
-    take = Arena.take
-
-    def twice(self: Arena, num_bytes: int) -> Slot:
-        slot = take(self, num_bytes)
-        self._idle.insert(0, PooledMemory(slot._whole))
-        return slot
-
-    patch.setattr(Arena, "take", twice)
+@replaces("take", Arena)
+def a_slot_is_free_as_soon_as_it_is_taken(take: Any, self: Arena, num_bytes: int) -> Slot:
+    slot = take(self, num_bytes)
+    self._idle.insert(0, PooledMemory(slot._whole))
+    return slot
 
 
-def a_slot_is_never_given_back(patch: Patch) -> None:
-    patch.setattr(Arena, "take_back", lambda self, piece: None)
+@replaces("take_back", Arena)
+def a_slot_is_never_given_back(_, self, piece):
+    pass
 
 
-def a_full_arena_grows(patch: Patch) -> None:
-    take = Arena.take
-
-    def growing(self: Arena, num_bytes: int) -> Slot:
-        try:
-            return take(self, num_bytes)
-        except RuntimeError:
-            return Slot(self, PooledMemory(torch.empty(num_bytes, dtype=torch.uint8)), num_bytes)
-
-    patch.setattr(Arena, "take", growing)
+@replaces("take", Arena)
+def a_full_arena_grows(take: Any, self: Arena, num_bytes: int) -> Slot:
+    try:
+        return take(self, num_bytes)
+    except RuntimeError:
+        return Slot(self, PooledMemory(torch.empty(num_bytes, dtype=torch.uint8)), num_bytes)
 
 
 def the_arena_has_slots_for_one_micro_batch(patch: Patch) -> None:
@@ -182,18 +159,12 @@ def the_arena_has_slots_for_one_micro_batch(patch: Patch) -> None:
     )
 
 
-def the_input_is_not_copied_into_its_slot(patch: Patch) -> None:
+@replaces("__init__", arena._InSlot)
+def the_input_is_not_copied_into_its_slot(init: Any, self: Any, slot: Slot) -> None:
     """The tensor itself is kept, beside the slot."""
-
-    class Both(arena._InSlot):
-        def __init__(self, slot: Slot) -> None:
-            super().__init__(slot)
-            self.kept = slot.memory.clone()
-
-        def memory(self) -> torch.Tensor:
-            return self.kept
-
-    patch.setattr(arena, "_InSlot", Both)
+    init(self, slot)
+    kept = slot.memory.clone()
+    self.memory = lambda: kept
 
 
 LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient

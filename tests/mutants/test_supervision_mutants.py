@@ -8,14 +8,14 @@ from types import ModuleType
 import pytest
 
 from megatron_lite.config import notices as config_notices
-from megatron_lite.parallel import collectives, rank_names, ring, waiting
+from megatron_lite.parallel import collectives, ring, waiting
 from megatron_lite.pipeline import links
 from megatron_lite.supervision import verdict
 from megatron_lite.training import run_notices
 from tests.config import test_notices
 from tests.parallel import test_startup, test_waiting
 from tests.supervision import test_verdict
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -46,33 +46,33 @@ def threads_share_a_stopwatch(patch: Patch) -> None:
         patch.setattr(module, "WAITING", shared)
 
 
-def the_device_and_the_ranks_give_no_notice(patch: Patch) -> None:
-    patch.setattr(run_notices, "placement_notices", lambda config, **facts: [])
+@replaces("placement_notices", run_notices)
+def the_device_and_the_ranks_give_no_notice(_, config, **facts):
+    return []
 
 
-def comparisons_with_nobody_give_no_notice(patch: Patch) -> None:
-    patch.setattr(run_notices, "guard_notices", lambda config, **facts: [])
+@replaces("guard_notices", run_notices)
+def comparisons_with_nobody_give_no_notice(_, config, **facts):
+    return []
 
 
-def context_parallel_ranks_are_forgotten(patch: Patch) -> None:
-    patch.setattr(
-        config_notices,
-        "_dp_cp_size",
-        lambda config, world_size: config.parallel.data_parallel_size(world_size),
-    )
+@replaces("_dp_cp_size", config_notices)
+def context_parallel_ranks_are_forgotten(_, config, world_size):
+    return config.parallel.data_parallel_size(world_size)
 
 
 def a_rank_that_has_ended_counts_as_silent(patch: Patch) -> None:
     patch.setattr(verdict, "LEFT", "gone")
 
 
-def every_signal_is_left_to_the_training_loop(patch: Patch) -> None:
-    patch.setattr(verdict, "_interrupts", lambda number: False)
+@replaces("_interrupts", verdict)
+def every_signal_is_left_to_the_training_loop(_, number):
+    return False
 
 
-def all_ranks_are_named(patch: Patch) -> None:
-    ranks_text = rank_names.ranks_text
-    patch.setattr(test_startup, "ranks_text", lambda ranks, at_most=None: ranks_text(ranks))
+@replaces("ranks_text", test_startup)
+def all_ranks_are_named(ranks_text, ranks, at_most=None):
+    return ranks_text(ranks)
 
 
 COUNTED = test_waiting.test_each_wait_is_counted_once

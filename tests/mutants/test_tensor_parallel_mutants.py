@@ -23,134 +23,114 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward
 from tests.support.equality import differences, gradients, train, unsharded_gradients
 from tests.support.models import tp_state
+from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 
 
-def f_without_all_reduce() -> None:
-    column_linear.start_all_reduce_ = lambda tensor, group: Started(tensor, None)
+@replaces("start_all_reduce_", column_linear)
+def f_without_all_reduce(_, tensor, group):
+    return Started(tensor, None)
 
 
-def g_with_all_reduce_in_backward() -> None:
-    backward = row_linear._RowParallelMatmul.backward
-    row_linear._RowParallelMatmul.backward = staticmethod(
-        lambda ctx, grad: backward(ctx, all_reduce(grad, ctx.tp_group))
-    )
+@replaces("backward", row_linear._RowParallelMatmul)
+def g_with_all_reduce_in_backward(backward, ctx, grad):
+    return backward(ctx, all_reduce(grad, ctx.tp_group))
 
 
-def row_bias_before_the_sum() -> None:
+@replaces("row_parallel_linear", layers)
+def row_bias_before_the_sum(linear, hidden_states, weight, bias, *, tp_group, **facts):
     """Every rank adds it."""
-
-    def linear(hidden_states, weight, bias, *, tp_group, **facts):
-        return (
-            row_linear.row_parallel_linear(hidden_states, weight, None, tp_group=tp_group, **facts)
-            + tp_group.size() * bias
-        )
-
-    layers.row_parallel_linear = linear
+    return linear(hidden_states, weight, None, tp_group=tp_group, **facts) + tp_group.size() * bias
 
 
-def sequence_gather_with_a_slice_backward() -> None:
-    column_linear.start_reduce_scatter_first_dim = lambda tensor, group: Started(
-        tensor.chunk(group.size())[group.rank()], None
-    )
+@replaces("start_reduce_scatter_first_dim", column_linear)
+def sequence_gather_with_a_slice_backward(_, tensor, group):
+    return Started(tensor.chunk(group.size())[group.rank()], None)
 
 
-def sequence_reduce_scatter_with_a_slice_backward() -> None:
+@replaces("all_gather_first_dim", row_linear)
+def sequence_reduce_scatter_with_a_slice_backward(_, shard, group):
     """The gradient of other ranks' tokens is left out."""
-
-    def gather(shard, group):
-        whole = shard.new_zeros(shard.shape[0] * group.size(), *shard.shape[1:])
-        whole.chunk(group.size())[group.rank()].copy_(shard)
-        return whole
-
-    row_linear.all_gather_first_dim = gather
+    whole = shard.new_zeros(shard.shape[0] * group.size(), *shard.shape[1:])
+    whole.chunk(group.size())[group.rank()].copy_(shard)
+    return whole
 
 
-def positions_from_zero_on_every_rank() -> None:
-    forward = embedding.PositionEmbedding.forward
-    embedding.PositionEmbedding.forward = lambda self, start, length: forward(self, 0, length)
+@replaces("forward", embedding.PositionEmbedding)
+def positions_from_zero_on_every_rank(forward, self, start, length):
+    return forward(self, 0, length)
 
 
-def _without_sum_over_tp(owner: type) -> None:
-    """Every parameter made by `owner` forgets that its gradient is partial."""
-    init = owner.__init__
-
-    def forgetful(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        for parameter in self.parameters(recurse=False):
-            parameter.parameter_spec = dataclasses.replace(
-                parameter.parameter_spec, sum_grad_over_tp=False
-            )
-
-    owner.__init__ = forgetful
-
-
-def norm_gradients_not_summed() -> None:
-    _without_sum_over_tp(norm.Norm)
-
-
-def row_bias_gradients_not_summed() -> None:
-    _without_sum_over_tp(layers.RowParallelLinear)
-
-
-def position_gradients_not_summed() -> None:
-    _without_sum_over_tp(embedding.PositionEmbedding)
-
-
-def qk_layernorm_gradients_as_under_no_tensor_parallelism() -> None:
-    """Taken for replicated, as the layer norms are without sequence parallelism."""
-
-    def whole_grad(size, config, context, *, partial_grad):
-        return norm.Norm(size, config, context, partial_grad=False)
-
-    attention.Norm = whole_grad
-
-
-def replicated_gradients_summed() -> None:
-    """Everything that is not sharded is summed, though each rank already has all of it."""
-    real = grad_buffer.spec_of
-    grad_buffer.spec_of = lambda p: dataclasses.replace(
-        real(p), sum_grad_over_tp=real(p).tp_dim is None
-    )
-
-
-def sharded_gradients_summed() -> None:
-    real = grad_buffer.spec_of
-    grad_buffer.spec_of = lambda p: dataclasses.replace(real(p), sum_grad_over_tp=True)
-
-
-def loss_with_padding_columns() -> None:
-    real = gpt.vocab_parallel_cross_entropy
-    gpt.vocab_parallel_cross_entropy = lambda logits, labels, **facts: real(
-        logits, labels, **{**facts, "num_ids": logits.shape[-1]}
-    )
-
-
-def loss_with_a_local_maximum_and_no_exchange() -> None:
-    """The softmax is taken over this rank's columns only."""
-    cross_entropy.all_reduce_ = lambda tensor, group, op=dist.ReduceOp.SUM: tensor
-
-
-def swiglu_sharded_contiguously() -> None:
-    """Rank 0 gets all of the gate and rank 1 all of the up projection."""
-    real = mlp.ColumnParallelLinear
-    mlp.ColumnParallelLinear = lambda *args, tp_blocks=1, **kwargs: real(
-        *args, tp_blocks=1, **kwargs
-    )
-
-
-def embedding_without_mask() -> None:
-    """Ids of other ranks' rows look up row 0 of this rank."""
-
-    def forward(self, tokens):
-        rows = self.weight.shape[0]
-        local = tokens.t() - self.context.rank * rows
-        local = local.masked_fill((local < 0) | (local >= rows), 0)
-        return layers.leave_row_parallel(
-            torch.nn.functional.embedding(local, self.weight), self.context
+def _not_summed_over_tp(init, self, *args, **kwargs) -> None:
+    """Every parameter made by the class forgets that its gradient is partial."""
+    init(self, *args, **kwargs)
+    for parameter in self.parameters(recurse=False):
+        parameter.parameter_spec = dataclasses.replace(
+            parameter.parameter_spec, sum_grad_over_tp=False
         )
 
-    layers.VocabParallelEmbedding.forward = forward
+
+@replaces("__init__", norm.Norm)
+def norm_gradients_not_summed(*args, **kwargs):
+    _not_summed_over_tp(*args, **kwargs)
+
+
+@replaces("__init__", layers.RowParallelLinear)
+def row_bias_gradients_not_summed(*args, **kwargs):
+    _not_summed_over_tp(*args, **kwargs)
+
+
+@replaces("__init__", embedding.PositionEmbedding)
+def position_gradients_not_summed(*args, **kwargs):
+    _not_summed_over_tp(*args, **kwargs)
+
+
+@replaces("Norm", attention)
+def qk_layernorm_gradients_as_under_no_tensor_parallelism(
+    real, size, config, context, *, partial_grad
+):
+    """Taken for replicated, as the layer norms are without sequence parallelism."""
+    return real(size, config, context, partial_grad=False)
+
+
+@replaces("spec_of", grad_buffer)
+def replicated_gradients_summed(spec_of, parameter):
+    """Everything that is not sharded is summed, though each rank already has all of it."""
+    spec = spec_of(parameter)
+    return dataclasses.replace(spec, sum_grad_over_tp=spec.tp_dim is None)
+
+
+@replaces("spec_of", grad_buffer)
+def sharded_gradients_summed(spec_of, parameter):
+    return dataclasses.replace(spec_of(parameter), sum_grad_over_tp=True)
+
+
+@replaces("vocab_parallel_cross_entropy", gpt)
+def loss_with_padding_columns(real, logits, labels, **facts):
+    return real(logits, labels, **{**facts, "num_ids": logits.shape[-1]})
+
+
+@replaces("all_reduce_", cross_entropy)
+def loss_with_a_local_maximum_and_no_exchange(_, tensor, group, op=dist.ReduceOp.SUM):
+    """The softmax is taken over this rank's columns only."""
+    return tensor
+
+
+@replaces("ColumnParallelLinear", mlp)
+def swiglu_sharded_contiguously(linear, *args, tp_blocks=1, **kwargs):
+    """Rank 0 gets all of the gate and rank 1 all of the up projection."""
+    return linear(*args, tp_blocks=1, **kwargs)
+
+
+@replaces("forward", layers.VocabParallelEmbedding)
+def embedding_without_mask(_, self, tokens):
+    """Ids of other ranks' rows look up row 0 of this rank."""
+    rows = self.weight.shape[0]
+    local = tokens.t() - self.context.rank * rows
+    local = local.masked_fill((local < 0) | (local >= rows), 0)
+    return layers.leave_row_parallel(
+        torch.nn.functional.embedding(local, self.weight), self.context
+    )
 
 
 # fault, variant of the model, sequence parallel, names that must differ (by part of the name)
@@ -213,7 +193,7 @@ GRADIENT_MUTANTS = [
 )
 def test_gradient_equality_sees(fault, name, sequence_parallel, seen_in):
     def work(rank, world_size):
-        fault()
+        fault(pytest.MonkeyPatch())
         with tp_state(2) as parallel:
             return gradients(name, parallel, sequence_parallel=sequence_parallel)
 
@@ -222,12 +202,14 @@ def test_gradient_equality_sees(fault, name, sequence_parallel, seen_in):
         assert max(error for key, error in errors.items() if part in key) > 1e-3, part
 
 
-def norm_counts_duplicates_on_every_rank() -> None:
-    norms._counts_here = lambda parameter, parallel: True
+@replaces("_counts_here", norms)
+def norm_counts_duplicates_on_every_rank(_, parameter, parallel):
+    return True
 
 
-def norm_is_local() -> None:
-    norms.all_reduce_ = lambda tensor, group: tensor
+@replaces("all_reduce_", norms)
+def norm_is_local(_, tensor, group):
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -235,7 +217,7 @@ def norm_is_local() -> None:
 )
 def test_training_equality_sees(fault):
     def work(rank, world_size):
-        fault()
+        fault(pytest.MonkeyPatch())
         with tp_state(2) as parallel:
             return train("gpt2", parallel, steps=1)
 
@@ -244,16 +226,18 @@ def test_training_equality_sees(fault):
     assert abs(run_ranks(work, 2)[0].grad_norms[0] / expected.grad_norms[0] - 1.0) > 1e-3
 
 
-def residual_masks_differ_over_ranks() -> None:
-    RankContext.residual_stream = property(lambda self: TENSOR_PARALLEL)
+@replaces("residual_stream", RankContext)
+def residual_masks_differ_over_ranks(_, self):
+    return TENSOR_PARALLEL
 
 
-def residual_masks_are_shared_by_ranks() -> None:
-    RankContext.residual_stream = property(lambda self: DEFAULT)
+@replaces("residual_stream", RankContext)
+def residual_masks_are_shared_by_ranks(_, self):
+    return DEFAULT
 
 
-def attention_masks_are_shared_by_ranks() -> None:
-    attention.TENSOR_PARALLEL = DEFAULT
+def attention_masks_are_shared_by_ranks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "TENSOR_PARALLEL", DEFAULT)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +252,7 @@ def attention_masks_are_shared_by_ranks() -> None:
 def test_mask_comparison_sees(fault, sequence_parallel, expected):
 
     def work(rank, world_size):
-        fault()
+        fault(pytest.MonkeyPatch())
         with tp_state(2) as parallel:
             return masks_of_one_forward(parallel, sequence_parallel=sequence_parallel)
 

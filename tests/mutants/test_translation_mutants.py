@@ -22,83 +22,80 @@ from megatron_lite.tools import (
 )
 from megatron_lite.tools.translation import Translation
 from tests.parallel import test_launch_environment
-from tests.support.mutants import Mutant, assert_seen
+from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.tools import test_config_file, test_presets, test_translate_recompute, test_whole_configs
 
 Patch = pytest.MonkeyPatch
 
 
-def other_keys_of_the_file_are_passed_over(patch: Patch) -> None:
-    for system in (torchtune, torchtitan, deepspeed, oslo):
-        patch.setattr(system, "notes_elsewhere", lambda *given: ())
+@replaces("notes_elsewhere", torchtune, torchtitan, deepspeed, oslo)
+def other_keys_of_the_file_are_passed_over(_, *given):
+    return ()
 
 
-def a_rule_may_name_layers_that_do_not_exist(patch: Patch) -> None:
-    patch.setattr(Translation, "for_layers", lambda self, num_layers: self)
+@replaces("for_layers", Translation)
+def a_rule_may_name_layers_that_do_not_exist(_, self, num_layers):
+    return self
 
 
-def the_file_has_no_say_in_the_tensor_parallel_size(patch: Patch) -> None:
-    patch.setattr(deepspeed, "size_of_file", lambda *given: None)
-    patch.setattr(oslo, "size_of_file", lambda *given: None)
+@replaces("size_of_file", deepspeed, oslo)
+def the_file_has_no_say_in_the_tensor_parallel_size(_, *given):
+    return None
 
 
-def wrapping_is_dropped(patch: Patch) -> None:
-    patch.setattr(torchtune, "_memory_efficient_wrapping", lambda given: (False, ()))
+@replaces("_memory_efficient_wrapping", torchtune)
+def wrapping_is_dropped(_, given):
+    return (False, ())
 
 
-def a_flag_is_printed_without_the_one_it_needs(patch: Patch) -> None:
-    flags = Translation.flags.fget  # type: ignore[attr-defined]
-    patch.setattr(
-        Translation,
-        "flags",
-        property(lambda self: tuple(word for word in flags(self) if word != "--use-torch-fsdp2")),
-    )
+@replaces("flags", Translation)
+def a_flag_is_printed_without_the_one_it_needs(flags, self):
+    return tuple(word for word in flags(self) if word != "--use-torch-fsdp2")
 
 
-def a_component_recomputes_though_the_run_does_not_use_it(patch: Patch) -> None:
-    patch.setattr(
-        modalities,
-        "_reached",
-        lambda config, start: {part.place for part in modalities._components(config)},
-    )
+@replaces("_reached", modalities)
+def a_component_recomputes_though_the_run_does_not_use_it(_, config, start):
+    return {part.place for part in modalities._components(config)}
 
 
-def an_interpolation_is_taken_as_text(patch: Patch) -> None:
-    patch.setattr(translation, "resolved", lambda value, file, where: value)
+@replaces("resolved", translation)
+def an_interpolation_is_taken_as_text(_, value, file, where):
+    return value
 
 
-def a_bool_passes_for_a_number(patch: Patch) -> None:
-    typed = translation.typed
-
-    def without_bools(given: Any, where: str, **kinds: Any) -> dict[str, Any]:
-        numbers = {
-            key: int(value)
-            for key, value in given.items()
-            if isinstance(value, bool) and kinds.get(key) is int
-        }
-        return typed({**given, **numbers}, where, **kinds)
-
-    patch.setattr(modalities, "typed", without_bools)
+@replaces("typed", modalities)
+def a_bool_passes_for_a_number(typed: Any, given: Any, where: str, **kinds: Any) -> dict[str, Any]:
+    numbers = {
+        key: int(value)
+        for key, value in given.items()
+        if isinstance(value, bool) and kinds.get(key) is int
+    }
+    return typed({**given, **numbers}, where, **kinds)
 
 
-def whatever_system_is_named_is_believed(patch: Patch) -> None:
-    patch.setattr(translate_recompute, "systems_of", lambda config: ())
+@replaces("systems_of", translate_recompute)
+def whatever_system_is_named_is_believed(_, config):
+    return ()
 
 
-def aliases_count_once(patch: Patch) -> None:
-    patch.setattr(config_file._Loader, "compose_node", yaml.SafeLoader.compose_node)
+@replaces("compose_node", config_file._Loader)
+def aliases_count_once(_, self, parent, index):
+    return yaml.SafeLoader.compose_node(self, parent, index)
 
 
-def the_last_of_two_equal_keys_wins(patch: Patch) -> None:
-    patch.setattr(config_file._Loader, "compose_mapping_node", yaml.SafeLoader.compose_mapping_node)
+@replaces("compose_mapping_node", config_file._Loader)
+def the_last_of_two_equal_keys_wins(_, self, anchor):
+    return yaml.SafeLoader.compose_mapping_node(self, anchor)
 
 
-def a_files_depth_is_not_bounded(patch: Patch) -> None:
-    patch.setattr(config_file, "_check_depth", lambda config: None)
+@replaces("_check_depth", config_file)
+def a_files_depth_is_not_bounded(_, config):
+    pass
 
 
-def the_command_line_wins_over_the_environment(patch: Patch) -> None:
-    patch.setattr(launch, "_agreed_local_rank", lambda env, local_rank: local_rank)
+@replaces("_agreed_local_rank", launch)
+def the_command_line_wins_over_the_environment(_, env, local_rank):
+    return local_rank
 
 
 def row_of(file: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.support.collectives import Sent, recorded_collectives
 from tests.support.layouts import LAYOUTS, backward, build, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
 
 BUCKETS = DataParallelConfig(
     use_distributed_optimizer=True,
@@ -130,8 +131,8 @@ def test_parameters_are_views_of_their_bucket_and_masters_of_float32_weights_tak
                 DataParallelConfig(use_distributed_optimizer=True),
                 dtype=torch.float32,
             )
-            storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-            masters = {piece.master.untyped_storage()._cdata for piece in optimizer.layout.pieces}
+            storages = addresses(model.parameters())
+            masters = addresses(piece.master for piece in optimizer.layout.pieces)
             return len(storages), masters == storages
 
     assert run_ranks(work, 2) == [(1, True)] * 2

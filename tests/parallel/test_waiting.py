@@ -4,8 +4,9 @@ asks, and of no other."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,18 +89,21 @@ WAITS: dict[str, tuple[Wait, int]] = {
 }
 
 
-def _counted(rank: int, world_size: int, staging_bytes: int) -> dict[str, float]:
+def count_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Makes the stopwatch's clock tick once each time it is read. Returns its ticks."""
     ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(waiting, "time", clock)
+    return ticks
+
+
+def _counted(rank: int, world_size: int, staging_bytes: int) -> dict[str, float]:
     group = dist.group.WORLD
     assert group is not None
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch, timed_waiting():
         monkeypatch.setattr(collectives, "STAGING_BYTES", staging_bytes)
-        monkeypatch.setattr(
-            waiting,
-            "time",
-            type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}),
-        )
+        count_looks_at_the_clock(monkeypatch)
         for name, (act, _) in WAITS.items():
             before = WAITING.seconds
             act(group)
@@ -151,33 +155,24 @@ def test_nothing_is_timed_outside_of_the_block(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_thread_counts_its_own_waits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks, seen = count(), []
+    seen = []
 
     def other() -> None:
         with WAITING:
             seen.append((WAITING.is_timed, WAITING.seconds))
 
-    monkeypatch.setattr(
-        waiting,
-        "time",
-        type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}),
-    )
+    looks = count_looks_at_the_clock(monkeypatch)
     with timed_waiting():
         before = WAITING.seconds
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
         assert WAITING.seconds == before and seen == [(False, 0.0)]
-    assert next(ticks) == 0
+    assert next(looks) == 0
 
 
 def test_a_wait_that_fails_ends_the_measurement_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = count()
-    monkeypatch.setattr(
-        waiting,
-        "time",
-        type("Clock", (), {"perf_counter": staticmethod(lambda: float(next(ticks)))}),
-    )
+    count_looks_at_the_clock(monkeypatch)
     before = WAITING.seconds
     with pytest.raises(RuntimeError), timed_waiting(), WAITING:
         raise RuntimeError

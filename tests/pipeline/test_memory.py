@@ -21,7 +21,9 @@ from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
+from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
+from tests.support.storages import addresses
 
 LAYERS, VOCABULARY, MICRO_BATCHES = 8, 60, 4
 GPT2 = "--hidden-dropout 0.1 --attention-dropout 0"
@@ -102,7 +104,7 @@ def config_of(flags: str, model: str) -> RunConfig:
 class Live(LiveStorages):
     """Looks at the end of actions only, which is faster."""
 
-    patience_s = 10.0  # in all
+    patience_s = HANG_S / 10  # in all
 
     def after(self, func: object) -> None:
         pass
@@ -150,7 +152,7 @@ def measured(
         def after(action: Action) -> None:
             if action.kind == "forward" and list(runner.model)[action.chunk].stage.is_last:
                 losses.add(action)
-            leaving = {tensor.untyped_storage()._cdata for tensor in runner.links.leaving}
+            leaving = addresses(runner.links.leaving)
             seen.append((action, live.settled(next(expected).kept_bytes, leaving, 4 * len(losses))))
 
         with live:

@@ -415,7 +415,7 @@ def test_block_counts_the_layers_of_each_virtual_stage():
     def work(rank, world_size):
         with parallel_state(config.parallel, seed=1) as parallel:
             return [
-                ([*chunk.decoder.layers._modules], str(chunk.decoder.plan))
+                ([*dict(chunk.decoder.layers.named_children())], str(chunk.decoder.plan))
                 for chunk in build_stages(config, parallel)
             ]
 

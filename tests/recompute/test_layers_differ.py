@@ -13,6 +13,7 @@ import torch._dynamo
 
 from tests.recompute.test_equality import NUM_LAYERS, faults, policies
 from tests.support.equality import LLAMA
+from tests.support.limits import HANG_S
 from tests.support.models import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -49,10 +50,6 @@ def test_gradients_are_unchanged_to_the_bit(
 ) -> None:
     """Every policy of Megatron's flags, kept results of operators, host memory and one buffer."""
     named = tuple(policies(can_split=tp_size > 1 and not sequence_parallel))
-    chosen = dict.fromkeys(MODELS, named)
-    assert (
-        run_ranks(
-            faults, tp_size, sequence_parallel, dtype, chosen, MODELS, detail=False, timeout=900
-        )
-        == [{}] * tp_size
-    )
+    inputs = (sequence_parallel, dtype, dict.fromkeys(MODELS, named), MODELS)
+    found = run_ranks(faults, tp_size, *inputs, detail=False, timeout=3 * HANG_S)
+    assert found == [{}] * tp_size

@@ -47,6 +47,7 @@ from tests.support.models import (
     tp_state,
 )
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.storages import addresses
 
 NUM_LAYERS = 3
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
@@ -558,8 +559,7 @@ def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
     with LiveStorages() as live:
         loss = model.loss(*sample_tokens()).mean()
         loss.backward()
-    grads = {parameter.grad.untyped_storage()._cdata for parameter in model.parameters()}
-    assert live.bytes_beside(grads | {loss.untyped_storage()._cdata}) == 0
+    assert live.bytes_beside(addresses([loss, *(one.grad for one in model.parameters())])) == 0
 
 
 def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(

@@ -78,11 +78,9 @@ def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(
         step(model)
     except Broken:
         handle.remove()
-    assert (
-        not mlp._forward_hooks
-        and not mlp._forward_pre_hooks
-        and model.decoder.stores.host_bytes == 0
-    )
+    else:
+        pytest.fail("the layer did not break")
+    assert model.decoder.stores.host_bytes == 0
     assert equal(step(model), step(plain)) and copy_streams.faults == []
 
 

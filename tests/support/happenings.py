@@ -20,10 +20,11 @@ from megatron_lite.training.micro_batches import StageRunner
 
 # The places, and the function that is patched for each. The action runs before its first call in
 # the iteration.
+MATMUL = column_linear._ColumnParallelMatmul
 PLACES: dict[str, tuple[Any, str]] = {
-    "forward": (column_linear._ColumnParallelMatmul, "forward"),
-    "backward": (column_linear._ColumnParallelMatmul, "backward"),
-    "replay": (column_linear._ColumnParallelMatmul, "forward"),
+    "forward": (MATMUL, "forward"),
+    "backward": (MATMUL, "backward"),
+    "replay": (MATMUL, "forward"),
     "step": (loop, "train_step"),
     "evaluation": (StageRunner, "evaluate"),
     "saving": (write, "_write_tensors"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -10,6 +11,46 @@ import pytest
 import torch
 
 from megatron_lite.parallel.rng import RngStreams
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+STATIC = (staticmethod, classmethod)
+
+
+def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
+    """Makes a fault of a function: the function replaces what each owner has under this name.
+
+        @replaces("depart", executor)
+        def an_output_lives_until_its_backward(depart, output, fetch_grad): ...
+
+    The function's first argument is the function that it replaces. The others are those of the
+    call. The owners are modules, classes or dicts. A property stays a property.
+    """
+
+    def fault_of(function: Callable[..., Any]) -> Fault:
+        @functools.wraps(function)
+        def fault(patch: pytest.MonkeyPatch) -> None:
+            for owner in owners:
+                if isinstance(owner, dict):
+                    patch.setitem(owner, name, functools.partial(function, owner[name]))
+                else:
+                    patch.setattr(owner, name, _in_place_of(owner, name, function))
+
+        return fault
+
+    return fault_of
+
+
+def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Any:
+    """Returns the function, given the owner's function of this name, as an attribute like it."""
+    held = inspect.getattr_static(owner, name)
+    real = held.fget if isinstance(held, property) else getattr(owner, name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(real, *args, **kwargs)
+
+    if isinstance(held, property):
+        return property(replacement)
+    return staticmethod(replacement) if isinstance(held, STATIC) else replacement
 
 
 class Mutant(NamedTuple):
@@ -22,7 +63,7 @@ class Mutant(NamedTuple):
     long: whether only .ci/run runs the mutant.
     """
 
-    fault: Callable[[pytest.MonkeyPatch], None]
+    fault: Fault
     test: Callable[..., None]
     arguments: Mapping[str, Any] = {}
     error: str = ""

@@ -128,7 +128,7 @@ def _stacks(processes: list[Any], ranks: list[int], folder: Path) -> str:
     for rank in ranks:
         os.kill(processes[rank].pid, signal.SIGUSR1)
     files = [folder / f"stack_{rank}" for rank in ranks]
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + HANG_S / 10
     while time.monotonic() < deadline and not all(
         path.exists() and path.stat().st_size for path in files
     ):

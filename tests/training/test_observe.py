@@ -17,6 +17,7 @@ from megatron_lite.memory.measure.timeline import read_timeline
 from megatron_lite.model import mlp
 from megatron_lite.training.step import TrainingError
 from tests.support.commands import MOCK, SMALL_RUN
+from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -94,16 +95,16 @@ def _keep_a_tensor(
 ) -> None:
     """The MLP's activation keeps 4 bytes per element of its output more than it did: for backward,
     or just so."""
-    activate = mlp.MLP._activate
 
-    def wasteful(self: mlp.MLP, intermediate: torch.Tensor) -> torch.Tensor:
+    @replaces("_activate", mlp.MLP)
+    def wasteful(activate: Any, self: mlp.MLP, intermediate: torch.Tensor) -> torch.Tensor:
         output = activate(self, intermediate)
         if by_the_graph:
             return output * torch.ones_like(output)
         kept.append(output.detach().clone())
         return output
 
-    monkeypatch.setattr(mlp.MLP, "_activate", wasteful)
+    wasteful(monkeypatch)
 
 
 MLP_BYTES = 2 * 16 * 1 * 4 * 32 * 4  # layers, s, b, f, float32
@@ -217,10 +218,13 @@ def test_a_run_too_short_for_a_timeline_says_so(
 def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    activate, calls = mlp.MLP._activate, iter(range(10**6))
-    monkeypatch.setattr(
-        mlp.MLP, "_activate", lambda self, x: activate(self, x) * (1.0 + next(calls))
-    )
+    calls = iter(range(10**6))
+
+    @replaces("_activate", mlp.MLP)
+    def counting(activate: Any, self: mlp.MLP, intermediate: torch.Tensor) -> torch.Tensor:
+        return activate(self, intermediate) * (1.0 + next(calls))
+
+    counting(monkeypatch)
     status = pretrain_gpt.main(
         [
             *SMALL_RUN,
