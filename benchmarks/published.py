@@ -33,18 +33,22 @@ BEGIN, END = "<!-- begin: published runs -->\n", "<!-- end: published runs -->"
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MEGATRON, LLAMA = "arXiv 2104.04473, Table 1", "arXiv 2407.21783, Table 4"
 ASSUMPTIONS = """\
-- 2104.04473 does not state micro-batch sizes. It searched 1, 2, 4 and 8, so each row has the size of these that the
-  model finds fastest.
-- 2104.04473, section 5.1, says that all runs use the interleaved schedule, and not with how many virtual stages. Each
-  row has the fewest above one that divide the layers of a rank and the micro-batches allow: 2, or 3 where a rank has 3
-  layers.
-- Gradients were 16-bit, summed and reduced in that format: here that is `--grad-reduce-in-bf16` and sums by a fused
-  kernel, which moves the same 6 bytes for each parameter. Attention was unfused, with dropout. bf16 stands for fp16.
-- The achieved figures count FLOPs by the paper's formula 3, recomputation included, and so do the predicted ones.
-- Llama 3 405B: micro-batches of one sequence, sequence parallelism, gradients and optimizer states sharded (here
-  `--use-distributed-optimizer` with both overlaps), no recomputation, causal flash attention by torch's kernel. The
-  126 layers lie on 128 virtual stages, 8 for each rank; the first and the last stage have none (section 3.3.2). FLOPs
-  are those that the logs count, attention over the whole square included.
+- 2104.04473 does not state micro-batch sizes (b). It searched 1, 2, 4 and 8, so each row has the
+  one of them that the model finds fastest. Whether it fits into memory is not checked.
+- 2104.04473, section 5.1, says that all runs use the interleaved schedule, but not with how many
+  virtual stages (v). Each row has the fewest above one that divide the layers of a rank.
+- In 2104.04473 ranks of a stage send a part of the hidden states each (section 4.1) and do not
+  compute meanwhile. The gather inside a node that follows is not counted.
+- 2104.04473 trained in mixed precision. Here weights and gradients are bfloat16, gradients are
+  reduced in that format, and a fused kernel sums them, which moves as many bytes as a 16-bit sum.
+  Attention is unfused, with dropout, and every layer is recomputed whole.
+- The achieved figures of 2104.04473 count FLOPs by its formula 3, recomputation included. So do
+  the predicted ones.
+- Llama 3 405B has micro-batches of one sequence, sequence parallelism, no recomputation, and
+  causal flash attention by torch's kernel. Gradients and optimizer states are sharded: here
+  `--use-distributed-optimizer` with both overlaps. The 126 layers lie on 128 virtual stages, 8 for
+  each rank, of which the first and the last have no layer (section 3.3.2). FLOPs are those that
+  the logs count, with attention over the whole square.
 """
 
 
@@ -103,6 +107,7 @@ class MegatronRun(Published):
                 tensor_model_parallel_size=self.tp,
                 pipeline_model_parallel_size=self.pp,
                 num_virtual_stages_per_pipeline_rank=chunks,
+                overlap_p2p_comm=False,
             ),
             data_parallel=DataParallelConfig(grad_reduce_in_bf16=True),
             recompute=RecomputeConfig(
@@ -167,7 +172,13 @@ def rows() -> Iterator[Row]:
         for size in MICRO_BATCH_SIZES:
             try:
                 config = run.config(size)
-                time = step_time(config, a100, run.num_gpus, fused_accumulation=True)
+                time = step_time(
+                    config,
+                    a100,
+                    run.num_gpus,
+                    fused_accumulation=True,
+                    transfer_bytes=2048 * size * run.hidden * 2 // run.tp,
+                )
             except ValueError:
                 continue  # the batch does not divide into such micro-batches
             found.append(

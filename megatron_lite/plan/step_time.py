@@ -79,12 +79,15 @@ def step_time(
     *,
     fused_accumulation: bool = False,
     all_stages: Sequence[Stage] | None = None,
+    transfer_bytes: int | None = None,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
     fused_accumulation: whether NVIDIA apex's kernel adds weight gradients to their sums
         (`--no-gradient-accumulation-fusion` turns it off).
     all_stages: other stages than the flags describe, in the order of the model.
+    transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
+        states.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
     parallel, model = config.parallel, config.model
@@ -112,7 +115,9 @@ def step_time(
     hidden = hidden_collective(
         ALL_GATHER, model, Sizes.of(config, device=hardware.device)
     ).num_bytes // (t if parallel.sequence_parallel else 1)
-    transfer = hardware.transfer_seconds(hidden, inside=pipeline.is_inside_a_node(hardware))
+    transfer = hardware.transfer_seconds(
+        transfer_bytes or hidden, inside=pipeline.is_inside_a_node(hardware)
+    )
     ran = run_pipeline(
         Durations(times.duration, transfer if p > 1 else 0.0, parallel.overlap_p2p_comm),
         size=p,
