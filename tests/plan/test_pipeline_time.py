@@ -1,0 +1,68 @@
+"""The simulated pipeline against the formula of 2104.04473 and an independent simulator."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from megatron_lite.pipeline.order import Action
+from megatron_lite.plan.pipeline_time import Durations, run_pipeline
+from tests.pipeline.test_order import LAYOUTS, orders, simulate
+
+
+def equal(forward: float, backward: float) -> Durations:
+    """Returns the durations of equal stages."""
+    return Durations(lambda _, action: forward if action.kind == "forward" else backward)
+
+
+@pytest.mark.parametrize("chunks", range(1, 5))
+def test_equal_stages_take_the_time_of_the_formula(chunks: int) -> None:
+    for size, _, microbatches in [one for one in LAYOUTS if one[1] == chunks and one[2] >= one[0]]:
+        ran = run_pipeline(
+            equal(1.0 / chunks, 2.0 / chunks),
+            size=size,
+            num_microbatches=microbatches,
+            chunks=chunks,
+        )
+        assert max(one.end for one in ran) == pytest.approx(
+            3 * (microbatches + (size - 1) / chunks)
+        )
+        assert all(one.busy == pytest.approx(3 * microbatches) for one in ran)
+
+
+@pytest.mark.parametrize("chunks", range(1, 5))
+def test_every_layout_takes_as_long_as_in_the_other_simulator(chunks: int) -> None:
+    for size, _, microbatches in [one for one in LAYOUTS if one[1] == chunks]:
+        duration, _ = simulate(orders(size, chunks, microbatches), chunks)
+        ran = run_pipeline(
+            Durations(
+                lambda _, action: Fraction(1 if action.kind == "forward" else 2, chunks)  # type: ignore[arg-type]
+            ),
+            size=size,
+            num_microbatches=microbatches,
+            chunks=chunks,
+        )
+        assert max(one.end for one in ran) == pytest.approx(float(duration))
+
+
+def test_a_slow_stage_sets_the_pace() -> None:
+    def duration(rank: int, action: Action) -> float:
+        return 5.0 if rank == 1 else 1.0
+
+    ran = run_pipeline(Durations(duration), size=3, num_microbatches=20)
+    assert ran[1].end == pytest.approx(1.0 + 20 * 10.0 + 1.0)  # it waits twice for its neighbours
+    assert ran[0].end == ran[1].end + 1.0
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_transfers_delay_and_without_overlap_they_delay_more(chunks: int) -> None:
+    def end(transfer: float, overlap: bool) -> float:
+        durations = equal(1.0, 2.0)._replace(transfer=transfer, overlap=overlap)
+        ran = run_pipeline(durations, size=4, num_microbatches=16, chunks=chunks)
+        return max(one.end for one in ran)
+
+    assert end(0.0, True) == end(0.0, False)
+    assert end(0.0, True) < end(0.1, True) < end(0.1, False)
+    # Every action of a middle rank receives its input first.
+    assert end(0.1, False) >= end(0.0, False) + 2 * 16 * chunks * 0.1
