@@ -273,14 +273,18 @@ def test_context_parallel_ranks_share_the_work_and_exchange_keys(kind: str) -> N
 
 
 def test_muon_takes_longer_than_adam_and_sharded_it_takes_less() -> None:
-    def update(optimizer: str, *, layout: dict[str, Any] = {}, **data_parallel: bool) -> float:  # noqa: B006
-        config = run(optimizer=dict(optimizer=optimizer), data_parallel=data_parallel, **layout)
+    def update(optimizer: str, tp: int = 1, **data_parallel: bool) -> float:
+        config = run(
+            optimizer=dict(optimizer=optimizer),
+            data_parallel=data_parallel,
+            tensor_model_parallel_size=tp,
+        )
         return step_time(config, A100, 16).terms[OPTIMIZER]
 
     assert update("muon") > 2 * update("adam")
     assert update("muon", use_distributed_optimizer=True) < update("muon")
     # Eight ranks orthogonalize whole matrices, so their layers take as long as one rank's.
-    assert update("muon", layout=TP8) > 0.8 * update("muon")
+    assert update("muon", tp=8) > 0.8 * update("muon")
 
 
 def test_a_kernel_that_sums_weight_gradients_saves_memory_traffic() -> None:
