@@ -18,6 +18,7 @@ TABLES = {
     "APEX_NORMS": "model.norm",
     "STATISTICS": "description.norm_statistics",
     "activation_function": "model.activations",
+    "ACTIVATION_MOVES": "description.transformer_layer",
     "REGIONS": "config.regions",
     "RULES": "optim.optimizer",
 }
