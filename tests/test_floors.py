@@ -30,13 +30,14 @@ FLOORS = {
     "memory": 3,
     "checkpointing": 4,
     "supervision": 4,
+    "plan": 4,
     "training": 5,
     "tools": 6,
     "cli": 6,
 }
 ROOF = ("arguments", "pretrain_gpt")
 STANDARD_LIBRARY_ONLY = ("config", "description")
-WITHOUT_TORCH = ("data", "memory.predict", "memory.explain")
+WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan")
 NOT_BY_PREDICTIONS = ("megatron_lite.memory.measure", "megatron_lite.memory.explain")
 BANNED = {
     "pickle.load": r"\bpickle\.loads?\b|from pickle import",
@@ -148,6 +149,7 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         ("megatron_lite.config.model", "from numpy import ndarray"),
         ("megatron_lite.description.operations", "import torch"),
         ("megatron_lite.memory.predict.peak", "import torch"),
+        ("megatron_lite.plan.step_time", "from torch import Tensor"),
         ("megatron_lite.memory.explain.report", "from torch import Tensor"),
         ("megatron_lite.memory.predict.peak", "from megatron_lite.memory.explain import units"),
         (

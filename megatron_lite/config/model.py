@@ -49,10 +49,13 @@ class ActivationFacts(NamedTuple):
 
     fc1_blocks: the number of outputs of the MLP's first matmul, each f wide. A gated activation
         has two.
+    moved: the bytes that its forward and its backward read and write, as multiples of the bytes of
+        its output.
     help: the help text of its flag.
     """
 
     fc1_blocks: int
+    moved: tuple[int, int]
     help: str = ""
 
 
@@ -65,11 +68,13 @@ POSITIONS = {
 }
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
 ACTIVATIONS = {
-    "gelu": ActivationFacts(fc1_blocks=1),
+    "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3)),
     "swiglu": ActivationFacts(
-        fc1_blocks=2, help="gated linear unit with SiLU in the MLP, instead of GELU"
+        fc1_blocks=2, moved=(5, 13), help="gated linear unit with SiLU in the MLP, instead of GELU"
     ),
-    "squared_relu": ActivationFacts(fc1_blocks=1, help="squared ReLU in the MLP, instead of GELU"),
+    "squared_relu": ActivationFacts(
+        fc1_blocks=1, moved=(4, 7), help="squared ReLU in the MLP, instead of GELU"
+    ),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 ALWAYS_UNFUSED = {"auto": False, "flash": False, "unfused": True}

@@ -21,10 +21,12 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
+    NOTHING_MOVED,
     REDUCE_SCATTER,
     Collective,
     KeptTensor,
     Matmul,
+    Moved,
     Operation,
     OperatorCall,
     Parameter,
@@ -48,6 +50,7 @@ def column_linear(
     bias: bool,
     model: ModelConfig,
     sizes: Sizes,
+    moved: Moved = NOTHING_MOVED,
     **others: Any,
 ) -> Operation:
     """Returns a linear layer whose weight is split by output features: [s', b, h] -> [s, b, width].
@@ -56,10 +59,11 @@ def column_linear(
 
     width: the number of output features on one rank.
     output: the name of the result.
+    moved: the bytes that the kernels around the matmul move.
     others: further fields of the operation.
     """
     result = KeptTensor(output, sizes.tokens * width * sizes.element_bytes)
-    product = Matmul(matmul, 2 * sizes.tokens * model.hidden_size * width)
+    product = Matmul(matmul, sizes.tokens, width, model.hidden_size)
     calls: tuple[OperatorCall, ...] = (OperatorCall(_linear(bias), (result,), (product,)),)
     parameters = (
         Parameter("weight", (width, model.hidden_size)),
@@ -74,7 +78,10 @@ def column_linear(
         module,
         calls=calls,
         backward=column_backward(model, sizes),
+        beside=column_beside(sizes),
         parameters=parameters,
+        # The gradient of the bias is a sum over the gradient of the output.
+        moved=moved + ((0, result.num_bytes) if bias else (0, 0)),
         **others,
     )
 
@@ -98,7 +105,7 @@ def row_linear(
     width: the number of input features on one rank.
     """
     hidden = sizes.tokens * model.hidden_size * sizes.element_bytes
-    product = (Matmul(matmul, 2 * sizes.tokens * model.hidden_size * width),)
+    product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     summed = KeptTensor(f"{name} output", hidden)
@@ -130,6 +137,11 @@ def row_linear(
         calls=calls,
         backward=row_backward(model, sizes),
         parameters=parameters,
+        # One rank adds the bias in the matmul, and several add it to the sum.
+        moved=Moved(
+            2 * summed.num_bytes if bias and sizes.tp_size > 1 else 0,
+            summed.num_bytes if bias else 0,
+        ),
         **others,
     )
 
@@ -143,6 +155,13 @@ def column_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
     return hidden_collective(ALL_GATHER, model, sizes), hidden_collective(
         REDUCE_SCATTER, model, sizes
     )
+
+
+def column_beside(sizes: Sizes) -> tuple[str, ...]:
+    """Returns the gradient whose matmul runs beside each collective of `column_backward`."""
+    if sizes.tp_size == 1:
+        return ()
+    return ("input", "weight") if sizes.sequence_parallel else ("weight",)
 
 
 def row_forward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:

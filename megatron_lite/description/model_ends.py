@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.linears import (
     column_backward,
+    column_beside,
     hidden_collective,
     row_backward,
     row_forward,
@@ -20,6 +21,7 @@ from megatron_lite.description.operations import (
     Collective,
     KeptTensor,
     Matmul,
+    Moved,
     Operation,
     OperatorCall,
     Parameter,
@@ -60,6 +62,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
             calls=(OperatorCall("", (), (), row_forward(model, sizes)),),
             backward=row_backward(model, sizes),
             parameters=tuple(parameters),
+            moved=_lookup(model, sizes),
         ),
     )
 
@@ -90,7 +93,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     )
     logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
     project = OperatorCall(
-        "", (), (Matmul("logits", 2 * sizes.tokens * model.hidden_size * columns),), gathers
+        "", (), (Matmul("logits", sizes.tokens, columns, model.hidden_size),), gathers
     )
     sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row)) if several else ()
     # With loss chunks no logits are kept: backward of the output layer runs the projection again.
@@ -103,6 +106,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                 norm_statistics("final norm", model, sizes, sizes.local_tokens),
             ),
             parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
+            moved=Moved(2 * hidden, 3 * hidden),
         ),
         Operation(
             "output_layer",
@@ -110,6 +114,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             (KeptTensor("normed output", hidden),),
             calls=(project,),
             backward=column_backward(model, sizes),
+            beside=column_beside(sizes),
             rebuilds=project.matmuls if sizes.loss_chunk_size is not None else (),
             parameters=weights,
         ),
@@ -123,8 +128,34 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                 KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens),
             ),
             calls=(OperatorCall("", (), (), sums),),
+            moved=_cross_entropy(logits.num_bytes, sizes),
         ),
     )
+
+
+def _lookup(model: ModelConfig, sizes: Sizes) -> Moved:
+    """Returns the bytes that the embedding moves.
+
+    The rows of the tokens are copied. Backward fills a gradient of the whole table with zeros and
+    adds the rows to it.
+    """
+    hidden = sizes.tokens * model.hidden_size * sizes.element_bytes
+    rows, width = _words(model, sizes)
+    added = 3 * hidden if model.positions.learned else 0
+    dropped = 2 * hidden if model.hidden_dropout > 0.0 else 0
+    return Moved(
+        2 * hidden + added + dropped, rows * width * sizes.element_bytes + 3 * hidden + dropped
+    )
+
+
+def _cross_entropy(logits_bytes: int, sizes: Sizes) -> Moved:
+    """Returns the bytes that tensor_parallel/cross_entropy.py moves.
+
+    Forward reads the logits twice, and writes and reads a softmax in float32. Backward reads the
+    logits, writes the softmax, scales it in place and writes the gradient from it.
+    """
+    softmax = logits_bytes // sizes.element_bytes * sizes.accumulate_bytes
+    return Moved(2 * logits_bytes + 2 * softmax, 2 * logits_bytes + 4 * softmax)
 
 
 def _words(model: ModelConfig, sizes: Sizes) -> tuple[int, int]:

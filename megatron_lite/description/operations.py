@@ -40,13 +40,43 @@ class KeptTensor(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """A matrix product of the forward.
+    """A matrix product of the forward on one rank: `batch` times [m, k] x [k, n] -> [m, n].
 
-    flops: its FLOPs on one rank, 2 per multiply-add.
+    causal: whether the kernel may skip the half of the products that a causal mask hides. `flops`
+        counts them all the same.
+    fused: whether it is a part of a flash attention kernel, so that its result stays on the chip.
     """
 
     name: str
-    flops: int
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    causal: bool = False
+    fused: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Its FLOPs on one rank, 2 per multiply-add."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Moved(NamedTuple):
+    """The bytes of device memory that kernels read and write, on one rank.
+
+    Matmuls and collectives are not included. A kernel that keeps its intermediate results on the
+    chip counts its inputs and its outputs only.
+    """
+
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: tuple[int, ...]) -> Moved:  # type: ignore[override]
+        forward, backward = other
+        return Moved(self.forward + forward, self.backward + backward)
+
+
+NOTHING_MOVED = Moved()
 
 
 class Collective(NamedTuple):
@@ -127,8 +157,12 @@ class Operation(NamedTuple):
     enters: the regions that begin with it.
     calls: its operator calls in order.
     backward: the collectives of its backward.
+    beside: for each of these, the gradient whose matmul runs at the same time: "input", "weight",
+        or "" for none. An empty tuple means none for all.
     rebuilds: matmuls that its backward runs in addition to two for each matmul of the forward.
     parameters: the parameters of its module.
+    moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
+        two gradients counts in the norm where the residual branches.
     """
 
     name: str
@@ -140,6 +174,8 @@ class Operation(NamedTuple):
     backward: tuple[Collective, ...] = ()
     rebuilds: tuple[Matmul, ...] = ()
     parameters: tuple[Parameter, ...] = ()
+    moved: Moved = NOTHING_MOVED
+    beside: tuple[str, ...] = ()
 
     @property
     def forward(self) -> tuple[Collective, ...]:

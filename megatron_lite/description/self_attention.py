@@ -29,6 +29,7 @@ from megatron_lite.description.operations import (
     Collective,
     KeptTensor,
     Matmul,
+    Moved,
     Operation,
     OperatorCall,
     RegionEntry,
@@ -88,10 +89,18 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
                 *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
                 *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
             ),
+            moved=Moved(2 * (heads.query + heads.kv), 3 * (heads.query + heads.kv)),
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
-        yield Operation("rotary", "self_attention", (shared_table("rotary tables", tables),))
+        # x cos + rotate_half(x) sin takes five kernels for the query and five for the key.
+        both = heads.query + heads.kv
+        yield Operation(
+            "rotary",
+            "self_attention",
+            (shared_table("rotary tables", tables),),
+            moved=Moved(10 * both, 12 * both),
+        )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: tuple[KeptTensor, ...] = (whole,)
     if rotary or normed or grouped:
@@ -135,7 +144,9 @@ def _flash(
         if sizes.cp_size == 1
         else CONTEXT_PARALLEL_ATTENTION
     )
-    scores, context = _matmuls(model, sizes)
+    scores, context = (
+        one._replace(causal=not windowed, fused=True) for one in _matmuls(model, sizes)
+    )
     forward, backward = _exchange(model, sizes)
     # No policy may keep a result that depends on random numbers: the replay would not draw them,
     # and all later draws would differ.
@@ -199,6 +210,20 @@ def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -
     # A float32 softmax is cast before the product with V, which saves the cast tensor.
     elif softmax != sizes.element_bytes:
         kept += [KeptTensor("cast softmax", elements * sizes.element_bytes)]
+    moved = Moved(
+        # The mask is spread over the scores. Softmax reads them and writes its result. The
+        # attended values are copied to the layout [s, b, h].
+        2 * elements * sizes.element_bytes + elements * softmax + 2 * attended.num_bytes,
+        elements * sizes.element_bytes + 2 * elements * softmax + 4 * attended.num_bytes,
+    )
+    if softmax != sizes.element_bytes:
+        cast = elements * (softmax + sizes.element_bytes)
+        moved += (cast, cast)
+    if model.attention_dropout > 0.0:
+        dropped = elements * (2 * sizes.element_bytes + 1)
+        moved += (dropped, dropped)
+    if model.query_groups < model.num_attention_heads:
+        moved += (4 * repeated, 4 * repeated)
     scores, context = _matmuls(model, sizes)
     forward, backward = _exchange(model, sizes)
     gathers = []
@@ -227,6 +252,7 @@ def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -
         (RegionEntry(CORE_ATTENTION, inputs),),
         calls,
         backward,
+        moved=moved,
     )
 
 
@@ -235,9 +261,9 @@ def _matmuls(model: ModelConfig, sizes: Sizes) -> tuple[Matmul, Matmul]:
 
     Each is over the whole sequence, without the saving of a causal mask.
     """
-    width = model.num_attention_heads * model.head_dim // sizes.tp_size
-    flops = 2 * sizes.tokens * sizes.seq_length * width
-    return Matmul("scores", flops), Matmul("context", flops)
+    queries, keys, d = sizes.own_seq_length, sizes.seq_length, model.head_dim
+    heads = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size
+    return Matmul("scores", queries, keys, d, heads), Matmul("context", queries, d, keys, heads)
 
 
 def _exchange(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
 from megatron_lite.description.linears import column_linear, row_linear
 from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
@@ -13,6 +13,7 @@ from megatron_lite.description.operations import (
     LINEAR_PROJ,
     KeptTensor,
     LayerDescription,
+    Moved,
     Operation,
     RegionEntry,
     rng_state,
@@ -86,6 +87,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 width=qkv_width,
                 bias=model.add_bias_linear or model.add_qkv_bias,
                 keeps=(KeptTensor("normed layer input", hidden, True),),
+                moved=_split_heads(qkv_width * sizes.tokens * element, model),
                 **shape,
             ),
             *attention_operations(model, sizes, layer),
@@ -124,6 +126,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 (intermediate,),
                 (MLP_REGION, ACTIVATION),
                 (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
+                moved=_activation(model, activated.num_bytes),
             ),
             row_linear(
                 "linear_fc2",
@@ -166,7 +169,24 @@ def _norm(
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
         parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
+        # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual.
+        moved=Moved(2 * residual.num_bytes, 6 * residual.num_bytes),
     )
+
+
+def _split_heads(qkv_bytes: int, model: ModelConfig) -> Moved:
+    """Returns the bytes that splitting the output of linear_qkv moves (model/attention.py).
+
+    With query groups, query and value become contiguous. Backward spreads each of the three
+    gradients over a tensor of zeros and adds the three.
+    """
+    grouped = model.query_groups < model.num_attention_heads
+    return Moved(2 * qkv_bytes if grouped else 0, 10 * qkv_bytes)
+
+
+def _activation(model: ModelConfig, output_bytes: int) -> Moved:
+    forward, backward = ACTIVATIONS[model.activation].moved
+    return Moved(forward * output_bytes, backward * output_bytes)
 
 
 def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
@@ -174,10 +194,16 @@ def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
 
     It keeps a mask of one byte per element, unless the probability is 0.
     """
+    added = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     if not model.hidden_dropout:
-        return Operation(f"{branch} dropout", "", regions=(DROPOUT,))
+        return Operation(f"{branch} dropout", "", regions=(DROPOUT,), moved=Moved(3 * added))
     mask = KeptTensor(f"{branch} dropout mask", sizes.local_tokens * model.hidden_size, True)
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
     return Operation(
-        f"{branch} dropout", "", (mask,), (DROPOUT,), (RegionEntry(DROPOUT, (state,)),)
+        f"{branch} dropout",
+        "",
+        (mask,),
+        (DROPOUT,),
+        (RegionEntry(DROPOUT, (state,)),),
+        moved=Moved(5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
     )

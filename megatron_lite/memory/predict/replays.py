@@ -53,6 +53,20 @@ def replayed_calls(
             )
 
 
+def replayed_bytes(layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool) -> int:
+    """Returns the bytes that the kernels of a replay move, besides matmuls and collectives.
+
+    layers: the descriptions of the segment's layers.
+    """
+    if segment.unit or segment.ops:
+        again = [operation for layer in layers for operation in layer.operations]
+        # The last operation adds the output of the tail to the residual.
+        again = again[:-1] if skip_tail else again
+    else:
+        again = [one for layer in layers for one in layer.inside(segment.regions)]
+    return sum(operation.moved.forward for operation in again)
+
+
 def left_out(layers: Sequence[LayerDescription], segment: Segment) -> frozenset[tuple[str, int]]:
     """Returns the calls that a replay of the segment skips: (name of the operation, number of the
     call)."""

@@ -1,0 +1,269 @@
+"""The figures of a machine that decide how long a training step takes. Standard library only.
+
+    matmul        peak x highest efficiency x (what the shape lets it reach), or the time that its
+                  tensors need to pass through memory, if that is longer
+    memory        bytes / bandwidth
+    collective    steps x latency + bytes / bandwidth, inside a node or between nodes
+
+Each machine is a JSON file in machines/, which also states the source of each figure.
+`python -m megatron_lite.tools.calibrate` writes such a file for the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import InputError, chosen
+from megatron_lite.config.json_text import parse_json, shown
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SHIFT,
+    Collective,
+    Matmul,
+)
+
+MACHINES = Path(__file__).parent / "machines"
+LARGEST_FIGURE = 1e24
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmuls:
+    """The rate of matmuls in one format.
+
+    peak_flops: the dense peak in FLOP/s.
+    max_efficiency: the largest share of the peak that a matmul reaches.
+    half_dimension: the smallest dimension at which a matmul reaches half of that; 0 if the rate
+        does not depend on it.
+    flash_efficiency: the share of the peak that flash attention reaches, forward and backward.
+    """
+
+    peak_flops: float
+    max_efficiency: float
+    half_dimension: float
+    flash_efficiency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A network between ranks.
+
+    latency_s: the seconds of one step of a collective besides its bytes.
+    bandwidth: the bytes per second that one rank receives in a large collective.
+    """
+
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The figures of one machine. Bandwidths are bytes per second.
+
+    device: "cuda" or "cpu".
+    ranks_per_node: the GPUs of a node, or on a CPU the ranks that a node runs.
+    memory_bytes: the device memory of one rank.
+    memory_bandwidth: the data-sheet bandwidth of that memory.
+    memory_efficiency: the share of it that a kernel reaches.
+    multiprocessors, tile_m, tile_n: a matmul computes tiles of its result, one for each of the
+        multiprocessors at a time. Unfinished rounds waste time. A CPU has 1, 1 and 1.
+    kernel_s: the fixed time of one kernel.
+    bf16, fp32: the rates of matmuls. fp16 has the rates of bf16.
+    inside, between: the networks inside a node and between nodes, per rank.
+    host_bandwidth: the bandwidth to host memory, in each direction.
+    shares_cores: whether computing ranks slow a collective down as much as it slows them, so that
+        nothing overlaps. It is so on a CPU.
+    sources: the source of each figure, in words.
+    """
+
+    name: str
+    device: str
+    ranks_per_node: int
+    memory_bytes: int
+    memory_bandwidth: float
+    memory_efficiency: float
+    multiprocessors: int
+    tile_m: int
+    tile_n: int
+    kernel_s: float
+    bf16: Matmuls
+    fp32: Matmuls
+    inside: Link
+    between: Link
+    host_bandwidth: float
+    shares_cores: bool
+    sources: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ValueError(f"device must be one of {', '.join(DEVICES)} (got {self.device!r})")
+        for where, value in _figures(self):
+            name = where.rpartition(".")[2]
+            lowest = 0.0 if name in ZERO_ALLOWED else SMALLEST_FIGURE
+            highest = 1.0 if name.endswith("_efficiency") else LARGEST_FIGURE
+            if not lowest <= value <= highest:
+                raise ValueError(f"{where} must be in [{lowest:g}, {highest:g}] (got {value})")
+
+    def matmuls(self, element_bytes: int) -> Matmuls:
+        """Returns the rates of matmuls of elements with 2 or 4 bytes."""
+        return chosen("an element of bytes", str(element_bytes), {"2": self.bf16, "4": self.fp32})
+
+    def matmul_seconds(self, matmul: Matmul, element_bytes: int) -> float:
+        """Returns the time of one matmul."""
+        rates = self.matmuls(element_bytes)
+        if matmul.fused:
+            done = matmul.flops / 2 if matmul.causal else matmul.flops
+            return done / (rates.peak_flops * rates.flash_efficiency)
+        m, n, k, batch = matmul.m, matmul.n, matmul.k, matmul.batch
+        smallest = min(m, n, k)
+        rate = rates.peak_flops * rates.max_efficiency
+        rate *= smallest / (smallest + rates.half_dimension) * self._fill(m, n, batch)
+        moved = batch * (m * k + k * n + m * n) * element_bytes
+        return max(matmul.flops / rate, self.memory_seconds(moved)) + self.kernel_s
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Returns the time in which kernels read and write so many bytes of device memory."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+
+    def collective_seconds(self, collective: Collective, group: Group) -> float:
+        """Returns the time of one collective of a group of ranks."""
+        if group.size == 1:
+            return 0.0
+        link, rounds = self.between, chosen("the collective", collective.kind, ROUNDS)
+        bandwidth = link.bandwidth * min(group.size, group.per_node(self))
+        if group.is_inside_a_node(self):
+            link, bandwidth = self.inside, self.inside.bandwidth
+        received = (
+            collective.num_bytes
+            if collective.kind == SHIFT
+            else rounds * collective.num_bytes * (group.size - 1) / group.size
+        )
+        steps = 1 if collective.kind == SHIFT else rounds * math.ceil(math.log2(group.size))
+        # The ranks of a group that share a node use the network cards of all of them, but no
+        # byte travels faster than inside a node.
+        return steps * link.latency_s + received / min(bandwidth, self.inside.bandwidth)
+
+    def transfer_seconds(self, num_bytes: float, *, inside: bool) -> float:
+        """Returns the time to send bytes from one rank to another."""
+        link = self.inside if inside else self.between
+        return link.latency_s + num_bytes / link.bandwidth
+
+    def _fill(self, m: int, n: int, batch: int) -> float:
+        """Returns the share of the multiprocessors' time in which they compute elements that exist.
+
+        Tiles lie in either direction; the better one counts. NVIDIA's guide to matrix
+        multiplication explains the rounds.
+        """
+        best = 0.0
+        for rows, columns in {(self.tile_m, self.tile_n), (self.tile_n, self.tile_m)}:
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+            rounds = math.ceil(tiles / self.multiprocessors)
+            computed = rounds * self.multiprocessors * rows * columns
+            best = max(best, batch * m * n / computed)
+        return best
+
+
+ZERO_ALLOWED = ("half_dimension", "kernel_s", "latency_s")
+SMALLEST_FIGURE = 1e-12
+# How often each byte of the whole tensor reaches a rank.
+ROUNDS = {ALL_REDUCE: 2, ALL_GATHER: 1, REDUCE_SCATTER: 1, SHIFT: 1}
+
+
+class Group(NamedTuple):
+    """The place of a group of ranks.
+
+    stride: the distance between the global numbers of two neighbours in the group. Ranks with
+        neighbouring numbers share nodes.
+    """
+
+    size: int
+    stride: int = 1
+
+    def per_node(self, hardware: Hardware) -> int:
+        """Returns how many ranks of the group share a node."""
+        return max(1, min(self.size, hardware.ranks_per_node // self.stride))
+
+    def is_inside_a_node(self, hardware: Hardware) -> bool:
+        """Returns whether all ranks of the group share a node."""
+        return self.per_node(hardware) == self.size
+
+
+def machine_names() -> tuple[str, ...]:
+    """Returns the names of the machines that come with the package."""
+    return tuple(sorted(path.stem for path in MACHINES.glob("*.json")))
+
+
+def load_hardware(name: str) -> Hardware:
+    """Returns the machine with this name, or the one that a JSON file describes.
+
+    name: a name of `machine_names()`, or the path of a file that ends in .json.
+    Raises InputError for an unknown name, and for a file that is missing or wrong.
+    """
+    path = Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
+    if not name.endswith(".json") and name not in machine_names():
+        raise InputError(
+            f"no machine is called {shown(repr(name))}: give one of {', '.join(machine_names())}, "
+            "or the path of a .json file (python -m megatron_lite.tools.calibrate writes one)"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{shown(str(path))}: cannot be read ({error})") from None
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise InputError(f"{shown(str(path))}: {error}") from None
+
+
+def from_json(text: str) -> Hardware:
+    """Returns the machine that a JSON text describes.
+
+    Raises ValueError if the text is not JSON, if a figure is missing, unknown or of the wrong type,
+    or if one is outside its bounds.
+    """
+    return typing.cast(Hardware, _build(Hardware, parse_json(text), "the machine"))
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    """Returns an instance of a dataclass of this module from plain values, with checked types."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} must be an object (got {shown(repr(values))})")
+    hints = typing.get_type_hints(cls)
+    for names, fault in (
+        (hints.keys() - values.keys(), "lacks"),
+        (values.keys() - hints.keys(), "has no figure called"),
+    ):
+        if names:
+            raise ValueError(f"{where} {fault} {', '.join(shown(one) for one in sorted(names))}")
+    return cls(**{name: _value(hints[name], values[name], f"{name}") for name in hints})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint in (str, int, float, bool):
+        if type(value) is not hint:
+            raise ValueError(f"{where} must be of type {hint.__name__} (got {shown(repr(value))})")
+        return value
+    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+        raise ValueError(f"{where} must be an object of texts (got {shown(repr(value))})")
+    return value
+
+
+def _figures(config: Any, where: str = "") -> typing.Iterator[tuple[str, float]]:
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{where}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _figures(value, f"{name}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value

@@ -1,0 +1,135 @@
+"""The time of one operation of the description, forward, backward and replayed.
+
+A time is a number of seconds for each term. Terms add up: what runs beside something else counts
+only with the seconds by which it takes longer. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from megatron_lite.description.operations import SHIFT, Collective, Matmul, Operation, OperatorCall
+from megatron_lite.description.self_attention import CORE
+from megatron_lite.plan.hardware import Group, Hardware
+
+
+class Seconds(dict[str, float]):
+    """Seconds by term. A sum has the terms of both, and a term that is missing has none."""
+
+    def __missing__(self, term: str) -> float:
+        return 0.0
+
+    def __add__(self, other: Mapping[str, float]) -> Seconds:
+        both = Seconds(self)
+        for term, seconds in other.items():
+            both[term] += seconds
+        return both
+
+    def total(self) -> float:
+        """Returns the sum over all terms."""
+        return sum(self.values())
+
+
+FORWARD_MATMULS = "forward matmuls"
+BACKWARD_MATMULS = "backward matmuls"
+REPLAYED_MATMULS = "replayed matmuls"
+MEMORY_BOUND = "memory-bound operations"
+REPLAYED_MEMORY_BOUND = "replayed memory-bound operations"
+TENSOR_PARALLEL = "tensor-parallel collectives"
+CONTEXT_PARALLEL = "context-parallel collectives"
+
+
+class Clock(NamedTuple):
+    """The machine and the groups of ranks that decide the time of an operation.
+
+    element_bytes: the bytes of an element of weights and activations.
+    """
+
+    hardware: Hardware
+    element_bytes: int
+    tp: Group
+    cp: Group
+
+    def forward(self, operation: Operation) -> Seconds:
+        """Returns the time of the forward of an operation."""
+        seconds = self.memory_bound(MEMORY_BOUND, operation.moved.forward)
+        for call in operation.calls:
+            seconds += self.call(operation, call, FORWARD_MATMULS)
+        return seconds
+
+    def call(self, operation: Operation, call: OperatorCall, term: str) -> Seconds:
+        """Returns the time of one call of an operation's forward, or of its replay.
+
+        term: the term that the matmuls count in.
+        """
+        matmuls = self._matmuls(call.matmuls)
+        return Seconds({term: matmuls}) + self._collectives(
+            operation, call.collectives, beside=matmuls
+        )
+
+    def backward(self, operation: Operation) -> Seconds:
+        """Returns the time of the backward of an operation, without a replay."""
+        gradients = [
+            gradient
+            for call in operation.calls
+            for matmul in call.matmuls
+            for gradient in (input_gradient(matmul), weight_gradient(matmul))
+        ]
+        matmuls = self._matmuls([*gradients, *operation.rebuilds])
+        seconds = self.memory_bound(MEMORY_BOUND, operation.moved.backward)
+        seconds += Seconds({BACKWARD_MATMULS: matmuls})
+        if not operation.beside:
+            return seconds + self._collectives(operation, operation.backward, beside=matmuls)
+        halves = {"": 0.0, "input": 0.0, "weight": 0.0}
+        for call in operation.calls:
+            halves["input"] += self._matmuls(map(input_gradient, call.matmuls))
+            halves["weight"] += self._matmuls(map(weight_gradient, call.matmuls))
+        for collective, beside in zip(operation.backward, operation.beside, strict=True):
+            seconds[TENSOR_PARALLEL] += self.exposed(
+                self.hardware.collective_seconds(collective, self.tp), halves[beside]
+            )
+        return seconds
+
+    def memory_bound(self, term: str, num_bytes: int) -> Seconds:
+        """Returns the time of kernels that read and write so many bytes."""
+        if not num_bytes:
+            return Seconds()
+        hardware = self.hardware
+        return Seconds({term: hardware.memory_seconds(num_bytes) + hardware.kernel_s})
+
+    def exposed(self, seconds: float, beside: float) -> float:
+        """Returns by how much a transfer delays the computation that runs beside it."""
+        return seconds if self.hardware.shares_cores else max(0.0, seconds - beside)
+
+    def _matmuls(self, matmuls: Iterable[Matmul]) -> float:
+        return sum(self.hardware.matmul_seconds(one, self.element_bytes) for one in matmuls)
+
+    def _collectives(
+        self, operation: Operation, collectives: Iterable[Collective], *, beside: float
+    ) -> Seconds:
+        """Returns the time of collectives of which only ring shifts run beside the matmuls.
+
+        Core attention exchanges keys and values over context-parallel ranks. All other operations
+        communicate with tensor-parallel ranks.
+        """
+        in_core = operation.name == CORE
+        term, group = (CONTEXT_PARALLEL, self.cp) if in_core else (TENSOR_PARALLEL, self.tp)
+        shifts = waits = 0.0
+        for collective in collectives:
+            seconds = self.hardware.collective_seconds(collective, group)
+            if collective.kind == SHIFT:
+                shifts += seconds
+            else:
+                waits += seconds
+        return Seconds({term: waits + self.exposed(shifts, beside)})
+
+
+def input_gradient(matmul: Matmul) -> Matmul:
+    """Returns the matmul dx = dy W^T of y = x W."""
+    return matmul._replace(n=matmul.k, k=matmul.n)
+
+
+def weight_gradient(matmul: Matmul) -> Matmul:
+    """Returns the matmul dW = x^T dy of y = x W."""
+    return matmul._replace(m=matmul.k, k=matmul.m)

@@ -1,0 +1,244 @@
+"""The predicted time of a training step of a RunConfig on a machine, term by term.
+
+    time = max over pipeline ranks (computation + waits + reduction) + optimizer + gathers
+
+docs/step-time.md has the formulas and how well they predict published runs. The matmuls, bytes and
+collectives come from description/, the replays from the plan that a run executes, and the order of
+micro-batches from pipeline/order.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage, stages
+from megatron_lite.description.linears import hidden_collective
+from megatron_lite.description.operations import ALL_GATHER
+from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.memory.predict.flops import step_flops
+from megatron_lite.pipeline.order import Action, keeping_all
+from megatron_lite.plan.hardware import Group, Hardware
+from megatron_lite.plan.operation_time import Clock, Seconds
+from megatron_lite.plan.pipeline_time import Durations, run_pipeline
+from megatron_lite.plan.stage_time import StageTime, stage_time
+from megatron_lite.plan.update_time import update_time
+from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.recompute.schedule import plan_stage
+
+PIPELINE_WAITS = "waits of the pipeline"
+REDUCTION = "reduction of gradients"
+OPTIMIZER = "optimizer"
+WEIGHT_GATHERS = "gathers of weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The predicted time of a step.
+
+    terms: the seconds of each term, on the pipeline rank that ends last. They add up to `seconds`.
+    rank: that pipeline rank.
+    model_flops: the model FLOPs of a step on all ranks, as the logs count them.
+    peak_flops: the peak of one rank.
+    """
+
+    terms: Mapping[str, float]
+    rank: int
+    num_ranks: int
+    tokens: int
+    model_flops: int
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        """The time of a step."""
+        return sum(self.terms.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of all ranks per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """The model TFLOP/s of one rank."""
+        return self.model_flops / self.seconds / self.num_ranks / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that the model FLOPs use, from 0 to 1."""
+        return self.tflops_per_gpu * 1e12 / self.peak_flops
+
+
+def step_time(
+    config: RunConfig,
+    hardware: Hardware,
+    num_ranks: int,
+    *,
+    fused_accumulation: bool = False,
+    all_stages: Sequence[Stage] | None = None,
+    transfer_bytes: int | None = None,
+) -> StepTime:
+    """Returns the time of one step of the full batch.
+
+    fused_accumulation: whether NVIDIA apex's kernel adds weight gradients to their sums
+        (`--no-gradient-accumulation-fusion` turns it off).
+    all_stages: other stages than the flags describe, in the order of the model.
+    transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
+        states.
+    Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
+    """
+    parallel, model = config.parallel, config.model
+    t, c, p = (
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.pipeline_model_parallel_size,
+    )
+    dp_size = parallel.data_parallel_size(num_ranks)
+    num_microbatches = config.training.num_microbatches(dp_size)
+    element_bytes = chosen("the precision", config.training.precision, ELEMENT_BYTES)
+    # Ranks are numbered tensor-parallel first, then context-, data- and pipeline-parallel.
+    clock = Clock(hardware, element_bytes, tp=Group(t), cp=Group(c, t))
+    data_parallel, pipeline = Group(dp_size * c, t), Group(p, t * c * dp_size)
+    model_stages = tuple(all_stages or stages(parallel, model.num_layers))
+    num_chunks = len(model_stages) // p
+    times = _Times(
+        config,
+        clock,
+        model_stages,
+        num_microbatches=num_microbatches,
+        data_parallel=data_parallel,
+        fused_accumulation=fused_accumulation and config.training.gradient_accumulation_fusion,
+    )
+    hidden = hidden_collective(
+        ALL_GATHER, model, Sizes.of(config, device=hardware.device)
+    ).num_bytes // (t if parallel.sequence_parallel else 1)
+    transfer = hardware.transfer_seconds(
+        transfer_bytes or hidden, inside=pipeline.is_inside_a_node(hardware)
+    )
+    ran = run_pipeline(
+        Durations(times.duration, transfer if p > 1 else 0.0, parallel.overlap_p2p_comm),
+        size=p,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+    )
+    updates = [
+        update_time(
+            config,
+            own := [stage for stage in model_stages if stage.rank == rank],
+            clock,
+            data_parallel=data_parallel,
+            embeddings=Group(min(p, 2), (p - 1) * pipeline.stride if p > 1 else 1),
+            forward=sum(times.of(stage, False).forward.total() for stage in own),
+            backward=sum(times.of(stage, False).backward.total() for stage in own),
+        )
+        for rank in range(p)
+    ]
+    last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
+    terms = times.of_rank(last)
+    terms[PIPELINE_WAITS] = ran[last].end - ran[last].busy
+    terms[REDUCTION] = updates[last].reduction
+    # The norm of all gradients makes every rank wait before its update.
+    terms[OPTIMIZER] = max(one.update for one in updates)
+    terms[WEIGHT_GATHERS] = max(one.gather for one in updates)
+    batch, seq_length = config.training.batch_size(dp_size), config.data.seq_length
+    return StepTime(
+        terms={term: seconds for term, seconds in terms.items() if seconds > 0.0},
+        rank=last,
+        num_ranks=num_ranks,
+        tokens=batch * seq_length,
+        model_flops=step_flops(
+            model,
+            batch=batch,
+            seq_length=seq_length,
+            padded_vocab_size=config.tokenizer.padded_vocab_size(t),
+        ),
+        peak_flops=hardware.matmuls(element_bytes).peak_flops,
+    )
+
+
+class _Times:
+    """The times of every stage, each computed once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        clock: Clock,
+        all_stages: Sequence[Stage],
+        *,
+        num_microbatches: int,
+        data_parallel: Group,
+        fused_accumulation: bool,
+    ) -> None:
+        self._config, self._clock, self._stages = config, clock, all_stages
+        self._data_parallel, self._fused = data_parallel, fused_accumulation
+        self._size = config.parallel.pipeline_model_parallel_size
+        self._microbatches = num_microbatches
+        self._chunks = len(all_stages) // self._size
+        num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
+        # By rank: the forwards that keep everything, whose backward runs nothing again.
+        self._whole = [
+            keeping_all(
+                size=self._size,
+                rank=rank,
+                num_microbatches=num_microbatches,
+                num_kept=num_kept,
+                num_chunks=self._chunks,
+            )
+            for rank in range(self._size)
+        ]
+        self._times: dict[object, StageTime] = {}
+        self._totals: dict[tuple[int, bool, str], float] = {}
+
+    def of(self, stage: Stage, keeps_all: bool) -> StageTime:
+        """Returns the time of one micro-batch in a stage."""
+        config = self._config
+        plan = (
+            keep_everything(stage.num_layers)
+            if keeps_all or not stage.num_layers
+            else plan_stage(config.recompute, stage.num_layers, stage.number)
+        )
+        differs = config.model.window_size is not None or config.model.no_rope_freq is not None
+        alike = (
+            stage.first_layer if differs else 0,
+            stage.is_first,
+            stage.is_last,
+            stage.num_layers,
+            plan,
+        )
+        if alike not in self._times:
+            self._times[alike] = stage_time(
+                config,
+                stage,
+                plan,
+                self._clock,
+                data_parallel=self._data_parallel,
+                fused_accumulation=self._fused,
+            )
+        return self._times[alike]
+
+    def duration(self, rank: int, action: Action) -> float:
+        """Returns the seconds of one action of a rank."""
+        number, keeps_all = action.chunk * self._size + rank, self._keeps_all(rank, action)
+        key = (number, keeps_all, action.kind)
+        if key not in self._totals:
+            one = self.of(self._stages[number], keeps_all)
+            self._totals[key] = (one.forward if action.kind == "forward" else one.backward).total()
+        return self._totals[key]
+
+    def of_rank(self, rank: int) -> Seconds:
+        """Returns the seconds that a rank computes in a step, by term."""
+        terms = Seconds()
+        for chunk in range(self._chunks):
+            kept = sum(action.chunk == chunk for action in self._whole[rank])
+            for keeps_all, number in ((True, kept), (False, self._microbatches - kept)):
+                if number:
+                    one = self.of(self._stages[chunk * self._size + rank], keeps_all)
+                    for term, seconds in (one.forward + one.backward).items():
+                        terms[term] += number * seconds
+        return terms
+
+    def _keeps_all(self, rank: int, action: Action) -> bool:
+        return bool(self._whole[rank]) and action._replace(kind="forward") in self._whole[rank]

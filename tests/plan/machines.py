@@ -1,0 +1,41 @@
+"""Machines for tests of the time model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_lite.plan.hardware import Hardware, Link, Matmuls
+
+FREE = Link(latency_s=0.0, bandwidth=1e24)
+
+
+def ideal(peak_flops: float = 1e12, device: str = "cuda") -> Hardware:
+    """Returns a machine on which only matmuls take time, at their peak."""
+    rates = Matmuls(
+        peak_flops=peak_flops, max_efficiency=1.0, half_dimension=0.0, flash_efficiency=1.0
+    )
+    return Hardware(
+        name="ideal",
+        device=device,
+        ranks_per_node=8,
+        memory_bytes=1 << 40,
+        memory_bandwidth=1e24,
+        memory_efficiency=1.0,
+        multiprocessors=1,
+        tile_m=1,
+        tile_n=1,
+        kernel_s=0.0,
+        bf16=rates,
+        fp32=rates,
+        inside=FREE,
+        between=FREE,
+        host_bandwidth=1e24,
+        shares_cores=False,
+        sources={},
+    )
+
+
+def talking(latency_s: float, bandwidth: float, *, shares_cores: bool = True) -> Hardware:
+    """Returns an ideal machine whose collectives take time, and hide none of it by default."""
+    link = Link(latency_s=latency_s, bandwidth=bandwidth)
+    return replace(ideal(), inside=link, between=link, shares_cores=shares_cores)

@@ -1,0 +1,216 @@
+"""The machines, the errors of a file that describes one, and the time of one matmul, one pass
+through memory and one collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    SHIFT,
+    Collective,
+    Matmul,
+)
+from megatron_lite.memory.predict.flops import peak_flops
+from megatron_lite.plan.hardware import (
+    MACHINES,
+    Group,
+    Hardware,
+    from_json,
+    load_hardware,
+    machine_names,
+)
+from tests.plan.machines import ideal
+
+A100 = load_hardware("a100-80gb")
+DIMENSIONS = st.integers(1, 20_000)
+
+
+def text_of(**changes: Any) -> str:
+    values = {**json.loads((MACHINES / "a100-80gb.json").read_text()), **changes}
+    return json.dumps({name: value for name, value in values.items() if value != "-"})
+
+
+def test_the_package_has_four_machines() -> None:
+    assert machine_names() == ("a100-80gb", "b200", "h100-80gb", "h200")
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_machine_has_its_file_s_name_and_says_where_each_figure_is_from(name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.name == name
+    stated = " ".join(machine.sources)
+    figures = {field.name for field in dataclasses.fields(Hardware)}
+    figures -= {"name", "device", "ranks_per_node", "sources", "shares_cores"}
+    figures -= {"bf16", "fp32", "between"}  # their own figures follow
+    assert [one for one in figures if one not in stated] == []
+    for part in ("peak_flops", "max_efficiency", "half_dimension", "flash_efficiency"):
+        assert part in stated
+    assert "between.latency_s" in stated and "between.bandwidth" in stated
+    assert all(len(source) > 10 for source in machine.sources.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda_name"),
+    [
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("h100-80gb", "NVIDIA H100 80GB HBM3"),
+        ("h200", "NVIDIA H200"),
+        ("b200", "NVIDIA B200"),
+    ],
+)
+def test_the_peaks_are_those_that_the_logs_divide_by(name: str, cuda_name: str) -> None:
+    machine = load_hardware(name)
+    assert machine.bf16.peak_flops == peak_flops(cuda_name, bf16=True)
+    assert machine.fp32.peak_flops == peak_flops(cuda_name, bf16=False)
+
+
+def test_an_unknown_name_is_one_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(InputError) as error:
+        load_hardware("a100" * 100)
+    assert all(name in str(error.value) for name in machine_names())
+    assert len(str(error.value)) < 400
+
+
+def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    path.write_text(text_of(name="here"))
+    assert load_hardware(str(path)) == replace(A100, name="here")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_hardware(str(tmp_path / "elsewhere.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (dict(device="tpu"), "device must be one of cpu, cuda"),
+        (dict(memory_bandwidth="-"), "lacks memory_bandwidth"),
+        (dict(speed=1), "no figure called speed"),
+        (dict(memory_bandwidth="fast"), "memory_bandwidth must be of type float"),
+        (dict(ranks_per_node=8.5), "ranks_per_node must be of type int"),
+        (dict(ranks_per_node=True), "ranks_per_node must be of type int"),
+        (dict(shares_cores=1), "shares_cores must be of type bool"),
+        (dict(ranks_per_node=0), "ranks_per_node must be in"),
+        (dict(memory_bandwidth=-1.0), "memory_bandwidth must be in"),
+        (dict(memory_bandwidth=1e99), "memory_bandwidth must be in"),
+        (dict(memory_efficiency=1.5), "memory_efficiency must be in"),
+        (dict(inside=dict(latency_s=0.0, bandwidth=0.0)), "inside.bandwidth must be in"),
+        (dict(inside=dict(latency_s=0.0)), "inside lacks bandwidth"),
+        (dict(inside=7), "inside must be an object"),
+        (dict(sources=["a"]), "sources must be an object of texts"),
+    ],
+)
+def test_a_wrong_figure_is_named(changes: dict[str, Any], fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text_of(**changes))
+    with pytest.raises(InputError, match=fault):
+        load_hardware(str(path))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "NaN", "[" * 100_000, '{"a": 1, "a": 2}'])
+def test_a_text_that_is_no_machine_is_one_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(text)
+
+
+def test_figures_that_are_not_finite_are_refused() -> None:
+    for word in ("NaN", "Infinity"):
+        with pytest.raises(ValueError, match="memory_bandwidth must be in"):
+            from_json(text_of(memory_bandwidth=2).replace('bandwidth": 2,', f'bandwidth": {word},'))
+
+
+def test_a_large_matmul_that_fills_all_rounds_reaches_the_highest_efficiency() -> None:
+    tiles = A100.multiprocessors
+    matmul = Matmul("x", A100.tile_m * tiles, A100.tile_n * 16, 16384)
+    seconds = A100.matmul_seconds(matmul, 2) - A100.kernel_s
+    rate = A100.bf16.peak_flops * A100.bf16.max_efficiency
+    assert seconds == pytest.approx(matmul.flops / rate)
+
+
+def test_one_tile_more_than_a_round_costs_a_second_round() -> None:
+    full = Matmul("x", A100.tile_m * A100.multiprocessors, A100.tile_n, 8192)
+    more = full._replace(m=full.m + 1)
+    kernel = A100.kernel_s
+    ratio = (A100.matmul_seconds(more, 2) - kernel) / (A100.matmul_seconds(full, 2) - kernel)
+    # Tiles that lie the other way waste a little less.
+    assert 1.8 < ratio <= 2.0
+
+
+@given(m=DIMENSIONS, n=DIMENSIONS, k=DIMENSIONS)
+def test_a_larger_matmul_never_takes_less_time(m: int, n: int, k: int) -> None:
+    for machine in (A100, replace(ideal(), bf16=replace(A100.bf16, half_dimension=64.0))):
+        one = Matmul("x", m, n, k)
+        for larger in (one._replace(m=m + 7), one._replace(n=n + 7), one._replace(k=k + 7)):
+            assert machine.matmul_seconds(larger, 2) >= machine.matmul_seconds(one, 2) * (1 - 1e-9)
+
+
+def test_a_matmul_with_the_half_dimension_has_half_of_the_rate() -> None:
+    machine = ideal()
+    machine = replace(machine, fp32=replace(machine.fp32, half_dimension=100.0))
+    for shape in ((100, 5000, 5000), (5000, 100, 5000), (5000, 5000, 100)):
+        matmul = Matmul("x", *shape)
+        assert machine.matmul_seconds(matmul, 4) == pytest.approx(2 * matmul.flops / 1e12)
+
+
+def test_a_thin_matmul_takes_the_time_of_its_bytes() -> None:
+    matmul = Matmul("x", 8192, 8192, 8)
+    moved = 2 * (8192 * 8 + 8192 * 8192 + 8192 * 8)
+    assert A100.matmul_seconds(matmul, 2) - A100.kernel_s == pytest.approx(
+        A100.memory_seconds(moved)
+    )
+
+
+def test_a_causal_flash_kernel_takes_half_the_time_and_an_unfused_mask_saves_nothing() -> None:
+    whole = Matmul("x", 4096, 4096, 128, 64, fused=True)
+    assert A100.matmul_seconds(whole._replace(causal=True), 2) == pytest.approx(
+        A100.matmul_seconds(whole, 2) / 2
+    )
+    unfused = whole._replace(fused=False)
+    assert A100.matmul_seconds(unfused._replace(causal=True), 2) == A100.matmul_seconds(unfused, 2)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
+def test_an_all_reduce_takes_the_time_of_a_reduce_scatter_and_an_all_gather(size: int) -> None:
+    def seconds(kind: str) -> float:
+        return A100.collective_seconds(Collective(kind, 1 << 28), Group(size))
+
+    assert seconds(ALL_REDUCE) == pytest.approx(seconds(REDUCE_SCATTER) + seconds(ALL_GATHER))
+    assert A100.collective_seconds(Collective(ALL_REDUCE, 1 << 28), Group(1)) == 0.0
+
+
+def test_a_group_across_nodes_is_slower_and_uses_the_cards_of_its_ranks_in_a_node() -> None:
+    gather = Collective(ALL_GATHER, 1 << 34)
+    inside = A100.collective_seconds(gather, Group(8))
+    # 16 ranks on two nodes, and 16 ranks on 16 nodes
+    two, sixteen = (A100.collective_seconds(gather, Group(16, stride)) for stride in (1, 8))
+    assert inside < two < sixteen
+    latency = 4 * A100.between.latency_s
+    assert (sixteen - latency) / (two - latency) == pytest.approx(8.0)
+
+
+def test_no_group_is_faster_between_nodes_than_inside_one() -> None:
+    fast = replace(A100, between=replace(A100.between, bandwidth=1e15, latency_s=0.0))
+    shift = Collective(SHIFT, 1 << 30)
+    assert fast.collective_seconds(shift, Group(16)) == pytest.approx(
+        (1 << 30) / fast.inside.bandwidth
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "per_node"),
+    [(Group(8), 8), (Group(16), 8), (Group(4, 2), 4), (Group(8, 2), 4), (Group(3, 8), 1)],
+)
+def test_the_ranks_of_a_group_in_a_node_follow_from_its_stride(group: Group, per_node: int) -> None:
+    assert group.per_node(A100) == per_node
+    assert group.is_inside_a_node(A100) == (per_node == group.size)

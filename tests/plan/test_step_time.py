@@ -1,0 +1,333 @@
+"""The time of a step: against FLOPs and collectives counted elsewhere, and the order in which any
+user would rank runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import TrainingConfig
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.flops import hardware_flops, step_flops
+from megatron_lite.plan.hardware import Group, Link, load_hardware
+from megatron_lite.plan.operation_time import (
+    BACKWARD_MATMULS,
+    CONTEXT_PARALLEL,
+    FORWARD_MATMULS,
+    REPLAYED_MATMULS,
+    TENSOR_PARALLEL,
+)
+from megatron_lite.plan.stage_time import FSDP, GRADIENT_SUMS, HOST_COPIES
+from megatron_lite.plan.step_time import (
+    OPTIMIZER,
+    PIPELINE_WAITS,
+    REDUCTION,
+    WEIGHT_GATHERS,
+    StepTime,
+    step_time,
+)
+from megatron_lite.recompute.schedule import plan_stage
+from tests.plan.machines import ideal, talking
+from tests.support.traffic import plan_collectives
+
+A100 = load_hardware("a100-80gb")
+LAYERS, SEQ_LENGTH = 8, 2048
+MODEL = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=4096,
+    num_attention_heads=32,
+    max_position_embeddings=SEQ_LENGTH,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+def run(
+    *,
+    model: ModelConfig = MODEL,
+    batch: int = 64,
+    micro: int = 1,
+    recompute: str | None = None,
+    training: dict[str, Any] | None = None,
+    data_parallel: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    kept: int | None = None,
+    tail_skip: bool = True,
+    **parallel: Any,
+) -> RunConfig:
+    return RunConfig(
+        model=model,
+        training=TrainingConfig(
+            micro_batch_size=micro, global_batch_size=batch, bf16=True, **(training or {})
+        ),
+        data=DataConfig(seq_length=SEQ_LENGTH),
+        tokenizer=TokenizerConfig(vocab_size=32767),
+        parallel=ParallelConfig(**parallel),
+        data_parallel=DataParallelConfig(**(data_parallel or {})),
+        optimizer=OptimizerConfig(**(optimizer or {})),
+        recompute=RecomputeConfig(
+            recompute_policy=recompute,
+            recompute_tail_skip=tail_skip,
+            num_microbatches_with_partial_activation_checkpoints=kept,
+        ),
+    )
+
+
+def seconds(config: RunConfig, num_ranks: int = 8, machine: Any = A100) -> float:
+    return step_time(config, machine, num_ranks).seconds
+
+
+TP8 = dict(tensor_model_parallel_size=8)
+PP4 = dict(pipeline_model_parallel_size=4)
+POLICIES = (
+    "*:none",
+    "*:core_attn",
+    "*:mlp",
+    "0-3:full; *:none",
+    "*:full",
+    "*:full/4",
+    "*:ops(matmul)",
+)
+
+
+@pytest.mark.parametrize("backend", ["unfused", "flash"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tp", [1, 4])
+def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(
+    policy: str, tp: int, backend: str
+) -> None:
+    model = replace(MODEL, attention_backend=backend)
+    config = run(model=model, recompute=policy, tensor_model_parallel_size=tp)
+    # A flash kernel skips half of its products, which the FLOPs of the logs count.
+    half = replace(ideal(), bf16=replace(ideal().bf16, flash_efficiency=0.5))
+    machine = ideal() if backend == "unfused" else half
+    time = step_time(config, machine, 8)
+    flops = hardware_flops(
+        model,
+        plan_stage(config.recompute, LAYERS, 0),
+        batch=64,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=config.tokenizer.padded_vocab_size(tp),
+        device="cuda",
+        tp_size=tp,
+    )
+    assert time.seconds == pytest.approx(flops / 8 / 1e12, rel=1e-6)
+    matmuls = (FORWARD_MATMULS, BACKWARD_MATMULS, REPLAYED_MATMULS)
+    assert sum(time.terms.get(term, 0.0) for term in matmuls) == pytest.approx(time.seconds)
+
+
+def test_rate_and_share_of_the_peak_are_those_of_the_logs() -> None:
+    config = run(recompute="*:full")
+    time = step_time(config, ideal(2e12), 8)
+    flops = step_flops(MODEL, batch=64, seq_length=SEQ_LENGTH, padded_vocab_size=32768)
+    assert time.model_flops == flops
+    assert time.tflops_per_gpu == pytest.approx(flops / time.seconds / 8 / 1e12)
+    assert time.mfu == pytest.approx(time.tflops_per_gpu / 2.0)
+    assert time.tokens_per_second == pytest.approx(64 * SEQ_LENGTH / time.seconds)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("policy", ["*:none", "*:full", "*:mlp", "*:ops(matmul)"])
+def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
+    policy: str, sequence_parallel: bool
+) -> None:
+    config = run(recompute=policy, **TP8, sequence_parallel=sequence_parallel)
+    machine = talking(1e-6, 1e11)
+    traffic = plan_collectives(
+        MODEL, plan_stage(config.recompute, LAYERS, 0), Sizes.of(config, device="cuda")
+    )
+    issued = [*traffic.forward, *traffic.backward, *traffic.replay]
+    assert issued
+    expected = 64 * sum(machine.collective_seconds(one, Group(8)) for one in issued)
+    assert step_time(config, machine, 8).terms[TENSOR_PARALLEL] == pytest.approx(expected)
+    beside = replace(machine, shares_cores=False)
+    hidden = step_time(config, beside, 8).terms[TENSOR_PARALLEL]
+    assert 0.3 * expected < hidden < expected
+
+
+@pytest.mark.parametrize("layout", [dict(), TP8, PP4])
+def test_the_terms_add_up_and_none_is_negative(layout: dict[str, Any]) -> None:
+    time = step_time(run(recompute="*:full", **layout), A100, 16)
+    assert min(time.terms.values()) > 0.0
+    assert sum(time.terms.values()) == time.seconds
+
+
+@pytest.mark.parametrize("layout", [dict(), TP8, PP4])
+def test_more_recomputation_is_never_faster(layout: dict[str, Any]) -> None:
+    policies = ["*:none", "*:layernorm", "*:layernorm+activation", "*:mlp+layernorm", "*:full"]
+    times = [seconds(run(recompute=policy, **layout), 16) for policy in policies]
+    assert times == sorted(times) and len(set(times)) == len(times)
+    whole = seconds(run(recompute="*:full", tail_skip=False, **layout), 16)
+    assert whole > times[-1]
+    if layout == PP4:
+        assert seconds(run(recompute="*:full", kept=1, **layout), 16) < times[-1]
+
+
+@pytest.mark.parametrize(
+    "data_parallel",
+    [
+        dict(),
+        dict(use_distributed_optimizer=True),
+        dict(overlap_grad_reduce=True),
+        dict(use_torch_fsdp2=True),
+    ],
+)
+def test_more_data_parallel_ranks_are_never_slower_at_the_same_batch(
+    data_parallel: dict[str, Any],
+) -> None:
+    config = run(batch=512, data_parallel=data_parallel)
+    times = [seconds(config, ranks) for ranks in (8, 16, 32, 64, 128)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_tensor_parallel_ranks_on_several_nodes_are_slower_than_on_one() -> None:
+    small_nodes = replace(A100, ranks_per_node=4)
+    config = run(**TP8)
+    assert seconds(config, 8, small_nodes) > 1.2 * seconds(config, 8)
+
+
+def test_virtual_stages_shorten_the_waits() -> None:
+    def waits(chunks: int) -> float:
+        config = run(
+            pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=chunks, batch=8
+        )
+        return step_time(config, A100, 4).terms[PIPELINE_WAITS]
+
+    assert waits(1) > waits(2)
+
+
+def test_more_micro_batches_lower_the_share_of_the_waits() -> None:
+    def share(batch: int) -> float:
+        time = step_time(run(batch=batch, **PP4), A100, 4)
+        return time.terms[PIPELINE_WAITS] / time.seconds
+
+    assert share(4) > share(8) > share(64)
+
+
+def test_a_reduction_beside_backward_is_never_slower() -> None:
+    def time(**data_parallel: bool) -> StepTime:
+        return step_time(run(data_parallel=data_parallel), A100, 16)
+
+    alone, beside = time(), time(overlap_grad_reduce=True)
+    assert 0.0 < beside.terms[REDUCTION] < alone.terms[REDUCTION]
+    assert beside.seconds < alone.seconds
+    sharded = time(use_distributed_optimizer=True)
+    assert sharded.terms[OPTIMIZER] == pytest.approx(alone.terms[OPTIMIZER] / 16)
+    # A reduce-scatter is half of an all-reduce, and 16-bit weights come back.
+    assert sharded.terms[REDUCTION] == pytest.approx(alone.terms[REDUCTION] / 2)
+    assert sharded.terms[WEIGHT_GATHERS] < sharded.terms[REDUCTION]
+    gathers = time(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    assert gathers.terms[WEIGHT_GATHERS] < sharded.terms[WEIGHT_GATHERS]
+    assert time(grad_reduce_in_bf16=True).terms[REDUCTION] < alone.terms[REDUCTION]
+
+
+def test_fsdp2_gathers_for_every_micro_batch_and_twice_if_weights_are_freed() -> None:
+    slow = replace(A100, inside=Link(latency_s=0.0, bandwidth=1e9))
+
+    def gathers(micro: int = 1, **data_parallel: bool) -> float:
+        config = run(micro=micro, data_parallel=dict(use_torch_fsdp2=True, **data_parallel))
+        return step_time(config, slow, 8).terms[FSDP]
+
+    assert gathers(torch_fsdp2_reshard_after_forward=False) < gathers()
+    assert gathers(micro=2) < gathers()
+    free = step_time(run(data_parallel=dict(use_torch_fsdp2=True)), A100, 1)
+    assert FSDP not in free.terms
+
+
+def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough() -> None:
+    config = run(recompute="*:none@host")
+    slow = step_time(config, replace(A100, host_bandwidth=1e9), 8)
+    fast = step_time(config, replace(A100, host_bandwidth=1e12), 8)
+    assert fast.seconds >= seconds(run()) and slow.seconds > 2 * fast.seconds
+    assert fast.terms[HOST_COPIES] < 0.01 * fast.seconds < slow.terms[HOST_COPIES]
+    # Recomputation leaves only the inputs of layers to copy.
+    less = step_time(run(recompute="*:full@host"), replace(A100, host_bandwidth=1e9), 8)
+    assert less.terms[HOST_COPIES] < 0.2 * slow.terms[HOST_COPIES]
+    shared = replace(A100, host_bandwidth=1e12, shares_cores=True)
+    assert step_time(config, shared, 8).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
+
+
+@pytest.mark.parametrize("kind", ["p2p", "allgather"])
+def test_context_parallel_ranks_share_the_work_and_exchange_keys(kind: str) -> None:
+    alone = step_time(run(), A100, 4)
+    shared = step_time(run(context_parallel_size=4, cp_comm_type=kind), A100, 4)
+    assert shared.seconds > 0.9 * alone.seconds  # the same ranks do the same work
+    exposed = step_time(
+        run(context_parallel_size=4, cp_comm_type=kind), replace(A100, shares_cores=True), 4
+    )
+    assert exposed.terms[CONTEXT_PARALLEL] > 0.0
+    if kind == "p2p":
+        assert shared.terms.get(CONTEXT_PARALLEL, 0.0) < exposed.terms[CONTEXT_PARALLEL]
+
+
+def test_muon_takes_longer_than_adam_and_sharded_it_takes_less() -> None:
+    def update(optimizer: str, tp: int = 1, **data_parallel: bool) -> float:
+        config = run(
+            optimizer=dict(optimizer=optimizer),
+            data_parallel=data_parallel,
+            tensor_model_parallel_size=tp,
+        )
+        return step_time(config, A100, 16).terms[OPTIMIZER]
+
+    assert update("muon") > 2 * update("adam")
+    assert update("muon", use_distributed_optimizer=True) < update("muon")
+    # Eight ranks orthogonalize whole matrices, so their layers take as long as one rank's.
+    assert update("muon", tp=8) > 0.8 * update("muon")
+
+
+def test_a_kernel_that_sums_weight_gradients_saves_memory_traffic() -> None:
+    plain = step_time(run(), A100, 8)
+    fused = step_time(run(), A100, 8, fused_accumulation=True)
+    assert fused.terms[GRADIENT_SUMS] < plain.terms[GRADIENT_SUMS]
+    off = run(training=dict(gradient_accumulation_fusion=False))
+    assert step_time(off, A100, 8, fused_accumulation=True).terms == plain.terms
+
+
+def test_chunks_of_the_loss_cost_one_more_projection() -> None:
+    chunked = run(training=dict(loss_chunk_size=256))
+    more = seconds(chunked, 8, ideal()) - seconds(run(), 8, ideal())
+    assert more == pytest.approx(64 / 8 * 2 * SEQ_LENGTH * 4096 * 32768 / 1e12)
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "h100-80gb", "h200", "b200"])
+def test_every_machine_is_below_its_peak_and_newer_ones_are_faster(name: str) -> None:
+    times = {
+        one: step_time(run(), load_hardware(one), 8) for one in ("a100-80gb", "h100-80gb", name)
+    }
+    assert 0.2 < times[name].mfu < 0.8
+    assert times["h100-80gb"].seconds < times["a100-80gb"].seconds
+    if name in ("h200", "b200"):
+        assert times[name].seconds < times["h100-80gb"].seconds
+
+
+def test_ranks_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(ValueError, match="not a multiple"):
+        step_time(run(**TP8), A100, 12)
+    with pytest.raises(ValueError, match="not divisible"):
+        step_time(run(batch=64), A100, 24)
+
+
+def test_layers_that_differ_are_timed_each() -> None:
+    windowed = replace(MODEL, window_size=(128, 0), window_attn_skip_freq=2)
+    assert seconds(run(model=windowed)) > seconds(run())  # a window's kernel skips no products
+
+
+def test_the_model_of_time_imports_no_torch() -> None:
+    code = (
+        "import sys, megatron_lite.plan.step_time; "
+        "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
