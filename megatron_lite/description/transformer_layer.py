@@ -7,16 +7,29 @@ from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
-from megatron_lite.description.linears import column_linear, row_linear
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.activations import activation_workspace
+from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.linears import RowFrees, column_linear, row_linear
+from megatron_lite.description.norm_statistics import (
+    norm_backward,
+    norm_forward,
+    norm_parameters,
+    norm_statistics,
+)
 from megatron_lite.description.operations import (
     KeptTensor,
     LayerDescription,
     Operation,
     RegionEntry,
+    Workspace,
+    course,
     rng_state,
 )
-from megatron_lite.description.self_attention import attention_operations, attention_output
+from megatron_lite.description.self_attention import (
+    attention_operations,
+    attention_output,
+    projection_frees,
+)
 from megatron_lite.description.sizes import Sizes
 
 
@@ -95,6 +108,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 width=model.num_attention_heads * d // tp_size,
                 bias=model.add_bias_linear,
                 keeps=(attention_output(model, sizes),),
+                frees=projection_frees(model, sizes),
                 **shape,
             ),
             _dropout("attention", **shape),
@@ -123,6 +137,9 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 (intermediate,),
                 (MLP_REGION, ACTIVATION),
                 (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
+                workspace=activation_workspace(
+                    model, sizes, intermediate=intermediate.num_bytes, output=activated.num_bytes
+                ),
             ),
             row_linear(
                 "linear_fc2",
@@ -132,6 +149,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 bias=model.add_bias_linear,
                 keeps=(activated,),
                 regions=(MLP_REGION,),
+                frees=RowFrees(forward=0, backward=activated.num_bytes),
                 **shape,
             ),
             _dropout("mlp", **shape),
@@ -158,6 +176,7 @@ def _norm(
     model: ModelConfig,
     sizes: Sizes,
 ) -> Operation:
+    shape = model, sizes, sizes.local_tokens, model.hidden_size
     return Operation(
         name,
         name,
@@ -165,18 +184,35 @@ def _norm(
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
         parameters=norm_parameters(model, model.hidden_size),
+        # Autograd adds the gradient of the norm's input to that of the residual stream, in place.
+        workspace=Workspace(
+            norm_forward(*shape), course(norm_backward(*shape), -2 * residual.num_bytes)
+        ),
     )
 
 
 def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
     """Returns the dropout of a branch before the branch is added to the residual.
 
-    It keeps a mask of one byte per element, unless the probability is 0.
+    It keeps a mask of one byte per element, unless the probability is 0. The branch is freed. The
+    residual is kept by the norm before the branch.
     """
+    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     if not model.hidden_dropout:
-        return Operation(f"{branch} dropout", "", regions=(DROPOUT,))
+        # The gradient of the sum is the gradient of both terms.
+        workspace = Workspace(course(+hidden, -hidden))
+        return Operation(f"{branch} dropout", "", regions=(DROPOUT,), workspace=workspace)
     mask = KeptTensor(f"{branch} dropout mask", sizes.local_tokens * model.hidden_size, True)
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
+    workspace = Workspace(
+        course(dropout_forward(mask.num_bytes, hidden, sizes), -hidden),
+        course(+hidden, -mask.num_bytes),
+    )
     return Operation(
-        f"{branch} dropout", "", (mask,), (DROPOUT,), (RegionEntry(DROPOUT, (state,)),)
+        f"{branch} dropout",
+        "",
+        (mask,),
+        (DROPOUT,),
+        (RegionEntry(DROPOUT, (state,)),),
+        workspace=workspace,
     )
