@@ -30,6 +30,7 @@ from tests.support.models import (
     sample_tokens,
     tp_state,
 )
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 SHARE = 0.5
@@ -186,7 +187,10 @@ def wrong_each_time(
 def test_every_operation_holds_what_its_workspace_tells(
     tp_size: int, sequence_parallel: bool
 ) -> None:
-    assert wrong_each_time(wrong, tp_size, sequence_parallel, cases=GRID) == [{}] * tp_size
+    assert (
+        wrong_each_time(wrong, tp_size, sequence_parallel, cases=sampled(GRID, every=3))
+        == [{}] * tp_size
+    )
 
 
 def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_tells() -> None:
