@@ -15,14 +15,16 @@ import torch._dynamo
 from torch import Tensor
 
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import CPU_RNG_STATE, NUM_STREAMS, Sizes
 from megatron_lite.memory.predict.micro_batch_peak import micro_batch_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.pipeline.handoff import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, SHARE, Case, wrong_each_time
+from tests.support.allocations import allocations
 from tests.support.courses import EngineStorages, gloo_has_freed
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.pairs import sampled
+from tests.support.ranks import run_ranks
 
 
 def forward(model: GPTModel, sizes: Sizes, *sample: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -109,3 +111,54 @@ def test_the_peak_of_a_micro_batch_is_predicted_to_the_byte(
     cases = sampled(GRID, every=7)
     found = wrong_each_time(wrong, tp_size, sequence_parallel, layers, cases=cases)
     assert found == [{}] * tp_size
+
+
+def allocated(rank: int, world_size: int, cases: list[Case]) -> dict[Case, tuple[int, int]]:
+    """Returns {configuration: (bytes that torch's CPU allocator had at most, predicted bytes)}."""
+    found = {}
+    with tp_state(world_size) as parallel:
+        for case in cases:
+            config = replace(
+                case.config(3), hidden_size=192, ffn_hidden_size=768, max_position_embeddings=128
+            )
+            sizes = replace(
+                case.sizes(world_size, sequence_parallel=False),
+                seq_length=128,
+                padded_vocab_size=2048,
+                # A kernel for the matmul of very few tokens would copy the weight.
+                loss_chunk_size=case.loss_chunk_size and 100,
+            )
+            model = build_tiny_model(
+                config,
+                parallel,
+                dtype=case.dtype,
+                loss_chunk_size=sizes.loss_chunk_size,
+                vocab_size=sizes.padded_vocab_size,
+            )
+            sample = sample_tokens(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+            run_backward(forward(model, sizes, *sample)[0])
+            model.zero_grad(set_to_none=True)
+            tables = sum(table.nbytes for table in model.constants())
+            with allocations() as watch:
+                end, batch = forward(model, sizes, *sample)
+                run_backward(end)
+                del end, batch
+            found[case] = watch.peak_bytes + tables, micro_batch_peak(config, sizes, 3)
+    return found
+
+
+def test_the_allocator_holds_the_predicted_peak_when_nothing_watches_the_operators() -> None:
+    # The allocator also counts what kernels allocate inside a call. None does so at these peaks.
+    cases = [case for case in GRID if case.backend == "flash" and case.dropout == 0.0]
+    (found,) = run_ranks(allocated, 1, sampled(cases, every=3), detail=False)
+    assert {case: real for case, (real, _) in found.items()} == {
+        case: told for case, (_, told) in found.items()
+    }
+
+
+def test_with_dropout_the_allocator_also_holds_states_of_generators() -> None:
+    cases = [case for case in GRID if case.dropout > 0.0]
+    (found,) = run_ranks(allocated, 1, sampled(cases, every=7), detail=False)
+    # A dropout holds the states of the streams that it switches between. No operator makes them.
+    states = NUM_STREAMS * CPU_RNG_STATE
+    assert all(0 <= real - told <= states for real, told in found.values()), found
