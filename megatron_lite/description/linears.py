@@ -15,7 +15,7 @@ only.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import (
@@ -30,6 +30,8 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     Parameter,
+    Workspace,
+    course,
 )
 from megatron_lite.description.sizes import Sizes
 
@@ -38,6 +40,17 @@ OPERATORS = {
     ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
     REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
 }
+
+
+class RowFrees(NamedTuple):
+    """The tensors that are freed with a row-parallel linear layer, in bytes.
+
+    forward: tensors that the module around the layer holds until the layer has run.
+    backward: the layer's input, if no operation before the layer keeps it too.
+    """
+
+    forward: int
+    backward: int
 
 
 def column_linear(
@@ -82,6 +95,9 @@ def column_linear(
         parameters=parameters,
         # The gradient of the bias is a sum over the gradient of the output.
         moved=moved + ((0, result.num_bytes) if bias else (0, 0)),
+        workspace=column_workspace(
+            model, sizes, output=result.num_bytes, gradients=gradient_bytes(parameters, sizes)
+        ),
         **others,
     )
 
@@ -95,6 +111,7 @@ def row_linear(
     bias: bool,
     model: ModelConfig,
     sizes: Sizes,
+    frees: RowFrees,
     **others: Any,
 ) -> Operation:
     """Returns a linear layer whose weight is split by input features: [s, b, width] -> [s', b, h].
@@ -142,8 +159,61 @@ def row_linear(
             2 * summed.num_bytes if bias and sizes.tp_size > 1 else 0,
             summed.num_bytes if bias else 0,
         ),
+        workspace=_row_workspace(
+            model,
+            sizes,
+            input_bytes=sizes.tokens * width * sizes.element_bytes,
+            gradients=gradient_bytes(parameters, sizes),
+            frees=frees,
+        ),
         **others,
     )
+
+
+def column_workspace(model: ModelConfig, sizes: Sizes, *, output: int, gradients: int) -> Workspace:
+    """Returns the workspace of a column-parallel linear layer.
+
+    Under sequence parallelism it holds the gathered input, and in backward the whole gradient of
+    the input besides this rank's part of the sum.
+
+    output: the bytes of its output.
+    gradients: the bytes of its parameters' gradients.
+    """
+    whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
+    if not _splits_sequence(sizes):
+        return Workspace(course(+output), course(+whole, +gradients, -output - whole))
+    own = whole // sizes.tp_size
+    return Workspace(
+        course(+whole, +output, -whole),
+        course(+whole, +whole, +own, +gradients, -2 * whole - output - own),
+    )
+
+
+def _row_workspace(
+    model: ModelConfig, sizes: Sizes, *, input_bytes: int, gradients: int, frees: RowFrees
+) -> Workspace:
+    whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
+    # Without dropout the gradient of the output is also that of the residual, which lives on.
+    own_gradient = (
+        sizes.local_tokens * model.hidden_size * sizes.element_bytes if model.hidden_dropout else 0
+    )
+    used = own_gradient + frees.backward
+    if not _splits_sequence(sizes):
+        return Workspace(course(+whole, -frees.forward), course(+gradients, +input_bytes, -used))
+    own = whole // sizes.tp_size
+    return Workspace(
+        course(+whole, +own, -whole - frees.forward),
+        course(+whole, +gradients, +input_bytes, -whole - used),
+    )
+
+
+def gradient_bytes(parameters: tuple[Parameter, ...], sizes: Sizes) -> int:
+    """Returns the bytes of the gradients of parameters, which have the parameters' dtype."""
+    return sum(parameter.num_elements for parameter in parameters) * sizes.element_bytes
+
+
+def _splits_sequence(sizes: Sizes) -> bool:
+    return sizes.tp_size > 1 and sizes.sequence_parallel
 
 
 def column_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:

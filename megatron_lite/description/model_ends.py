@@ -7,24 +7,36 @@ and model/gpt.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.cross_entropy import linear_loss_workspace, loss_workspace
+from megatron_lite.description.dropout import dropout_forward
 from megatron_lite.description.linears import (
     column_backward,
     column_beside,
+    column_workspace,
+    gradient_bytes,
     hidden_collective,
     row_backward,
     row_forward,
 )
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.norm_statistics import (
+    norm_backward,
+    norm_forward,
+    norm_parameters,
+    norm_statistics,
+)
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     Collective,
+    Course,
     KeptTensor,
     Matmul,
     Moved,
     Operation,
     OperatorCall,
     Parameter,
+    Workspace,
+    course,
 )
 from megatron_lite.description.sizes import Sizes
 
@@ -63,8 +75,59 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
             backward=row_backward(model, sizes),
             parameters=tuple(parameters),
             moved=_lookup(model, sizes),
+            workspace=Workspace(
+                _embedding_forward(model, sizes), _embedding_backward(model, sizes, parameters)
+            ),
         ),
     )
+
+
+def _embedding_forward(model: ModelConfig, sizes: Sizes) -> Course:
+    """Returns the course of the embedding's forward.
+
+    With several ranks it looks for the ids that are elsewhere, looks up the others, and sums the
+    ranks' rows. The token ids themselves exist before.
+    """
+    tokens = sizes.tokens
+    whole = tokens * model.hidden_size * sizes.element_bytes
+    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    changes: list[int | Course] = [+hidden]
+    if sizes.tp_size > 1:
+        ids, elsewhere = 8 * tokens, tokens
+        changes = [+ids, +elsewhere, +elsewhere, +elsewhere, -2 * elsewhere, +ids]
+        # The all-reduce sums a copy. The reduce-scatter writes to a tensor of its own.
+        changes += [+whole, +whole, -whole, +hidden, -whole - ids]
+    if model.positions.learned:
+        changes += [+hidden, -hidden]
+    if model.hidden_dropout > 0.0:
+        mask = sizes.local_tokens * model.hidden_size
+        changes += [dropout_forward(mask, hidden, sizes), -hidden]
+    return course(*changes)
+
+
+def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Parameter]) -> Course:
+    """Returns the course of the embedding's backward."""
+    tokens, several = sizes.tokens, sizes.tp_size > 1
+    whole = tokens * model.hidden_size * sizes.element_bytes
+    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    changes: list[int] = []
+    if model.hidden_dropout > 0.0:
+        changes += [+hidden, -hidden - sizes.local_tokens * model.hidden_size]
+    words, *positions = (gradient_bytes((one,), sizes) for one in parameters)
+    if positions:  # summed over the samples, and written into zeros as large as the weight
+        summed = hidden // sizes.micro_batch_size if sizes.micro_batch_size > 1 else 0
+        changes += [+summed, +positions[0], -summed]
+    if several and sizes.sequence_parallel:
+        changes += [+whole, -hidden]
+    if several:  # the rows of ids that are elsewhere become zeros
+        changes += [+whole, -whole - tokens]
+    changes += [+words, -whole - (8 * tokens if several else 0)]
+    if not model.untie_embeddings_and_output_weights and sizes.has_head:
+        # The head's gradient of the tied weight waits here for this one. Autograd adds them up in
+        # place, unless the head's gradient is a view, which it is for torch's own linear layer.
+        is_view = not several and sizes.loss_chunk_size is None
+        changes += [+words, -2 * words] if is_view else [-words]
+    return course(*changes)
 
 
 def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -91,6 +154,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         if several and sizes.sequence_parallel
         else ()
     )
+    norm = model, sizes, sizes.local_tokens, model.hidden_size
     logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
     project = OperatorCall(
         "", (), (Matmul("logits", sizes.tokens, columns, model.hidden_size),), gathers
@@ -107,6 +171,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             ),
             parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
             moved=Moved(2 * hidden, 3 * hidden),
+            workspace=Workspace(norm_forward(*norm), course(norm_backward(*norm), -hidden)),
         ),
         Operation(
             "output_layer",
@@ -117,6 +182,16 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             beside=column_beside(sizes),
             rebuilds=project.matmuls if sizes.loss_chunk_size is not None else (),
             parameters=weights,
+            workspace=(
+                column_workspace(
+                    model,
+                    sizes,
+                    output=logits.num_bytes,
+                    gradients=gradient_bytes((Parameter("weight", _words(model, sizes)),), sizes),
+                )
+                if sizes.loss_chunk_size is None
+                else linear_loss_workspace(model, sizes, columns, sizes.loss_chunk_size)
+            ),
         ),
         Operation(
             "loss",
@@ -129,6 +204,9 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             ),
             calls=(OperatorCall("", (), (), sums),),
             moved=_cross_entropy(logits.num_bytes, sizes),
+            workspace=(
+                loss_workspace(sizes, columns) if sizes.loss_chunk_size is None else Workspace()
+            ),
         ),
     )
 

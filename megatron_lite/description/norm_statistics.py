@@ -1,11 +1,14 @@
-"""The tensors that a norm keeps besides its input, and its parameters. Standard library only."""
+"""The tensors that a norm keeps besides its input, its parameters and the courses of its memory.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.operations import KeptTensor, Parameter
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.operations import Course, KeptTensor, Parameter, course
+from megatron_lite.description.sizes import CPU_BLOCK, Sizes
 
 
 def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> KeptTensor:
@@ -41,6 +44,69 @@ def _layer_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:
 def _rms_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:
     """Returns the bytes of the reciprocal root mean square of each row. RMSNorm has no mean."""
     return rows * sizes.accumulate_bytes
+
+
+def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Course:
+    """Returns the course of a norm's forward. It ends with the output and the statistics."""
+    output, statistics = (
+        rows * width * sizes.element_bytes,
+        norm_statistics("", model, sizes, rows).num_bytes,
+    )
+    changes: list[int] = []
+    if _is_composed(model, sizes):
+        for block in _blocks(rows, width):
+            squares, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
+            # A 16-bit input is copied to float32. A block's copy lives until the next one exists.
+            copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else squares
+            changes += [+copy, +squares, +means, -squares - means, +squares, -squares - copy]
+    return course(+output, +statistics, *changes)
+
+
+def norm_backward(
+    model: ModelConfig, sizes: Sizes, rows: int, width: int, *, copies: bool = False
+) -> Course:
+    """Returns the course of a norm's backward. It ends with the gradients of input and parameters.
+
+    The gradient of the output is freed, and the statistics are. The input is left to the caller.
+    copies: whether the gradient of the output has a layout that RMSNorm on a CPU must copy.
+    """
+    hidden = rows * width * sizes.element_bytes
+    statistics = norm_statistics("", model, sizes, rows).num_bytes
+    gradients = width * model.norm_vectors
+    used = hidden + statistics
+    if not _is_composed(model, sizes):
+        return course(+hidden + gradients * sizes.element_bytes, -used)
+    copied = hidden if copies else 0
+    accumulates_apart = sizes.element_bytes != sizes.accumulate_bytes
+    weight = gradients * sizes.accumulate_bytes
+    changes = [+copied, +hidden, +weight]
+    before = product_before = means_before = 0
+    for block in _blocks(rows, width):
+        product, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
+        factors = product * (2 if accumulates_apart else 1)  # the gradient's copy, the normed input
+        changes += [+factors, -before, +product, -product_before]
+        changes += [+product, +weight, -product - weight]  # the gradient of the weight
+        changes += [+product, +means, -product - means_before]
+        before, product_before, means_before = factors, product, means
+    left = before + product_before + means_before + copied
+    if accumulates_apart:
+        return course(*changes, +gradients * sizes.element_bytes, -left - weight - used)
+    return course(*changes, -left - used)
+
+
+def _is_composed(model: ModelConfig, sizes: Sizes) -> bool:
+    """Returns whether the norm is composed of torch operators (model/norm.py), not one kernel."""
+    return sizes.device == "cpu" and model.norm_impl == "torch" and model.normalization == "RMSNorm"
+
+
+def _blocks(rows: int, width: int) -> list[int]:
+    """Returns the rows of the blocks that RMSNorm on a CPU computes one after the other.
+
+    All blocks but the last are alike. Three of them show every state of the memory.
+    """
+    step = max(1, CPU_BLOCK // width)
+    full, rest = divmod(rows, step)
+    return [step] * min(full, 2) + ([rest] if rest else [])
 
 
 STATISTICS = {"LayerNorm": _layer_norm_statistics, "RMSNorm": _rms_norm_statistics}

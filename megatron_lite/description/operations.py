@@ -146,6 +146,50 @@ class RegionEntry(NamedTuple):
         return (*self.inputs, rng_state(f"RNG states of {self.region}", sizes.rng_state_bytes))
 
 
+class Course(NamedTuple):
+    """How the bytes that a rank holds change while one forward or backward runs.
+
+    most: the most bytes held at any moment, beyond those held when it began.
+    end: the bytes held when the next operation begins, beyond those held when this one began. It is
+        negative if the operation frees more than it allocates.
+    """
+
+    most: int = 0
+    end: int = 0
+
+
+class Workspace(NamedTuple):
+    """The courses of an operation's forward and backward, if nothing is recomputed.
+
+    They count every tensor storage on one rank: kept tensors, outputs that nobody keeps, gradients
+    and temporaries. A course also counts the tensors that the operation frees: its input if nobody
+    keeps it, and in backward the gradient of its output and the tensors that it kept. It does not
+    count memory that a kernel allocates and frees inside one call of a torch operator.
+
+    The gradient of a parameter counts as a fresh tensor of the parameter's shape and dtype, which
+    stays alive from its computation on. `Operation.parameters` gives its bytes.
+
+    When a backward begins, the gradient of the operation's output is held. Inside a branch the
+    gradient of the residual stream is held as well. Without dropout these two are one storage when
+    the branch's backward begins.
+    """
+
+    forward: Course = Course()
+    backward: Course = Course()
+
+
+def course(*changes: int | Course) -> Course:
+    """Returns the course of successive changes.
+
+    changes: the bytes of an allocation, minus the bytes that are freed, or a whole course.
+    """
+    most = held = 0
+    for change in changes:
+        step = change if isinstance(change, Course) else Course(change, change)
+        most, held = max(most, held + step.most), held + step.end
+    return Course(most, held)
+
+
 class Operation(NamedTuple):
     """One operation of the model.
 
@@ -163,6 +207,7 @@ class Operation(NamedTuple):
     parameters: the parameters of its module.
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
+    workspace: how the held bytes change while its forward and its backward run.
     """
 
     name: str
@@ -176,11 +221,17 @@ class Operation(NamedTuple):
     parameters: tuple[Parameter, ...] = ()
     moved: Moved = NOTHING_MOVED
     beside: tuple[str, ...] = ()
+    workspace: Workspace = Workspace()
 
     @property
     def forward(self) -> tuple[Collective, ...]:
         """The collectives of its forward."""
         return tuple(collective for call in self.calls for collective in call.collectives)
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether it only makes views or copies. Reports do not name such an operation."""
+        return not (self.keeps or self.regions or self.calls or self.parameters)
 
     @property
     def flops(self) -> int:

@@ -19,20 +19,29 @@ from typing import NamedTuple
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.linears import OPERATORS
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.linears import OPERATORS, RowFrees
+from megatron_lite.description.norm_statistics import (
+    norm_backward,
+    norm_forward,
+    norm_parameters,
+    norm_statistics,
+)
 from megatron_lite.description.operations import (
     ALL_GATHER,
     QK_LAYERNORM,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
+    Course,
     KeptTensor,
     Matmul,
     Moved,
     Operation,
     OperatorCall,
     RegionEntry,
+    Workspace,
+    course,
     shared_table,
 )
 from megatron_lite.description.sizes import Sizes
@@ -77,6 +86,11 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     # views of linear_qkv's output, which is one storage.
     apart = grouped or model.norm_impl == "apex"
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
+    yield Operation(
+        "split_heads",
+        "self_attention",
+        workspace=_split_workspace(model, heads, grouped=grouped, rotary=rotary),
+    )
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
@@ -90,16 +104,28 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
                 *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
             ),
             moved=Moved(2 * (heads.query + heads.kv), 3 * (heads.query + heads.kv)),
+            workspace=_norms_workspace(model, sizes, heads, grouped=grouped, apart=apart),
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key.
         both = heads.query + heads.kv
+        # The last reference to a tensor that nobody keeps goes when the rotated one replaces it.
+        replaced = (
+            heads.query + heads.kv
+            if normed
+            else heads.query + 2 * heads.kv + (heads.query if grouped else 0)
+        )
+        part = model.rotary_dim / model.head_dim
         yield Operation(
             "rotary",
             "self_attention",
             (shared_table("rotary tables", tables),),
             moved=Moved(10 * both, 12 * both),
+            workspace=Workspace(
+                course(_rotate(heads.query, part), _rotate(heads.kv, part), -replaced),
+                course(_rotate_backward(heads.kv, part), _rotate_backward(heads.query, part)),
+            ),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: tuple[KeptTensor, ...] = (whole,)
@@ -113,16 +139,106 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             KeptTensor(f"{prefix}key", heads.kv, True),
             value,
         )
+    windowed = model.layer_reach(layer, sizes.seq_length) is not None
+    # The norms keep linear_qkv's output too, and their backward frees it.
+    held = {whole.name} if normed else set()
+    freed = {one.name: one.num_bytes for one in inputs if one.name not in held}
     if model.builds_scores(sizes.device):
-        yield _unfused(model, sizes, inputs)
+        yield _unfused(model, sizes, inputs, freed, windowed=windowed)
     else:
-        yield _flash(
-            model, sizes, inputs, windowed=model.layer_reach(layer, sizes.seq_length) is not None
-        )
+        yield _flash(model, sizes, inputs, sum(freed.values()), windowed=windowed)
+
+
+def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
+    """Returns the tensors that are freed with linear_proj.
+
+    Flash attention keeps its output too. Unfused attention keeps key and value repeated for every
+    query head, and the layer holds the key and the value themselves until linear_proj has run.
+    """
+    heads = Heads.of(model, sizes)
+    if not model.builds_scores(sizes.device):
+        return RowFrees(0, 0)
+    grouped = model.query_groups < model.num_attention_heads
+    return RowFrees(2 * heads.kv if grouped else 0, heads.query)
+
+
+def _split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: bool) -> Workspace:
+    """Returns the workspace of the split of linear_qkv's output into query, key and value.
+
+    Each of the three is a view or a copy (model/attention.py). If all are copies, linear_qkv's
+    output is freed. Backward writes each gradient into zeros as large as that output, and adds
+    them up in place.
+    """
+    whole = heads.query + 2 * heads.kv
+    copied_later = model.norm_impl == "apex" if model.qk_layernorm else rotary
+    copies = [heads.query] if grouped else []
+    copies += [heads.kv] if grouped and not copied_later else []
+    copies += [heads.kv] if grouped or copied_later else []
+    value, key, query = heads.kv, heads.kv, heads.query
+    return Workspace(
+        course(*copies, -whole if len(copies) == 3 else 0),
+        course(+whole, -value, +whole, -key, -whole, +whole, -query, -whole),
+    )
+
+
+def _norms_workspace(
+    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool
+) -> Workspace:
+    """Returns the workspace of the norms of query and key.
+
+    The gradients have another layout than the heads, with these exceptions: the key's gradient of
+    unfused attention if it is summed over a group, and both gradients of flash attention if there
+    is one sample.
+    """
+    d = model.head_dim
+    queries, keys = (size // sizes.element_bytes // d for size in heads)
+    raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
+    unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
+    copies_query = unfused or samples > 1
+    copies_key = not grouped if unfused else samples > 1
+    return Workspace(
+        course(norm_forward(model, sizes, queries, d), norm_forward(model, sizes, keys, d)),
+        course(
+            norm_backward(model, sizes, keys, d, copies=copies_key),
+            -raw_key,
+            norm_backward(model, sizes, queries, d, copies=copies_query),
+            -raw_query,
+        ),
+    )
+
+
+def _rotate(heads: int, part: float) -> Course:
+    """Returns the course of the rotation of a tensor of heads. It ends with a new tensor.
+
+    heads: its bytes. part: the share of its channels that are rotated.
+    """
+    rotated = round(heads * part)
+    half = rotated // 2  # the negated second half of the channels
+    sums = course(+rotated, +half, +rotated, -half, +rotated, -rotated, +rotated, -2 * rotated)
+    return sums if rotated == heads else course(sums, +heads, -rotated)
+
+
+def _rotate_backward(heads: int, part: float) -> Course:
+    """Returns the course of the backward of `_rotate`. It replaces one gradient by another."""
+    rotated = round(heads * part)
+    half = rotated // 2
+    products = (+rotated, +half, +rotated)
+    if rotated == heads:
+        return course(*products, -heads, +rotated, -rotated - half, -rotated)
+    # The rotated channels and the others are written into zeros, and the two are added up.
+    return course(
+        *products, +rotated, -rotated - half, -rotated, +heads, -heads, +heads, -rotated, -heads
+    )
+
+
+def _window_mask(sizes: Sizes) -> tuple[int, int, int]:
+    """Returns the changes while the mask of a window is built."""
+    mask = sizes.seq_length**2 * sizes.element_bytes
+    return +mask, +mask, -mask
 
 
 def _flash(
-    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], *, windowed: bool
+    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], freed: int, *, windowed: bool
 ) -> Operation:
     """Returns core attention by a flash kernel.
 
@@ -130,6 +246,8 @@ def _flash(
     exponentials. Its backward builds the scores again. With a window the layer keeps the same
     tensors, since its mask is built again too (model/window.py). The exception is a window with
     dropout on CUDA: torch's own function keeps the mask.
+
+    freed: the bytes of the inputs that no earlier operation keeps.
     """
     attended = attention_output(model, sizes)
     rows = (
@@ -161,6 +279,10 @@ def _flash(
         if windowed and model.attention_dropout
         else ()
     )
+    heads = Heads.of(model, sizes)
+    results = attended.num_bytes + log_sum_exp.num_bytes
+    masked = _window_mask(sizes) if windowed else ()
+    built = sum(masked)
     return Operation(
         CORE,
         "self_attention.core_attention",
@@ -170,14 +292,29 @@ def _flash(
         (call,),
         backward,
         rebuilds=(scores,),
+        workspace=Workspace(
+            course(*masked, +results, -built),
+            course(
+                *masked, +heads.query + 2 * heads.kv, -built - attended.num_bytes - results - freed
+            ),
+        ),
     )
 
 
-def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -> Operation:
+def _unfused(
+    model: ModelConfig,
+    sizes: Sizes,
+    inputs: tuple[KeptTensor, ...],
+    freed: dict[str, int],
+    *,
+    windowed: bool,
+) -> Operation:
     """Returns core attention that builds its scores.
 
     It keeps the softmax, s/c x s for each head. With dropout it also keeps the mask, one byte per
     element, and the dropped softmax.
+
+    freed: the names and bytes of the inputs that no earlier operation keeps.
     """
     attended = attention_output(model, sizes)
     # The keys of all context-parallel ranks, repeated for every query head of a group.
@@ -253,7 +390,69 @@ def _unfused(model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...]) -
         calls,
         backward,
         moved=moved,
+        workspace=Workspace(
+            _unfused_forward(model, sizes, elements, softmax, windowed=windowed),
+            _unfused_backward(model, sizes, elements, softmax, heads, freed),
+        ),
     )
+
+
+def _unfused_forward(
+    model: ModelConfig, sizes: Sizes, elements: int, softmax_bytes: int, *, windowed: bool
+) -> Course:
+    """Returns the course of the forward of attention that builds its scores.
+
+    elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
+    """
+    heads = Heads.of(model, sizes)
+    scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
+    mask = sizes.seq_length**2 * sizes.element_bytes
+    grouped = model.query_groups < model.num_attention_heads
+    changes: list[int | Course] = [*(_window_mask(sizes) if windowed else (+mask,))]
+    changes += [+heads.query, +heads.query] if grouped else []  # key and value for every head
+    changes += [+scores]
+    cast = softmax != scores
+    # On a CPU the scores are cast before the softmax. A CUDA kernel reads them as they are.
+    copy = softmax if cast and sizes.device == "cpu" else 0
+    changes += [+copy, +softmax, -copy]
+    changes += [+scores] if cast else []
+    dropped = model.attention_dropout > 0.0
+    changes += [dropout_forward(elements, scores, sizes)] if dropped else []
+    by_head = heads.query
+    changes += [+by_head, +heads.query]
+    return course(*changes, -mask - scores - by_head - (scores if cast and dropped else 0))
+
+
+def _unfused_backward(
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    heads: tuple[KeptTensor, ...],
+    freed: dict[str, int],
+) -> Course:
+    """Returns the course of the backward of attention that builds its scores.
+
+    heads: the tensors that it keeps of query, key and value. freed: those of the inputs that no
+    earlier operation keeps.
+    """
+    query, kv = Heads.of(model, sizes)
+    scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
+    cast, dropped = softmax != scores, model.attention_dropout > 0.0
+    grouped = model.query_groups < model.num_attention_heads
+    gradient = query  # of the output; those of the repeated key and value are as large
+    own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
+    value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
+    # softmax times value: the factor that is not the softmax itself is freed, and so is the value
+    changes = [+scores, +query, -gradient - value - (scores if cast or dropped else 0)]
+    changes += [+scores, -scores - elements] if dropped else []
+    changes += [+softmax, -scores] if cast else []
+    changes += [+softmax, -2 * softmax]
+    changes += [+scores, -softmax] if cast else []
+    # The gradients of query and key are products, multiplied by the scale.
+    changes += [+query, +query, -query, +query, +query, -query - scores - sum(own.values())]
+    changes += [+kv, -query, +kv, -query] if grouped else []
+    return course(*changes)
 
 
 def _matmuls(model: ModelConfig, sizes: Sizes) -> tuple[Matmul, Matmul]:

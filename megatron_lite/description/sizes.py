@@ -13,6 +13,9 @@ from megatron_lite.config.stages import Stage
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
+# The elements that RMSNorm and GELU compute at a time on a CPU. Their float32 copies stay in the
+# cache.
+CPU_BLOCK = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +112,12 @@ class Sizes:
     def stream_state_bytes(self) -> int:
         """The bytes of the state of one random-number stream."""
         return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE
+
+
+def rows_at_a_time(width: int, device: str) -> int:
+    """Returns how many rows are computed in float32 at a time by the loss and its weight gradient.
+
+    The float32 copy of these rows fits in a CPU core's cache (1 MiB). On a GPU it takes at most
+    256 MiB.
+    """
+    return max(1, (2**20 if device == "cpu" else 2**28) // (4 * width))

@@ -7,8 +7,15 @@ from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
-from megatron_lite.description.linears import column_linear, row_linear
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.activations import activation_workspace
+from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.linears import RowFrees, column_linear, row_linear
+from megatron_lite.description.norm_statistics import (
+    norm_backward,
+    norm_forward,
+    norm_parameters,
+    norm_statistics,
+)
 from megatron_lite.description.operations import (
     LINEAR_PROJ,
     KeptTensor,
@@ -16,9 +23,15 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     RegionEntry,
+    Workspace,
+    course,
     rng_state,
 )
-from megatron_lite.description.self_attention import attention_operations, attention_output
+from megatron_lite.description.self_attention import (
+    attention_operations,
+    attention_output,
+    projection_frees,
+)
 from megatron_lite.description.sizes import Sizes
 
 
@@ -98,6 +111,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 width=model.num_attention_heads * d // tp_size,
                 bias=model.add_bias_linear,
                 keeps=(attention_output(model, sizes),),
+                frees=projection_frees(model, sizes),
                 **shape,
             ),
             _dropout("attention", **shape),
@@ -127,6 +141,9 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 (MLP_REGION, ACTIVATION),
                 (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
                 moved=_activation(model, activated.num_bytes),
+                workspace=activation_workspace(
+                    model, sizes, intermediate=intermediate.num_bytes, output=activated.num_bytes
+                ),
             ),
             row_linear(
                 "linear_fc2",
@@ -136,6 +153,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
                 bias=model.add_bias_linear,
                 keeps=(activated,),
                 regions=(MLP_REGION,),
+                frees=RowFrees(forward=0, backward=activated.num_bytes),
                 **shape,
             ),
             _dropout("mlp", **shape),
@@ -162,6 +180,7 @@ def _norm(
     model: ModelConfig,
     sizes: Sizes,
 ) -> Operation:
+    shape = model, sizes, sizes.local_tokens, model.hidden_size
     return Operation(
         name,
         name,
@@ -171,6 +190,10 @@ def _norm(
         parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
         # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual.
         moved=Moved(2 * residual.num_bytes, 6 * residual.num_bytes),
+        # Autograd adds the gradient of the norm's input to that of the residual stream, in place.
+        workspace=Workspace(
+            norm_forward(*shape), course(norm_backward(*shape), -2 * residual.num_bytes)
+        ),
     )
 
 
@@ -192,13 +215,22 @@ def _activation(model: ModelConfig, output_bytes: int) -> Moved:
 def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
     """Returns the dropout of a branch before the branch is added to the residual.
 
-    It keeps a mask of one byte per element, unless the probability is 0.
+    It keeps a mask of one byte per element, unless the probability is 0. The branch is freed. The
+    residual is kept by the norm before the branch.
     """
     added = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     if not model.hidden_dropout:
-        return Operation(f"{branch} dropout", "", regions=(DROPOUT,), moved=Moved(3 * added))
+        # The gradient of the sum is the gradient of both terms.
+        workspace = Workspace(course(+added, -added))
+        return Operation(
+            f"{branch} dropout", "", regions=(DROPOUT,), moved=Moved(3 * added), workspace=workspace
+        )
     mask = KeptTensor(f"{branch} dropout mask", sizes.local_tokens * model.hidden_size, True)
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
+    workspace = Workspace(
+        course(dropout_forward(mask.num_bytes, added, sizes), -added),
+        course(+added, -mask.num_bytes),
+    )
     return Operation(
         f"{branch} dropout",
         "",
@@ -206,4 +238,5 @@ def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
         (DROPOUT,),
         (RegionEntry(DROPOUT, (state,)),),
         moved=Moved(5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
+        workspace=workspace,
     )

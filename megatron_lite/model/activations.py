@@ -15,9 +15,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-
-# Elements worked on at a time on a CPU, so that their float32 copies stay in the cache.
-ELEMENTS_AT_A_TIME = 2**16
+from megatron_lite.description.sizes import CPU_BLOCK
 
 
 def tanh_gelu(intermediate: Tensor) -> Tensor:
@@ -45,7 +43,7 @@ def squared_relu(intermediate: Tensor) -> Tensor:
 
 
 class _CpuTanhGELU(torch.autograd.Function):
-    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), ELEMENTS_AT_A_TIME elements at a time."""
+    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), CPU_BLOCK elements at a time."""
 
     @staticmethod
     def forward(ctx: Any, intermediate: Tensor) -> Tensor:
@@ -54,9 +52,7 @@ class _CpuTanhGELU(torch.autograd.Function):
         slope = (8.0 / math.pi) ** 0.5
         dtype = torch.promote_types(intermediate.dtype, torch.float32)
         for part, into in zip(
-            intermediate.reshape(-1).split(ELEMENTS_AT_A_TIME),
-            output.view(-1).split(ELEMENTS_AT_A_TIME),
-            strict=True,
+            intermediate.reshape(-1).split(CPU_BLOCK), output.view(-1).split(CPU_BLOCK), strict=True
         ):
             x = part.to(dtype)
             into.copy_((x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.layers import new_parameter
@@ -135,5 +136,5 @@ IMPLEMENTATIONS = {"torch": torch_norm, "apex": apex_norm}
 
 def _blocks(rows: Tensor) -> list[slice]:
     """Returns ranges of rows with about 64 Ki elements each: 256 KiB in float32."""
-    step = max(1, 2**16 // rows.shape[-1])
+    step = max(1, CPU_BLOCK // rows.shape[-1])
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.description.sizes import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 
 
@@ -183,10 +184,6 @@ def write_gradient_(
 
 
 def cached_rows(rows: Tensor) -> list[slice]:
-    """Returns row ranges whose float32 copy fits in a CPU core's cache (1 MiB).
-
-    On a GPU the copy of a range takes at most 256 MiB.
-    """
-    limit = 2**20 if rows.device.type == "cpu" else 2**28
-    step = max(1, limit // (4 * rows.shape[-1]))
+    """Returns the row ranges that are computed in float32 one after the other."""
+    step = rows_at_a_time(rows.shape[-1], rows.device.type)
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

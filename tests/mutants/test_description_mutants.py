@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from megatron_lite.config import regions
-from megatron_lite.description import model_ends, self_attention, transformer_layer
-from megatron_lite.description.operations import LayerDescription, Operation
-from tests.description import test_drift, test_regions
-from tests.support.mutants import Mutant, assert_seen, replaces
+from megatron_lite.description import (
+    linears,
+    model_ends,
+    norm_statistics,
+    self_attention,
+    transformer_layer,
+)
+from megatron_lite.description.operations import Course, LayerDescription, Operation, course
+from tests.description import test_drift, test_regions, test_workspace
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -94,8 +100,29 @@ def a_region_lies_nowhere(patch: Patch) -> None:
     facts(patch, "activation", parent=None)
 
 
+def a_linear_layer_forgets_its_weight_gradient(patch: Patch) -> None:
+    patch.setattr(linears, "gradient_bytes", lambda parameters, sizes: 0)
+
+
+def a_dropout_holds_no_mask(patch: Patch) -> None:
+    patch.setattr(transformer_layer, "dropout_forward", lambda mask, output, sizes: course(output))
+
+
+def one_rotation_is_forgotten(patch: Patch) -> None:
+    patch.setattr(self_attention, "_rotate_backward", lambda heads, part: Course())
+
+
+def a_norm_leaves_its_statistics(patch: Patch) -> None:
+    patch.setattr(
+        transformer_layer,
+        "norm_backward",
+        lambda *args: course(norm_statistics.norm_backward(*args), +4),
+    )
+
+
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described
 ONE = dict(tp_size=1, sequence_parallel=False)
+WORKSPACE = test_workspace.test_every_operation_holds_what_its_workspace_tells
 TAIL = test_regions.test_a_region_has_a_tail_exactly_where_the_table_says_so
 METHOD = test_regions.test_discarded_outputs_are_those_that_a_later_operation_saves
 MUTANTS: list[Any] = [
@@ -106,6 +133,10 @@ MUTANTS: list[Any] = [
     Mutant(inputs_are_not_gathered, DRIFT, dict(tp_size=2, sequence_parallel=True)),
     Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False)),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
+    Mutant(a_linear_layer_forgets_its_weight_gradient, WORKSPACE, ONE, long=True),
+    Mutant(a_dropout_holds_no_mask, WORKSPACE, ONE),
+    Mutant(one_rotation_is_forgotten, WORKSPACE, ONE, long=True),
+    Mutant(a_norm_leaves_its_statistics, WORKSPACE, ONE, long=True),
     Mutant(
         an_activation_outside_of_the_mlp,
         test_regions.test_a_region_lies_inside_its_parent_and_inside_no_other,
@@ -126,6 +157,6 @@ MUTANTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
 def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_seen(mutant, monkeypatch)

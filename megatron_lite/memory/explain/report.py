@@ -286,14 +286,15 @@ def _rebuilt(
 ) -> tuple[str, ...]:
     """Returns the operations that backward runs again in a layer of the segment."""
     layer = layers[segment.first_layer]
+    named = [operation for operation in layer.operations if not operation.only_copies]
     if segment.unit:
-        return tuple(operation.name for operation in layer.operations)
+        return tuple(operation.name for operation in named)
     again = {
         operation.name
         for _, operation, call in replayed_calls((layer,), segment, skip_tail=plan.skip_tail)
         if call.matmuls
     }
-    inside = layer.operations if segment.ops else layer.inside(segment.regions)
+    inside = named if segment.ops else layer.inside(segment.regions)
     return tuple(
         operation.name
         for operation in inside

@@ -1,0 +1,50 @@
+"""The workspace of the MLP's activation (model/activations.py). Standard library only."""
+
+from __future__ import annotations
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.operations import Workspace, course
+from megatron_lite.description.sizes import CPU_BLOCK, Sizes
+
+
+def activation_workspace(
+    model: ModelConfig, sizes: Sizes, *, intermediate: int, output: int
+) -> Workspace:
+    """Returns the workspace of the activation.
+
+    intermediate: the bytes of the output of linear_fc1, which the activation keeps.
+    output: the bytes of the result.
+    """
+    workspace = WORKSPACES.get(model.activation, _without_temporaries)
+    return workspace(model, sizes, intermediate, output)
+
+
+def _gelu(model: ModelConfig, sizes: Sizes, intermediate: int, output: int) -> Workspace:
+    backward = course(+intermediate, -output - intermediate)
+    if sizes.device != "cpu" or not model.bias_gelu_fusion:
+        return Workspace(course(+output), backward)
+    # tanh_gelu computes blocks in float32. A 16-bit input is copied. The copy lives on until the
+    # next block's copy exists.
+    block = min(CPU_BLOCK, output // sizes.element_bytes) * sizes.accumulate_bytes
+    copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
+    return Workspace(course(+output, +copy, +block, -block - copy), backward)
+
+
+def _swiglu(model: ModelConfig, sizes: Sizes, intermediate: int, output: int) -> Workspace:
+    # Backward computes silu(gate), then the gradients of silu's output and of its input.
+    return Workspace(
+        course(+output),
+        course(
+            +intermediate, +output, -output, +output, +output, -2 * output, -output - intermediate
+        ),
+    )
+
+
+def _without_temporaries(
+    model: ModelConfig, sizes: Sizes, intermediate: int, output: int
+) -> Workspace:
+    return Workspace(course(+output), course(+intermediate, -output - intermediate))
+
+
+# The activations that allocate more than their result and its gradient.
+WORKSPACES = {"gelu": _gelu, "swiglu": _swiglu}

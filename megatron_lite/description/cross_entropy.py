@@ -1,0 +1,151 @@
+"""The workspaces of the loss, with the output projection in chunks or apart from it.
+
+They describe tensor_parallel/cross_entropy.py and linear_cross_entropy.py. Columns of the padding
+count as columns of true ids. They are left out of the float32 copies of a few rows, so a rank whose
+columns are padded holds a little less. Standard library only.
+"""
+
+from __future__ import annotations
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.operations import Course, Workspace, course
+from megatron_lite.description.sizes import Sizes, rows_at_a_time
+
+
+def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
+    """Returns the workspace of the loss of all tokens, whose logits exist.
+
+    columns: the columns of the logits on one rank.
+    """
+    tokens, row = sizes.tokens, sizes.accumulate_bytes * sizes.tokens
+    logits = tokens * columns * sizes.element_bytes
+    return Workspace(
+        course(
+            _local_labels(sizes),
+            _row_statistics(sizes, tokens, columns),
+            _combined(sizes),
+            -3 * row,
+        ),
+        course(
+            +logits,
+            _gradient_factors(sizes),
+            _write_gradient(sizes, tokens, columns),
+            -2 * row - row - logits - _kept(sizes),
+        ),
+    )
+
+
+def linear_loss_workspace(
+    model: ModelConfig, sizes: Sizes, columns: int, chunk_size: int
+) -> Workspace:
+    """Returns the workspace of the output projection and the loss, one chunk of tokens at a time.
+
+    columns: the columns of the logits on one rank. chunk_size: the tokens of a chunk.
+    """
+    h, element, accumulate = model.hidden_size, sizes.element_bytes, sizes.accumulate_bytes
+    tokens, row = sizes.tokens, accumulate * sizes.tokens
+    whole, own = tokens * h * element, sizes.local_tokens * h * element
+    gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
+    buffer = min(chunk_size, tokens) * columns * element
+    full, rest = divmod(tokens, chunk_size)
+    chunks = ([chunk_size] if full else []) + ([rest] if rest else [])
+    # The statistics of earlier chunks stay. The last of the full chunks is the fullest moment.
+    forward = course(
+        _local_labels(sizes),
+        +gathered,
+        +buffer,
+        3 * accumulate * chunk_size * max(0, full - 1),
+        *(_row_statistics(sizes, chunk, columns) for chunk in chunks),
+        -buffer,
+        *(+row, +row, +row),  # the statistics of all chunks in one tensor each
+        _combined(sizes),
+        -3 * row - 3 * row - gathered,
+    )
+    # A 16-bit weight's gradient is summed in float32, a few rows at a time, and cast in the end.
+    apart = element != accumulate
+    total, cast = columns * h * accumulate, columns * h * element
+    rows = min(columns, rows_at_a_time(h, sizes.device))
+    product = rows * h * element if apart else 0
+    scattered = own if gathered else 0
+    steps: list[int | Course] = []
+    for number, chunk in enumerate(chunks):
+        last = scattered if number == len(chunks) - 1 else 0
+        steps += [_write_gradient(sizes, chunk, columns), +last, +product, -product]
+    # Without sequence parallelism the whole gradient of the input is the result.
+    backward = course(
+        _gradient_factors(sizes),
+        *(+gathered, +whole, +total, +buffer),
+        *steps,
+        -2 * gathered - buffer - 2 * row - row,
+        *((+cast, -total) if apart else ()),
+        -own - _kept(sizes),
+    )
+    return Workspace(forward, backward)
+
+
+def _kept(sizes: Sizes) -> int:
+    """Returns the bytes of the labels, the marks of labels on this rank and the softmax's share."""
+    return (8 + 1 + sizes.accumulate_bytes) * sizes.tokens
+
+
+def _local_labels(sizes: Sizes) -> Course:
+    """Returns the course of `local_labels`. It ends with a column and a mark for each label."""
+    tokens = sizes.tokens
+    ids = 8 * tokens
+    copy = _flattened(ids, sizes)
+    return course(+copy, +ids, -copy, +ids, +tokens, +tokens, +tokens, -2 * tokens - ids)
+
+
+def _row_statistics(sizes: Sizes, tokens: int, columns: int) -> Course:
+    """Returns the course of `row_statistics`. It ends with three numbers for each of the rows."""
+    row, own_row = sizes.accumulate_bytes * tokens, sizes.element_bytes * tokens
+    rows = min(tokens, rows_at_a_time(columns, sizes.device))
+    cast = sizes.element_bytes != sizes.accumulate_bytes
+    maximum, softmax = rows * sizes.accumulate_bytes, rows * columns * sizes.accumulate_bytes
+    own_maximum = rows * sizes.element_bytes
+    parts = [+own_maximum, +maximum, -own_maximum, -maximum] if cast else [+maximum, -maximum]
+    copy = softmax if cast and sizes.device == "cpu" else 0
+    parts += [+copy, +softmax, -copy, +maximum, -softmax, -maximum]
+    at_label = [+own_row, +row, -own_row - row] if cast else [+row, -row]
+    return course(+row, +row, +row, *parts, *at_label)
+
+
+def _combined(sizes: Sizes) -> Course:
+    """Returns the course of `combined`. It ends with the losses and the share of the softmax."""
+    row = sizes.accumulate_bytes * sizes.tokens
+    maximum = row if sizes.tp_size > 1 else 0
+    zero = sizes.accumulate_bytes
+    return course(
+        *(+maximum, +row, +row, -row),
+        *(+row, +zero, +row, -row - zero),  # the label's logit, if the label is here
+        *(+2 * row, -row),  # the two sums
+        *(+row, +row, -row),  # the logarithm and the losses
+        -2 * row - maximum,
+    )
+
+
+def _gradient_factors(sizes: Sizes) -> Course:
+    """Returns the course of `gradient_factors`. It ends with two factors for each row."""
+    row = sizes.accumulate_bytes * sizes.tokens
+    copy = _flattened(row, sizes)
+    return course(+copy, +row, +row, +row, -row - copy)
+
+
+def _flattened(num_bytes: int, sizes: Sizes) -> int:
+    """Returns the bytes of the copy that flattens a transposed [b, s]. One sample needs no copy."""
+    return num_bytes if sizes.micro_batch_size > 1 else 0
+
+
+def _write_gradient(sizes: Sizes, tokens: int, columns: int) -> Course:
+    """Returns the course of `write_gradient_`. The last rows' softmax is freed with it."""
+    step = rows_at_a_time(columns, sizes.device)
+    full, rest = divmod(tokens, step)
+    changes: list[int] = []
+    before = 0
+    for rows in [step] * min(full, 2) + ([rest] if rest else []):
+        softmax = rows * columns * sizes.accumulate_bytes
+        cast = sizes.element_bytes != sizes.accumulate_bytes and sizes.device == "cpu"
+        copy = softmax if cast else 0
+        changes += [+copy, +softmax, -copy, -before]
+        before = softmax
+    return course(*changes, -before)

@@ -1,0 +1,18 @@
+"""The course of a dropout's memory (model/dropout.py). Standard library only."""
+
+from __future__ import annotations
+
+from megatron_lite.description.operations import Course, course
+from megatron_lite.description.sizes import Sizes
+
+
+def dropout_forward(elements: int, output: int, sizes: Sizes) -> Course:
+    """Returns the course of a dropout's forward. It ends with the output and the mask.
+
+    elements: the number of elements, and so the bytes of the mask. output: its bytes.
+    """
+    if sizes.device != "cpu":
+        return course(+output + elements)
+    # Each 64-bit draw gives the numbers of four elements.
+    numbers = 8 * -(-elements // 4)
+    return course(+numbers, +elements, -numbers, +output)
