@@ -120,4 +120,4 @@ def rows_at_a_time(width: int, device: str) -> int:
     The float32 copy of these rows fits in a CPU core's cache (1 MiB). On a GPU it takes at most
     256 MiB.
     """
-    return max(1, (2**20 if device == "cpu" else 2**28) // (4 * width))
+    return max(1, (2**20 if device == "cpu" else 2**28) // (4 * max(1, width)))

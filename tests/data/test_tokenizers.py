@@ -104,7 +104,7 @@ def test_null_tokenizer_runs_without_the_tokenizers_library() -> None:
     program = """if True:
         import sys
         sys.modules["tokenizers"] = None
-        from megatron_lite.config.training import TokenizerConfig
+        from megatron_lite.config.data_settings import TokenizerConfig
         from megatron_lite.data.tokenizers import build_tokenizer, resolve_vocabulary
         from megatron_lite.tools import preprocess_data
         tokenizer = build_tokenizer(resolve_vocabulary(TokenizerConfig(vocab_size=9)))

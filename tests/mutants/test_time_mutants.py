@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         an_input_arrives_at_once,
         test_pipeline_time.test_transfers_delay_and_without_overlap_they_delay_more,
-        dict(chunks=1),
+        dict(num_chunks=1),
     ),
     Mutant(
         copies_to_the_host_are_free,
