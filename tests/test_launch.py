@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 
 
+@pytest.mark.long
 def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
     """float32 sums in another order: 1e-4 after 12 steps."""
     for ranks, run in ((1, run_program), (2, run_command)):

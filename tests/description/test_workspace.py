@@ -183,7 +183,10 @@ def wrong_each_time(
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+)
 def test_every_operation_holds_what_its_workspace_tells(
     tp_size: int, sequence_parallel: bool
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_file_of_another_size_is_named_too(
     assert ends_as(whole, folder)
 
 
+@pytest.mark.long
 def test_on_two_ranks_both_go_back_whichever_reads_the_damage(tmp_path: Path) -> None:
     """Ranks share the reading: each file is damaged once."""
     whole, begun = tmp_path / "whole" / "steps", tmp_path / "begun" / "steps"

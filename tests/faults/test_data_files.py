@@ -222,6 +222,7 @@ def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(
         assert run.wait() == [0, 0], run.everything()
 
 
+@pytest.mark.long
 def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reader(
     tmp_path: Path,
 ) -> None:

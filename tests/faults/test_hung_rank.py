@@ -125,6 +125,7 @@ def test_the_last_checkpoint_loads_and_the_run_ends_with_the_same_weights(tmp_pa
     patiently(check, 2)
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack() -> None:
     """As when a file system does not answer: the process lives, and its stack says where it
     hangs."""
@@ -192,6 +193,7 @@ def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(
     patiently(check, 2)
 
 
+@pytest.mark.long
 def test_a_stopped_rank_that_holds_the_store_is_named_too() -> None:
     def check(limit: float) -> None:
         arguments = [*RUN, f"{limit:g}", *TENSOR]

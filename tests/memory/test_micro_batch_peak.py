@@ -103,8 +103,11 @@ def wrong(
     return found
 
 
-@pytest.mark.parametrize("layers", [(3,), (1, 1, 1)])
-@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("layers", [pytest.param((3,), marks=pytest.mark.long), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+)
 def test_the_peak_of_a_micro_batch_is_predicted_to_the_byte(
     tp_size: int, sequence_parallel: bool, layers: tuple[int, ...]
 ) -> None:
@@ -156,6 +159,7 @@ def test_the_allocator_holds_the_predicted_peak_when_nothing_watches_the_operato
     }
 
 
+@pytest.mark.long
 def test_with_dropout_the_allocator_also_holds_states_of_generators() -> None:
     cases = [case for case in GRID if case.dropout > 0.0]
     (found,) = run_ranks(allocated, 1, sampled(cases, every=7), detail=False)

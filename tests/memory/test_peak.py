@@ -217,7 +217,11 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout:
 
 @pytest.mark.parametrize(
     ("variant", "sequence_parallel"),
-    [("gpt2", False), pytest.param("llama", False, marks=pytest.mark.long), ("qwen", True)],
+    [
+        ("gpt2", False),
+        pytest.param("llama", False, marks=pytest.mark.long),
+        pytest.param("qwen", True, marks=pytest.mark.long),
+    ],
 )
 def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> None:
     config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)

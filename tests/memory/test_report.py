@@ -371,6 +371,7 @@ def test_the_best_unit_of_the_22b_model_is_longer_only_where_inputs_are_kept_who
 # Notes
 
 
+@pytest.mark.long
 def test_a_unit_that_holds_more_than_the_best_is_told_so_with_the_ratio() -> None:
     words = GPT_22B + FULL + "uniform --recompute-num-layers "
     held = {count: report_of(words + str(count)).own.peak.held_bytes for count in (1, 3, 12)}
@@ -420,6 +421,7 @@ def test_what_goes_to_the_host_is_named_and_on_a_cpu_so_is_that_it_frees_nothing
     assert "host" not in topics(report_of(run.replace("@host", "")))
 
 
+@pytest.mark.long
 def test_distributed_inputs_are_compared_with_sequence_parallelism() -> None:
     words = GPT_22B + FULL + "uniform "
     text = note(report_of(words + "--distribute-saved-activations"), "distribute")
@@ -447,6 +449,7 @@ def test_what_a_region_frees_is_said(module: str, freed: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_core_attention_is_called_moot_only_where_flash_attention_runs() -> None:
     words = GPT_22B + SELECTIVE + "core_attn "
     assert topics(report_of(words)) == ["regions", "core_attn", "peak"]

@@ -134,7 +134,7 @@ MUTANTS: list[Any] = [
     Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False)),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
     Mutant(a_linear_layer_forgets_its_weight_gradient, WORKSPACE, ONE, long=True),
-    Mutant(a_dropout_holds_no_mask, WORKSPACE, ONE),
+    Mutant(a_dropout_holds_no_mask, WORKSPACE, ONE, long=True),
     Mutant(one_rotation_is_forgotten, WORKSPACE, ONE, long=True),
     Mutant(a_norm_leaves_its_statistics, WORKSPACE, ONE, long=True),
     Mutant(

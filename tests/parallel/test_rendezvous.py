@@ -186,6 +186,7 @@ def test_within_returns_raises_and_gives_up() -> None:
         within(0.05, lambda: threading.Event().wait(HANG_S))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_program_says_one_line_and_ends_with_status_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, which must end although a thread of it waits in torch's client."""

@@ -44,6 +44,7 @@ def _run(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
 
 
+@pytest.mark.long
 def test_a_pipeline_logs_the_losses_of_one_process(tmp_path: Path):
     check_losses(tmp_path, {"pipeline": (2, PIPELINE), "interleaved": (2, INTERLEAVED)})
 

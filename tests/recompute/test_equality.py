@@ -163,17 +163,20 @@ def faults(
 SETTINGS = [
     (1, False, torch.float32),
     (1, False, torch.bfloat16),
-    (1, False, AUTOCAST),
     (1, False, torch.float16),
     (2, False, torch.float32),
-    (2, True, torch.float32),
-    (2, False, torch.bfloat16),
     (2, True, torch.bfloat16),
     (2, False, AUTOCAST),
+]
+LONG_SETTINGS = [
+    (1, False, AUTOCAST),
+    (2, True, torch.float32),
+    (2, False, torch.bfloat16),
     (2, True, AUTOCAST),
     (2, True, torch.float16),
+    (4, False, torch.bfloat16),
+    (4, True, torch.float32),
 ]
-LONG_SETTINGS = [(4, False, torch.bfloat16), (4, True, torch.float32)]
 
 
 def check(

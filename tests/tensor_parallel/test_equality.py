@@ -39,7 +39,7 @@ def unsharded() -> dict[tuple[str, torch.dtype], Outcome]:
 
 @pytest.fixture(
     scope="module",
-    params=[(2, False), (2, True), (4, False), (4, True)],
+    params=[(2, False), (2, True), pytest.param((4, False), marks=pytest.mark.long), (4, True)],
     ids=["tp2", "tp2-sequence-parallel", "tp4", "tp4-sequence-parallel"],
 )
 def sharded(request: pytest.FixtureRequest) -> list[dict[tuple[str, torch.dtype], Outcome]]:

@@ -102,6 +102,7 @@ def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(
     ]
 
 
+@pytest.mark.long
 def test_without_an_index_the_standard_library_is_used_and_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

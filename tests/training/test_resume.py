@@ -14,7 +14,7 @@ LAYOUTS = [
     pytest.param(1, 1, False, False, id="tp1"),
     pytest.param(1, 1, False, True, id="tp1-bf16", marks=pytest.mark.long),
     pytest.param(2, 2, False, False, id="tp2", marks=pytest.mark.long),
-    pytest.param(2, 2, True, True, id="tp2-sp-bf16"),
+    pytest.param(2, 2, True, True, id="tp2-sp-bf16", marks=pytest.mark.long),
     pytest.param(4, 2, True, False, id="tp2-sp-dp2", marks=pytest.mark.long),
 ]
 
