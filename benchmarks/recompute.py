@@ -325,7 +325,14 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def shown(ratio: Spread | None) -> str:
-    return "" if ratio is None else "{:.2f} ({:.2f}-{:.2f})".format(*ratio)
+    """Returns the ratio in at most 16 columns, up to 999.
+
+    A machine that does other work as well can show ratios of 10 and more. They have one digit less.
+    """
+    if ratio is None:
+        return ""
+    middle, low, high = (f"{one:.2f}" if one < 9.995 else f"{one:.3g}" for one in ratio)
+    return f"{middle} ({low}-{high})"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
