@@ -125,6 +125,15 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
         metavar="N",
         help="steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA",
     )
+    add_clock_arguments(parser)
+    parser.add_argument(
+        "--profile", action="store_true", help="also print each engine's most expensive operators"
+    )
+    return parser
+
+
+def add_clock_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that every timing command has: --threads, --clock and --json."""
     parser.add_argument(
         "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
     )
@@ -141,10 +150,6 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
         metavar="FILE",
         help="also write settings and every sample, after each block of rows",
     )
-    parser.add_argument(
-        "--profile", action="store_true", help="also print each engine's most expensive operators"
-    )
-    return parser
 
 
 def spread(times: Sequence[float], others: Sequence[float]) -> Spread:

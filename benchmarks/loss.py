@@ -34,7 +34,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
 from benchmarks.engines import DTYPES, SEED
-from benchmarks.harness import Clock, device_name, spread, write_report
+from benchmarks.harness import Clock, add_clock_arguments, device_name, spread, write_report
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -231,22 +231,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="default: 128 256 512 1024",
     )
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="rounds; default: 7")
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
-    )
-    parser.add_argument(
-        "--clock",
-        choices=["wall", "cpu"],
-        default="wall",
-        help=(
-            "cpu: processor time, for a machine that others use too; needs --threads 1 and the CPU"
-        ),
-    )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="also write settings and every sample, after each block of rows",
-    )
+    add_clock_arguments(parser)
     args = parser.parse_args(argv)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.description.gradient_buckets import ALIGNMENT
+from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
 
 ALL_REDUCE, GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
 KINDS = {
@@ -126,17 +126,10 @@ def _buckets(
     config: DataParallelConfig, shapes: Mapping[str, Sequence[int]], ranks: int
 ) -> list[int]:
     """Returns the number of elements of each gradient bucket, with padding."""
-    size, sizes = config.bucket_size(ranks), [math.prod(shape) for shape in shapes.values()]
-    buckets: list[list[int]] = [[]]
-    for elements in reversed(sizes):
-        if size is not None and sum(buckets[-1]) >= size:
-            buckets.append([])
-        buckets[-1].append(elements)
-    multiple = ALIGNMENT * (ranks if config.use_distributed_optimizer else 1)
-    return [
-        _round_up(sum(_round_up(elements, ALIGNMENT) for elements in bucket), multiple)
-        for bucket in buckets
-    ]
+    gradients = [Gradient(name, math.prod(shape)) for name, shape in shapes.items()]
+    shards = ranks if config.use_distributed_optimizer else 1
+    layouts = bucket_layouts(gradients, bucket_size=config.bucket_size(ranks), shards=shards)
+    return [layout.num_elements for layout in layouts]
 
 
 def _units(
@@ -171,7 +164,3 @@ def _gathers(config: DataParallelConfig, unit: str, *, tied: bool) -> int:
     if unit == "embedding":
         return 2 if tied else 1
     return 2 if unit.isdigit() and config.torch_fsdp2_reshard_after_forward else 1
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

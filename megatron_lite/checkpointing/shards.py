@@ -69,7 +69,8 @@ class ShardReader:
 
     def has(self, key: str, saved: SavedLayout) -> bool:
         """Returns whether the file of TP rank 0 holds the key."""
-        return key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118  (safe_open is no mapping)
+        keys = self._file(self._path(saved, 0)).keys()  # safe_open is no mapping
+        return key in keys
 
     def read(
         self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int

@@ -49,7 +49,7 @@ def with_pytest(pytest: Any, device: str) -> Results:
 
     marked = "gpu" if device == "cuda" else "not gpu"
     status = pytest.main(
-        ["-m", marked, "--rootdir", str(ROOT), *map(str, test_files())], plugins=[Recorder()]
+        ["-m", marked, "--rootdir", str(ROOT), *map(str, gpu_test_files())], plugins=[Recorder()]
     )
     if status not in (0, 1):  # 1: tests failed, and are in the results
         results["pytest"] = result("failed", 0.0, f"pytest ended with status {status}")
@@ -59,7 +59,7 @@ def with_pytest(pytest: Any, device: str) -> Results:
 def without_pytest(device: torch.device) -> Results:
     """Every function test_* of the test files."""
     results: Results = {}
-    for file in test_files():
+    for file in gpu_test_files():
         module = importlib.import_module(f"tests.gpu.{file.stem}")
         for name, test in inspect.getmembers(module, inspect.isfunction):
             if name.startswith("test_"):
@@ -96,7 +96,7 @@ def result(outcome: str, seconds: float, reason: str) -> dict[str, Any]:
     return {"outcome": outcome, "seconds": round(seconds, 3), "reason": reason}
 
 
-def test_files() -> list[Path]:
+def gpu_test_files() -> list[Path]:
     return sorted(FOLDER.glob("test_gpu*.py"))
 
 
