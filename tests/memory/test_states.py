@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
@@ -142,3 +144,16 @@ def test_states_of_one_rank_are_those_predicted() -> None:
         for bf16 in (False, True)
     }
     assert differing(0, 1, runs) == {}
+
+
+def test_the_report_adds_the_states_of_the_first_rank_to_the_activations() -> None:
+    run = run_of("ZeRO-1", "gpt2", bf16=True)
+    report = explain(run, "cpu", dp_size=4)
+    states = rank_states(run, 0, dp_cp_size=4, dp_cp_rank=0)
+    total = states.total + report.own.peak.held_bytes
+    lines = [line.split() for line in report_text(report).splitlines()]
+    (masters,) = [words for words in lines if words[:2] == ["master", "weights"]]
+    (together,) = [words for words in lines if words[:1] == ["together"]]
+    assert report.states == states and states.masters > 0
+    assert masters[3] == f"{states.masters:,}" and together[2] == f"{total:,}"
+    assert " ".join(together[3:]) == "on the first of 4 data-parallel ranks"
