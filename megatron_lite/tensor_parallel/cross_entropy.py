@@ -44,8 +44,8 @@ def vocab_parallel_cross_entropy(
         They take no part in the softmax and have gradient 0, so the loss does not depend on the
         padding, nor on t.
     overwrite_logits: whether backward writes the gradient over the logits, so that it needs no
-        second tensor of their size. The caller must not read the logits afterwards. A second
-        backward raises RuntimeError.
+        second tensor of their size. The caller must not read the logits afterwards. A backward
+        that keeps the graph (retain_graph, create_graph) does not overwrite them.
 
     Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
     sums of exponentials [2, s b]. Backward issues none.
@@ -72,20 +72,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         statistics = row_statistics(logits.flatten(0, 1)[:, :num_ids], local.column)
         losses, share = combined(statistics, local, tp_group)
         ctx.save_for_backward(logits, *local, share)
-        ctx.num_ids, ctx.overwrite_logits, ctx.overwritten = num_ids, overwrite_logits, False
+        ctx.num_ids, ctx.overwrite_logits = num_ids, overwrite_logits
         return losses.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.overwritten:
-            raise RuntimeError(
-                "a second backward through the loss: the first one wrote the gradient of the "
-                "logits over the logits. Run the forward again instead of retain_graph=True"
-            )
         logits, column, here, share = ctx.saved_tensors
-        # Under create_graph the logits belong to the graph of this backward.
-        if ctx.overwrite_logits and logits.is_contiguous() and not torch.is_grad_enabled():
-            grad, ctx.overwritten = logits, True
+        # A graph that is kept may be used by another backward, which needs the logits.
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
+            grad = logits
         else:
             grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         factors = gradient_factors(grad_output, share, LocalLabels(column, here))

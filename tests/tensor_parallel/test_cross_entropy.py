@@ -171,7 +171,6 @@ def test_overwritten_logits_hold_the_gradient_with_the_same_bits(world_size):
             for overwrite in (False, True):
                 # as the output of an operation, like the projection's
                 local = shard(logits, rank, columns).requires_grad_() * 1.0
-                local.retain_grad()
                 losses = vocab_parallel_cross_entropy(
                     local,
                     labels,
@@ -180,35 +179,29 @@ def test_overwritten_logits_hold_the_gradient_with_the_same_bits(world_size):
                     num_ids=num_ids(rank, columns),
                     overwrite_logits=overwrite,
                 )
-                losses.backward(grad_losses.float())
-                gradients.append(local.grad)
-                assert (local.grad.data_ptr() == local.data_ptr()) == overwrite
+                (gradient,) = torch.autograd.grad(losses, local, grad_losses.float())
+                gradients.append(gradient)
+                assert (gradient.data_ptr() == local.data_ptr()) == overwrite
         assert torch.equal(*gradients)
         return True
 
     assert all(run_ranks(work, world_size) if world_size > 1 else [work(0, 1)])
 
 
-def test_a_second_backward_through_overwritten_logits_is_refused():
+@pytest.mark.parametrize("how", ["retain_graph", "create_graph"])
+def test_a_backward_that_keeps_the_graph_does_not_overwrite_the_logits(how):
     logits, labels, _ = sample()
-    local = shard(logits, 0, 12).requires_grad_()
-    loss = vocab_parallel_cross_entropy(
-        local * 1.0, labels, tp_group=None, first_id=0, num_ids=V, overwrite_logits=True
-    ).mean()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="Run the forward again instead of retain_graph"):
-        loss.backward()
-
-
-def test_logits_are_not_overwritten_where_a_gradient_of_the_gradient_is_asked_for():
-    logits, labels, _ = sample()
-    local = shard(logits, 0, 12).requires_grad_()
+    leaf = shard(logits, 0, 12).requires_grad_()
+    local = leaf * 1.0
     before = local.detach().clone()
     loss = vocab_parallel_cross_entropy(
-        local * 1.0, labels, tp_group=None, first_id=0, num_ids=V, overwrite_logits=True
+        local, labels, tp_group=None, first_id=0, num_ids=V, overwrite_logits=True
     ).mean()
-    (first,) = torch.autograd.grad(loss, local, create_graph=True)
-    assert first.requires_grad and torch.equal(local.detach(), before)
+    (first,) = torch.autograd.grad(loss, leaf, **{how: True})
+    assert torch.equal(local.detach(), before)
+    assert first.requires_grad == (how == "create_graph")
+    (second,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(first, second) and not torch.equal(local.detach(), before)
 
 
 def test_no_grad_and_logits_that_need_no_gradient_build_no_graph():
