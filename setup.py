@@ -13,7 +13,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
-    package_data={"megatron_lite.plan": ["machines/*.json"]},
+    package_data={
+        "megatron_lite.plan": ["machines/*.json"],
+        "megatron_lite.pages": ["*.css", "*.js"],
+    },
     py_modules=["arguments", "pretrain_gpt"],
     install_requires=[
         "torch>=2.6",

@@ -32,6 +32,7 @@ FLOORS = {
     "supervision": 4,
     "plan": 4,
     "training": 5,
+    "pages": 5,
     "tools": 6,
     "cli": 6,
 }

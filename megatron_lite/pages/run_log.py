@@ -1,0 +1,73 @@
+"""What the text log of a run says that its metrics file does not.
+
+These are the evaluations, MFU and HFU, the peak memory, restarts, checkpoints, and the reason why
+the run ended. The lines are those of training/logging.py, iteration_line.py and loop.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_lite.pages.markup import shortened
+
+ITERATION = re.compile(r"\] iteration +(\d{1,9})/ *(\d{1,9}) \|")
+FIGURE = re.compile(r"\| (MFU|HFU|peak GiB): ([0-9.]{1,12})%? ")
+EVALUATION = re.compile(
+    r"(validation|test) loss at iteration (\d{1,9}) \| lm loss value: (\d\.\d{1,9}E[+-]\d{2,3}) "
+)
+LOADED = re.compile(r"loaded the checkpoint of iteration (\d{1,9}) ")
+SAVING = re.compile(r"saving checkpoint at iteration +(\d{1,9}) to ")
+EXITING = re.compile(r"exiting at iteration (\d{1,9}): (.*)")
+FAULT = re.compile(r"(?:\[rank \d+\] )?(?:warning: |error: |pretrain_gpt\.py: (?:error: )?)(.*)")
+MOST_FAULTS = 100
+
+
+@dataclass
+class LogFacts:
+    """The facts of one or more logs.
+
+    figures: by name ("MFU", "HFU", "peak GiB") the value of each logged iteration.
+    evaluations: by name ("validation", "test") the loss at each iteration.
+    exits, faults: pairs of an iteration and a text. A fault has the iteration logged before it.
+    num_iterations: the iterations of the whole run, or None.
+    """
+
+    figures: dict[str, dict[int, float]] = field(default_factory=dict)
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    exits: list[tuple[int, str]] = field(default_factory=list)
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    num_iterations: int | None = None
+
+    def read(self, lines: Iterable[bytes | None]) -> None:
+        """Adds the facts of a log. Lines that say nothing about them do not count."""
+        iteration = 0
+        for line in lines:
+            if line is None:
+                continue
+            text = line.decode(errors="replace").rstrip()
+            if found := ITERATION.search(text):
+                iteration, self.num_iterations = int(found[1]), int(found[2])
+                for name, value in FIGURE.findall(text):
+                    self.figures.setdefault(name, {})[iteration] = float(value)
+            elif found := EVALUATION.search(text):
+                self.evaluations.setdefault(found[1], {})[int(found[2])] = float(found[3])
+            elif found := LOADED.match(text):
+                iteration = int(found[1])
+                self.restarts.append(iteration)
+                self._forget_after(iteration)
+            elif found := SAVING.match(text):
+                self.saved.append(int(found[1]))
+            elif found := EXITING.match(text):
+                self.exits.append((int(found[1]), shortened(found[2])))
+            elif (found := FAULT.match(text)) and len(self.faults) < MOST_FAULTS:
+                self.faults.append((iteration, shortened(found[1])))
+
+    def _forget_after(self, iteration: int) -> None:
+        """Drops the figures of a course that a restart has left."""
+        for series in (*self.figures.values(), *self.evaluations.values()):
+            for later in [number for number in series if number > iteration]:
+                del series[later]

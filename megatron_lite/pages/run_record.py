@@ -1,0 +1,283 @@
+"""Reads all that the page of a run shows, from the files that the run has written.
+
+Other programs may have written or cut these files, so nothing of them is trusted: a value that is
+no finite number is a gap, a line that is no row is counted, and sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_lite.checkpointing.step_files import CONFIG, METADATA, STEP_NAME
+from megatron_lite.config import plain
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.data.durable_files import read_up_to
+from megatron_lite.pages.event_file import Scalar, read_events
+from megatron_lite.pages.line_chart import Mark
+from megatron_lite.pages.markup import shortened
+from megatron_lite.pages.run_files import RunFiles, is_metrics_row, lines_of, rows_of
+from megatron_lite.pages.run_log import LogFacts
+
+MOST_METRICS_BYTES = 2**29
+MOST_LOG_BYTES = 2**28
+MOST_EVENT_BYTES = 2**26
+MOST_CONFIG_BYTES = 2**20
+MOST_COLUMNS = 60
+AXES = ("tp_size", "cp_size", "pp_size", "dp_size")
+EVALUATIONS = {"lm loss validation": "validation", "lm loss test": "test"}
+FIGURES = {"MFU": "MFU", "HFU": "HFU", "mem-peak-gib": "peak GiB"}
+
+
+@dataclass
+class RunRecord:
+    """The figures and the events of a run.
+
+    iterations: ascending. columns: by name one value for each of them; None where there is none.
+    evaluations: by name ("validation", "test") the loss by iteration.
+    marks: what happened, in the order of the iterations.
+    config, axes: the settings and the sizes of the parallel axes, from the newest checkpoint.
+    notices: what could not be read.
+    written: when the metrics were last written, in seconds since 1970.
+    """
+
+    name: str
+    iterations: list[int] = field(default_factory=list)
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    num_iterations: int | None = None
+    config: RunConfig | None = None
+    axes: dict[str, int] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    written: float = 0.0
+
+    def finite(self, name: str) -> list[float]:
+        """Returns the values of a column that are numbers."""
+        return [value for value in self.columns.get(name, ()) if value is not None]
+
+
+def read_run(files: RunFiles) -> RunRecord:
+    """Returns the record of a run. Raises InputError if its metrics cannot be read."""
+    run = RunRecord(name=files.name)
+    assert files.metrics is not None  # find_run found them
+    run.written = files.metrics.stat().st_mtime
+    rewritten = _read_metrics(files.metrics, run)
+    log = _read_logs(files, run)
+    restarts = {*rewritten, *log.restarts, *_read_events(files, run, log)}
+    restarts |= _abandoned(files, run)
+    for name, series in log.figures.items():
+        values = [series.get(iteration) for iteration in run.iterations]
+        if name not in run.columns and any(value is not None for value in values):
+            run.columns[name] = values
+    run.evaluations = log.evaluations
+    run.num_iterations = log.num_iterations
+    _read_newest_step(files, run)
+    run.marks = sorted(
+        [*_skipped(files, run), *_events(files, log, restarts)], key=lambda mark: mark.x
+    )
+    return run
+
+
+def _read_metrics(path: Path, run: RunRecord) -> list[int]:
+    """Adds the rows of a metrics file. Returns the iterations from which rows were written again.
+
+    A row whose iteration is not above the last one replaces that iteration and all later ones.
+    """
+    if path.stat().st_size > MOST_METRICS_BYTES:
+        raise InputError(
+            f"{path}: larger than {MOST_METRICS_BYTES >> 20} MiB: give a part of it, such as "
+            "`tail -n 500000`"
+        )
+    rewritten, not_rows, left_out = [], 0, set()
+    for row in rows_of(path):
+        if row is None or not is_metrics_row(row):
+            not_rows += 1
+            continue
+        iteration = row["iteration"]
+        assert isinstance(iteration, int)
+        if not 0 <= iteration < 10**9:
+            not_rows += 1
+            continue
+        if run.iterations and iteration <= run.iterations[-1]:
+            kept = bisect.bisect_left(run.iterations, iteration)
+            rewritten.append(run.iterations[kept - 1] if kept else 0)
+            del run.iterations[kept:]
+            for values in run.columns.values():
+                del values[kept:]
+        for name, value in row.items():
+            if name == "iteration":
+                continue
+            if name not in run.columns:
+                if len(run.columns) >= MOST_COLUMNS or isinstance(value, (str, list, dict)):
+                    left_out.add(name)
+                    continue
+                run.columns[name] = [None] * len(run.iterations)
+            run.columns[name].append(_number(value))
+        run.iterations.append(iteration)
+        for values in run.columns.values():
+            if len(values) < len(run.iterations):
+                values.append(None)
+    if not run.iterations:
+        raise InputError(f"{path}: no line is a row of metrics")
+    if not_rows:
+        run.notices.append(f"{not_rows} lines of {path.name} are no rows of metrics: left out")
+    if left_out:
+        names = ", ".join(shortened(name, 40) for name in sorted(left_out)[:10])
+        run.notices.append(f"columns of {path.name} that are left out: {names}")
+    run.columns = {
+        name: values
+        for name, values in run.columns.items()
+        if any(value is not None for value in values)
+    }
+    return rewritten
+
+
+def _number(value: object) -> float | None:
+    """Returns the value if it is a finite number. true and false are 1 and 0."""
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _read_logs(files: RunFiles, run: RunRecord) -> LogFacts:
+    facts = LogFacts()
+    for path in files.logs:
+        if path.stat().st_size > MOST_LOG_BYTES:
+            run.notices.append(f"{path.name} is larger than {MOST_LOG_BYTES >> 20} MiB: left out")
+            continue
+        facts.read(lines_of(path))
+    return facts
+
+
+def _read_events(files: RunFiles, run: RunRecord, log: LogFacts) -> Iterator[int]:
+    """Yields the iterations after which a start continued. Adds evaluations and figures to `log`.
+
+    TensorBoard has a point for each iteration, the log only for each interval. So its points
+    replace those of the log.
+    """
+    evaluations: dict[str, dict[int, float]] = {}
+    figures: dict[str, dict[int, float]] = {}
+    for path in files.events:
+        try:
+            with path.open("rb") as file:
+                data = read_up_to(file, MOST_EVENT_BYTES)
+            if data is None:
+                raise ValueError(f"larger than {MOST_EVENT_BYTES >> 20} MiB")
+            for event in read_events(data):
+                if isinstance(event, Scalar):
+                    if event.tag in EVALUATIONS and math.isfinite(event.value):
+                        series = evaluations.setdefault(EVALUATIONS[event.tag], {})
+                        series[event.step] = event.value
+                    elif event.tag in FIGURES and math.isfinite(event.value):
+                        figures.setdefault(FIGURES[event.tag], {})[event.step] = event.value
+                    continue
+                for series in (*evaluations.values(), *figures.values()):
+                    for step in [step for step in series if step >= event.step]:
+                        del series[step]
+                if event.step > 1:
+                    yield event.step - 1
+        except (ValueError, OSError) as error:
+            run.notices.append(f"{path.name}: {error}: left out")
+    for name, series in evaluations.items():
+        log.evaluations.setdefault(name, {}).update(series)
+    log.figures.update(figures)
+
+
+def _abandoned(files: RunFiles, run: RunRecord) -> set[int]:
+    """Returns the iterations after which the rows differ from an earlier version of the file.
+
+    MetricsFile keeps that version as FILE.previous if a restart drops rows.
+    """
+    found: set[int] = set()
+    times = dict(zip(run.iterations, run.columns.get("iteration_ms", ()), strict=False))
+    for path in files.previous:
+        if path.stat().st_size > MOST_METRICS_BYTES:
+            continue
+        last = None
+        for row in rows_of(path):
+            if row is None or not is_metrics_row(row):
+                continue
+            iteration = row["iteration"]
+            assert isinstance(iteration, int)
+            if times.get(iteration) != _number(row.get("iteration_ms")):
+                if last is not None:
+                    found.add(last)
+                break
+            last = iteration
+    return found
+
+
+def _read_newest_step(files: RunFiles, run: RunRecord) -> None:
+    """Reads the settings and the sizes of the parallel axes of the newest checkpoint."""
+    if not files.steps:
+        return
+    step = files.steps[-1]
+    try:
+        with (step / CONFIG).open("rb") as file:
+            text = read_up_to(file, MOST_CONFIG_BYTES)
+        with (step / METADATA).open("rb") as file:
+            metadata = read_up_to(file, MOST_CONFIG_BYTES)
+        if text is None or metadata is None:
+            raise ValueError("a file is too long")
+        values = plain.parse_object(metadata)
+        run.axes = {axis: plain.whole(values, axis, 1, 2**20) for axis in AXES}
+        run.config = RunConfig.from_json(text.decode())
+        run.num_iterations = run.num_iterations or run.config.training.train_iters
+    except (ValueError, OSError, OverflowError, RecursionError) as error:
+        run.notices.append(
+            f"the settings of {step.name} cannot be read: {shortened(str(error), 200)}"
+        )
+
+
+def _skipped(files: RunFiles, run: RunRecord) -> Iterator[Mark]:
+    """Yields a mark for each skipped update, with its reason if the run has written it."""
+    reasons: dict[int, str] = {}
+    for row in rows_of(files.skipped) if files.skipped is not None else ():
+        if row is not None and type(row.get("iteration")) is int:
+            reasons[row["iteration"]] = _reason(row)  # type: ignore[index]
+    nan = run.columns.get("nan", ())
+    skipped = run.columns.get("skipped", ())
+    for place, iteration in enumerate(run.iterations):
+        if place < len(skipped) and skipped[place]:
+            reason = reasons.get(iteration, "the reason is in skipped_batches.jsonl of --save")
+            yield Mark(x=iteration, kind="skipped", text=f"skipped update: {reason}")
+        elif place < len(nan) and nan[place]:
+            yield Mark(x=iteration, kind="skipped", text="the loss is NaN or infinite")
+
+
+def _reason(row: dict[str, object]) -> str:
+    text = str(row.get("reason"))
+    mean, loss = _number(row.get("mean_loss")), _number(row.get("lm_loss"))
+    if mean and loss:
+        text += f", lm loss {loss:.4f} is {loss / mean:.2f} x its running mean"
+    if row.get("found_on"):
+        text += f", not finite on {row['found_on']}"
+    first, count = row.get("first_sample"), row.get("num_samples")
+    if type(first) is int and type(count) is int:
+        text += f", samples {first} to {first + count - 1}"
+    return shortened(text)
+
+
+def _events(files: RunFiles, log: LogFacts, restarts: set[int]) -> Iterator[Mark]:
+    names = (STEP_NAME.fullmatch(step.name) for step in files.steps)
+    present = {int(name[1]) for name in names if name is not None}
+    for iteration in sorted({*present, *log.saved}):
+        gone = files.steps and iteration not in present
+        text = "checkpoint, deleted since" if gone else "checkpoint"
+        yield Mark(x=iteration, kind="checkpoint", text=text)
+    for iteration in sorted(restarts):
+        text = f"restart: the run continues from iteration {iteration}"
+        yield Mark(x=iteration, kind="restart", text=text)
+    for iteration, text in log.exits:
+        yield Mark(x=iteration, kind="end", text=f"exit: {text}")
+    for iteration, text in log.faults:
+        yield Mark(x=iteration, kind="warning", text=text)

@@ -1,0 +1,68 @@
+"""Makes a page of a finished or running run, to look at in a browser:
+`python -m megatron_lite.tools.report RUN_DIR [--output FILE.html]`
+
+The page is one file. It shows the curves of the metrics, the run's events, what was predicted and
+measured, and the settings that differ from the defaults. docs/report.md describes it. The tool
+needs neither torch nor any other package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.data.durable_files import replacing
+from megatron_lite.pages.run_files import find_run
+from megatron_lite.pages.run_page import run_page
+from megatron_lite.pages.run_record import read_run
+from megatron_lite.tools.command import exit_status
+
+DEFAULT_OUTPUT = "report.html"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.report",
+        allow_abbrev=False,
+        description="Makes a page of a run: curves, events, predictions and settings, in one file.",
+    )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="RUN",
+        help="the folder of a run, which holds the file of --metrics-jsonl, or the files and "
+        "folders themselves: metrics, *.log, --tensorboard-dir, --save",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE.html",
+        help=f"the page (default: {DEFAULT_OUTPUT} in the folder, or METRICS_FILE.html)",
+    )
+    args = parser.parse_args(argv)
+    return exit_status(lambda: report(args.paths, args.output))
+
+
+def report(paths: Sequence[str], output: str | None = None) -> None:
+    """Writes the page of the run that these paths hold, and prints its name.
+
+    Raises InputError if the paths hold no metrics, or those of several runs, and if the page cannot
+    be written.
+    """
+    target = output or _default_output(paths[0])
+    if os.path.splitext(target)[1] not in (".html", ".htm"):
+        raise InputError(f"--output must end in .html or .htm (got {target!r})")
+    text = run_page(read_run(find_run(paths)))
+    with replacing(target) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
+    print(target)
+
+
+def _default_output(path: str) -> str:
+    return os.path.join(path, DEFAULT_OUTPUT) if os.path.isdir(path) else f"{path}.html"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
