@@ -96,9 +96,9 @@ class Scale(NamedTuple):
         """Returns from two to seven round values within the range."""
         if self.is_log:
             return self._log_ticks()
-        rough = (self.high - self.low) / 4
+        rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [count * step for count in range(first, last + 1)]
 

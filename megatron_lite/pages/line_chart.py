@@ -17,6 +17,8 @@ from megatron_lite.pages.markup import Html, element
 MOST_POINTS = 420  # of one chart
 MOST_MARKS = 300  # of one kind
 SIZE = 1000
+# From where to where a mark reaches in the plot; other kinds reach from the bottom to the top.
+MARK_SPANS = {"skipped": (SIZE, SIZE - 60), "checkpoint": (SIZE, SIZE - 60), "end": (60, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +170,8 @@ class LineChart:
         for mark in marks:
             by_kind.setdefault(mark.kind, []).append(mark.x)
         for kind, places in by_kind.items():
-            top = SIZE - 60 if kind in ("skipped", "checkpoint") else 0
-            path = "".join(f"M{_x(across, x)} {SIZE}V{top}" for x in _spread(places, MOST_MARKS))
+            low, high = MARK_SPANS.get(kind, (SIZE, 0))
+            path = "".join(f"M{_x(across, x)} {low}V{high}" for x in _spread(places, MOST_MARKS))
             lines.append(element("path", d=path, class_=f"mark {kind}"))
         for place, (series, values) in enumerate(zip(self.series, columns, strict=True)):
             dots = series.style == "dots"

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any
 
 LONGEST_TEXT = 400
-VOID = ("meta", "link", "input", "br", "line", "path", "rect")
+VOID = ("meta", "link", "input", "br")  # elements without an end tag
 
 
 class Html(str):

@@ -19,7 +19,6 @@
     return { plot, chart, cursor, dots, values, last: values.map((value) => value.textContent) };
   });
   const low = span[0], high = Math.max(span[1], low + 1);
-  const idle = where ? where.textContent : "";
 
   function nearest(xs, x) {
     let from = 0, to = xs.length - 1;
@@ -58,6 +57,7 @@
       });
     }
     if (where) {
+      where.hidden = false;
       const reach = Math.max(0.5, (high - low) / 250);
       const near = marks.filter(([at]) => Math.abs(at - x) <= reach).slice(0, 3);
       where.textContent = ["iteration " + x.toLocaleString("en-US"), ...near.map((mark) => mark[2])]
@@ -71,7 +71,7 @@
       dots.forEach((dot) => { dot.hidden = true; });
       values.forEach((value, k) => { value.textContent = last[k]; });
     }
-    if (where) where.textContent = idle;
+    if (where) where.hidden = true;
   }
 
   let at = high;

@@ -80,7 +80,7 @@ def run_page(run: RunRecord) -> str:
             *(chart.html(name, drawn, span) for name, chart in charts.items()),
             class_="charts",
         ),
-        element("p", "no iteration chosen", class_="where", id="where"),
+        element("p", class_="where", id="where", hidden=True),
         json_element(charts_data(charts, drawn, span), "charts"),
         _predictions_table(run),
         _events(run),
@@ -365,7 +365,7 @@ def _events(run: RunRecord) -> Html:
     return Html(
         element("h2", "Events")
         + table(
-            ["iteration", "event", "details"], rows, caption=f"Number of events. {counted}.{more}"
+            ["iteration", "event", "details"], rows, caption=f"Events by kind: {counted}.{more}"
         )
     )
 
