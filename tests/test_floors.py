@@ -38,7 +38,7 @@ FLOORS = {
 }
 ROOF = ("arguments", "pretrain_gpt")
 STANDARD_LIBRARY_ONLY = ("config", "description")
-WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan")
+WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan", "pages")
 NOT_BY_PREDICTIONS = ("megatron_lite.memory.measure", "megatron_lite.memory.explain")
 BANNED = {
     "pickle.load": r"\bpickle\.loads?\b|from pickle import",

@@ -1,4 +1,4 @@
-"""The page of a run: it shows what the files say, escapes every name, and survives garbled files."""
+"""The page of a run shows what the files say, escapes every name, and survives garbled files."""
 
 from __future__ import annotations
 
@@ -124,13 +124,16 @@ def test_a_cut_event_file_gives_the_events_before_the_cut(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff" * 40, struct.pack("<Q", 3) + b"abcd" + b"\x0f\xff\xff1234"]
+    "event", [b"\x0f\xff\xff", b"\x2a\x7f", b"\x80", b"\x09\x00", b"\xff" * 12], ids=bytes.hex
 )
-def test_bytes_that_are_no_events_are_an_error(content: bytes) -> None:
-    try:
-        assert list(read_events(content)) == []
-    except ValueError as error:
-        assert "not an event file" in str(error)
+def test_a_record_that_is_no_event_is_an_error(event: bytes, tmp_path: Path) -> None:
+    data = struct.pack("<Q", len(event)) + b"sum1" + event + b"sum2"
+    with pytest.raises(ValueError, match="not an event file"):
+        list(read_events(data))
+    write_rows(tmp_path / "metrics.jsonl", [row(1)])
+    (tmp_path / "events.out.tfevents.1").write_bytes(data)
+    (notice,) = read(tmp_path).notices
+    assert notice.startswith("events.out.tfevents.1: not an event file")
 
 
 def test_the_log_gives_what_the_metrics_lack(tmp_path: Path) -> None:
@@ -180,10 +183,7 @@ def test_the_patterns_match_the_lines_that_a_run_prints(
     write_rows(tmp_path / "metrics.jsonl", [row(number) for number in range(1, 26)])
     run = read(tmp_path / "metrics.jsonl", tmp_path / "train.log")
     assert run.num_iterations == 25
-    assert set(run.evaluations["validation"]) == {20, 25} and set(run.evaluations["test"]) == {
-        20,
-        25,
-    }
+    assert [set(run.evaluations[name]) for name in ("validation", "test")] == [{20, 25}] * 2
     assert len(run.finite("peak GiB")) == 1
     kinds = {(mark.x, mark.kind) for mark in run.marks}
     assert {(20, "restart"), (25, "checkpoint")} <= kinds
@@ -327,13 +327,15 @@ def test_thinning_keeps_the_smallest_and_the_largest_value_of_each_stretch() -> 
     xs, (kept,) = chart.thinned()
     assert xs == sorted(set(xs)) and kept == [values[x] for x in xs]
     assert {0, 4999} <= set(xs) and len(xs) <= MOST_POINTS
-    length = 2 * 5000 // (MOST_POINTS - 2) + 1
-    for start in range(0, 5000 - 2 * length, length):
-        # A stretch of the chart lies within any two stretches' length.
-        inside = [
-            value for x, value in zip(xs, kept, strict=True) if start <= x < start + 2 * length
+    length = 2 * 5000 // (MOST_POINTS - 2) + 1  # of a stretch, rounded up
+    for start in range(0, 5000, 7):
+        near = [
+            value
+            for x, value in zip(xs, kept, strict=True)
+            if start - length <= x <= start + 2 * length
         ]
-        assert max(inside) >= max(values[start + length // 2 : start + length])  # type: ignore[type-var]
+        window = values[start : start + length]
+        assert max(near) >= max(window) and min(near) <= min(window)  # type: ignore[type-var]
 
 
 def test_settings_that_follow_from_others_are_not_listed() -> None:
@@ -448,4 +450,4 @@ def test_a_browser_shows_the_page_on_a_phone_without_errors(real_run: Path, tmp_
 def test_the_look_at_a_page_sees_overflow_and_errors_in_the_console(tmp_path: Path) -> None:
     bad = "<!doctype html><div style='width:900px'>x</div><script>throw Error('no')</script>"
     seen = look(bad, tmp_path)
-    assert seen.width == 900 and len(seen.wide) == 1 and "no" in seen.console[0]
+    assert seen.width >= 900 and len(seen.wide) == 1 and "no" in seen.console[0]

@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 
 from tests.support.limits import HANG_S
 
-CHROMIUM = next(
-    (
-        path
-        for name in ("chromium", "chromium-browser", "google-chrome")
-        if (path := shutil.which(name))
-    ),
-    None,
-)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VOID = {"meta", "link", "input", "br"}
 WRAPPER = """<!doctype html><body><iframe style="border:0;width:%(width)dpx;height:900px"
 srcdoc="%(page)s"></iframe><pre id="found"></pre><script>
@@ -32,8 +25,8 @@ addEventListener("load", () => {
   const page = document.querySelector("iframe").contentDocument;
   const wide = [...page.querySelectorAll("*")].filter(
     (item) => item.getBoundingClientRect().right > %(width)d + 0.5 && !item.closest(".scroll"));
-  const found = { width: page.documentElement.scrollWidth, wide: wide.map((item) => item.outerHTML.slice(0, 200)) };
-  found.answer = (%(script)s)(page);
+  const found = { width: page.documentElement.scrollWidth, answer: (%(script)s)(page) };
+  found.wide = wide.map((item) => item.outerHTML.slice(0, 200));
   document.getElementById("found").textContent = JSON.stringify(found);
 });
 </script></body>"""
