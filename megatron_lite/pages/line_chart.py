@@ -47,7 +47,7 @@ class LineChart:
     """A chart of one or more series over the same whole numbers.
 
     title: the quantity. note: what a reader should know about it, or "".
-    from_zero: the axis starts at 0.
+    from_zero: the axis starts at 0. axis: what the x values count.
     """
 
     title: str
@@ -56,6 +56,7 @@ class LineChart:
     unit: Unit = NO_UNIT
     note: str = ""
     from_zero: bool = False
+    axis: str = "iteration"
 
     def scale(self) -> Scale:
         """Returns the vertical axis."""
@@ -68,7 +69,7 @@ class LineChart:
         return Scale.around(found, from_zero=self.from_zero)
 
     def html(self, identifier: str, marks: Sequence[Mark], span: tuple[int, int]) -> Html:
-        """Returns the chart as a figure. span: the first and the last x value of the page."""
+        """Returns the chart as a figure. span: the first and the last x value of the axis."""
         scale, thinned = self.scale(), self.thinned()
         across = Scale(span[0], span[1] if span[1] > span[0] else span[0] + 1)
         described = f"{self.title}: " + "; ".join(map(self._described, self.series))
@@ -85,8 +86,8 @@ class LineChart:
             element(
                 "div",
                 self._drawing(thinned, scale, across, marks),
-                *(_tick(scale, value, "y") for value in scale.ticks()),
-                *(_tick(across, value, "x") for value in _whole_ticks(across)),
+                *(tick(scale, value, "y") for value in scale.ticks()),
+                *(tick(across, value, "x") for value in _whole_ticks(across)),
                 class_="plot",
                 role="img",
                 tabindex="0",
@@ -96,11 +97,13 @@ class LineChart:
             class_="chart",
         )
 
-    def data(self) -> dict[str, Any]:
+    def data(self, span: tuple[int, int]) -> dict[str, Any]:
         """Returns the points that page.js reads: values in the chart's unit."""
         xs, columns = self.thinned()
         scale = self.scale()
         return {
+            "span": span,
+            "axis": self.axis,
             "x": xs,
             "y": [[_rounded(value) for value in column] for column in columns],
             "low": scale.low,
@@ -149,7 +152,7 @@ class LineChart:
         (least, at_least), (most, at_most) = min(pairs), max(pairs)
         show: Callable[[float], str] = self.unit.shown
         return (
-            f"{series.name} from {show(pairs[0][0])} at iteration {pairs[0][1]} to "
+            f"{series.name} from {show(pairs[0][0])} at {self.axis} {pairs[0][1]} to "
             f"{show(pairs[-1][0])} at {pairs[-1][1]}, least {show(least)} at {at_least}, most "
             f"{show(most)} at {at_most}"
         )
@@ -192,13 +195,18 @@ class LineChart:
 
 
 def charts_data(
-    charts: Mapping[str, LineChart], marks: Sequence[Mark], span: tuple[int, int]
+    charts: Mapping[str, LineChart], marks: Sequence[Mark], span: tuple[int, int], group: str
 ) -> dict[str, Any]:
-    """Returns the data of a page's charts by identifier, and its marks, for `json_element`."""
+    """Returns the data of charts that share a cursor, by identifier, and the texts of their marks.
+
+    A page may join the data of several groups. page.js writes the texts at the cursor into the
+    element with data-where="GROUP".
+    """
     return {
-        "span": span,
-        "charts": {identifier: chart.data() for identifier, chart in charts.items()},
-        "marks": [[mark.x, mark.kind, mark.text] for mark in marks[:MOST_MARKS]],
+        "charts": {
+            identifier: {**chart.data(span), "group": group} for identifier, chart in charts.items()
+        },
+        "marks": {group: [[mark.x, mark.text] for mark in marks[:MOST_MARKS]]},
     }
 
 
@@ -258,7 +266,8 @@ def _y(scale: Scale, value: float) -> str:
     return f"{SIZE * (1 - scale.place(value)):.4g}"
 
 
-def _tick(scale: Scale, value: float, axis: str) -> Html:
+def tick(scale: Scale, value: float, axis: str) -> Html:
+    """Returns the number beside a tick of an axis, "x" or "y", of a plot."""
     side = "bottom" if axis == "y" else "left"
     return element(
         "span",

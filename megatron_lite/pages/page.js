@@ -1,11 +1,10 @@
 "use strict";
-// One cursor for all line charts of the page: pointer or arrow keys move it, and the legend of each
-// chart shows the values there. Without this script the charts and the tables still show everything.
+// One cursor for the line charts that stand together: pointer or arrow keys move it, and the legend
+// of each chart shows the values there. Without this script charts and tables still show everything.
 (() => {
   const source = document.getElementById("charts");
   if (!source) return;
-  const { charts, marks, span } = JSON.parse(source.textContent);
-  const where = document.getElementById("where");
+  const { charts, marks } = JSON.parse(source.textContent);
   const plots = [...document.querySelectorAll(".plot[data-chart]")].map((plot) => {
     const chart = charts[plot.dataset.chart];
     const cursor = plot.appendChild(document.createElement("div"));
@@ -16,9 +15,11 @@
       return dot;
     });
     const values = [...plot.closest("figure").querySelectorAll("[data-value]")];
-    return { plot, chart, cursor, dots, values, last: values.map((value) => value.textContent) };
+    const low = chart.span[0], high = Math.max(chart.span[1], low + 1);
+    const last = values.map((value) => value.textContent);
+    return { plot, chart, cursor, dots, values, last, low, high, group: chart.group,
+      where: document.querySelector('[data-where="' + chart.group + '"]') };
   });
-  const low = span[0], high = Math.max(span[1], low + 1);
 
   function nearest(xs, x) {
     let from = 0, to = xs.length - 1;
@@ -40,8 +41,9 @@
     return (line(value) - line(chart.low)) / (line(chart.high) - line(chart.low));
   }
 
-  function move(x) {
-    for (const { chart, cursor, dots, values } of plots) {
+  function move(of, x) {
+    const { group, low, high, where } = of;
+    for (const { chart, cursor, dots, values } of plots.filter((one) => one.group === group)) {
       const index = nearest(chart.x, x);
       const left = (100 * (chart.x[index] - low)) / (high - low) + "%";
       cursor.style.left = left;
@@ -59,42 +61,41 @@
     if (where) {
       where.hidden = false;
       const reach = Math.max(0.5, (high - low) / 250);
-      const near = marks.filter(([at]) => Math.abs(at - x) <= reach).slice(0, 3);
-      where.textContent = ["iteration " + x.toLocaleString("en-US"), ...near.map((mark) => mark[2])]
-        .join(" · ");
+      const near = (marks[group] || []).filter(([at]) => Math.abs(at - x) <= reach).slice(0, 3);
+      where.textContent = [of.chart.axis + " " + x.toLocaleString("en-US"), ...near.map((mark) => mark[1])]
+        .join("; ");
     }
   }
 
   function leave() {
-    for (const { cursor, dots, values, last } of plots) {
+    for (const { cursor, dots, values, last, where } of plots) {
       cursor.hidden = true;
       dots.forEach((dot) => { dot.hidden = true; });
       values.forEach((value, k) => { value.textContent = last[k]; });
+      if (where) where.hidden = true;
     }
-    if (where) where.hidden = true;
   }
 
-  let at = high;
-  for (const { plot, chart } of plots) {
+  for (const one of plots) {
+    const { plot, chart, low, high } = one;
+    let at = high;
     plot.addEventListener("pointermove", (event) => {
       const box = plot.getBoundingClientRect();
       const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       at = chart.x[nearest(chart.x, low + share * (high - low))];
-      move(at);
+      move(one, at);
     });
     plot.addEventListener("pointerleave", leave);
-    plot.addEventListener("focus", () => move(at));
+    plot.addEventListener("focus", () => move(one, at));
     plot.addEventListener("blur", leave);
     plot.addEventListener("keydown", (event) => {
       const index = nearest(chart.x, at), end = chart.x.length - 1;
-      const next = {
-        ArrowLeft: index - (event.shiftKey ? 10 : 1), ArrowRight: index + (event.shiftKey ? 10 : 1),
-        Home: 0, End: end,
-      }[event.key];
+      const step = event.shiftKey ? 10 : 1;
+      const next = { ArrowLeft: index - step, ArrowRight: index + step, Home: 0, End: end }[event.key];
       if (next === undefined) return;
       event.preventDefault();
       at = chart.x[Math.min(end, Math.max(0, next))];
-      move(at);
+      move(one, at);
     });
   }
   leave();

@@ -220,7 +220,7 @@ def test_skipped_updates_are_marks_with_their_reasons(tmp_path: Path) -> None:
     ]
     parsed = Parsed(run_page(run))
     assert "2.00 x its running mean" in parsed.text
-    assert [mark[:2] for mark in parsed.data["charts"]["marks"]] == [[4, "skipped"], [8, "skipped"]]
+    assert [mark[0] for mark in parsed.data["charts"]["marks"]["run"]] == [4, 8]
 
 
 def test_a_file_that_a_restart_has_left_gives_the_place_of_the_restart(tmp_path: Path) -> None:
@@ -429,11 +429,11 @@ def test_a_browser_shows_the_page_on_a_phone_without_errors(real_run: Path, tmp_
       const legend = plot.closest("figure").querySelector("[data-value]");
       const before = legend.textContent;
       plot.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left, clientY: box.top }));
-      const at = legend.textContent, where = page.getElementById("where").textContent;
+      const at = legend.textContent, where = page.querySelector("[data-where]").textContent;
       plot.dispatchEvent(new PointerEvent("pointerleave"));
       plot.focus();
       plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
-      return [before, at, where, page.getElementById("where").textContent];
+      return [before, at, where, page.querySelector("[data-where]").textContent];
     }"""
     run = read(real_run)
     seen = look(run_page(run), tmp_path, script=script)
