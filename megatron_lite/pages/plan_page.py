@@ -31,16 +31,24 @@ TAGS = {
     "bound": "the run never holds more than this",
     "estimate": "an estimate",
 }
+WORKSPACE = "workspace"
+# n is the number of data- and context-parallel ranks, which share the states.
 FORMULAS = {
-    "weights": "parameters of the rank x bytes of an element; under FSDP2 a shard of each",
-    "master weights": "4 bytes for each parameter that the rank updates, if weights have 16 bits",
-    "gradients": "the buffer of gradient sums: parameters of the rank x bytes of an element",
-    "optimizer states": "the states of the update rule (AdamW: two float32 numbers) for each "
-    "parameter that the rank updates",
+    "weights": "elements of the rank's weights x bytes of the dtype; under FSDP2 1/n of them in "
+    "float32",
+    "main weights": "4 bytes for each element, beside 16-bit weights; 1/n of it under ZeRO-1",
+    "master weights": "4 bytes for each element, beside 16-bit weights; 1/n of it under ZeRO-1",
+    "gradients": "4 bytes for each element, in whole buckets; 1/n of it under FSDP2",
+    "optimizer states": "the update rule's float32 states (AdamW: two for each element); 1/n of it "
+    "under ZeRO-1 and FSDP2",
+    "rotary tables": "the tables of the rotary embedding, which all layers of a stage share",
     "activations": "the most, over the step, of: kept bytes of the micro-batches in flight + what "
     "one backward rebuilds",
-    "workspace": "the largest set of tensors that one operation holds while it runs",
+    "activations kept for backward": "the kept bytes of all micro-batches in flight at the peak",
+    "activations rebuilt by a replay": "what the running backward has rebuilt at the peak",
+    WORKSPACE: "the tensors that the running operation holds only while it runs",
 }
+STATES = ("weights", "main weights", "master weights", "gradients", "optimizer states")
 STEP_FORMULA = (
     "An estimate: computation, waits and reduction of the pipeline rank that ends last, and the "
     "optimizer step."
@@ -224,15 +232,14 @@ def _stages(one: Mapping[str, Any], plan: Mapping[str, Any], details: Mapping[st
     stages = details.get("stages") or [{"rank": plan["pipeline_rank"], "terms": plan["peak_terms"]}]
     names: dict[tuple[str, str], None] = {}
     for stage in stages:
-        names |= {(term["name"], term["tag"]): None for term in stage["terms"] if term["bytes"]}
+        names |= {_category(term): None for term in stage["terms"] if term["bytes"]}
     colors = _colors(details, plan)
     parts = [Part(name, _hint(name, tag), colors[name]) for name, tag in names]
     bars = []
     for stage in stages:
         held: dict[tuple[str, str], int] = {}
         for term in stage["terms"]:
-            key = (term["name"], term["tag"])
-            held[key] = held.get(key, 0) + term["bytes"]
+            held[_category(term)] = held.get(_category(term), 0) + term["bytes"]
         bars.append(Bar(f"rank {stage['rank']}", [held.get(name, 0) for name in names]))
     limits = Limits.over(bars, capacity=one["memory_bytes"], reserve=one["reserve_bytes"])
     size = plan["config"]["parallel"]["pipeline_model_parallel_size"]
@@ -273,10 +280,19 @@ def _stages(one: Mapping[str, Any], plan: Mapping[str, Any], details: Mapping[st
 
 def _colors(details: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, int]:
     """Returns the colour of each term, the same in all figures of a verdict."""
-    names = [term["name"] for term in plan["peak_terms"]]
-    names += [term["name"] for stage in details.get("stages", ()) for term in stage["terms"]]
+    stages = [*details.get("stages", ()), {"terms": plan["peak_terms"]}]
+    names = [_category(term)[0] for stage in stages for term in stage["terms"] if term["bytes"]]
     names += [name for name, _ in details.get("grid", {}).get("terms", ())]
     return {name: place % NUM_COLORS for place, name in enumerate(dict.fromkeys(names))}
+
+
+def _category(term: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the name and the tag under which a term is drawn.
+
+    Workspaces of different operations, such as "workspace of the loss", are one category.
+    """
+    name = str(term["name"])
+    return (WORKSPACE if name.startswith(WORKSPACE) else name), str(term["tag"])
 
 
 def _hint(name: str, tag: str) -> str:
@@ -587,11 +603,7 @@ def _timeline(
     charts: dict[str, Any],
 ) -> Html:
     """Returns the chart of the fullest rank's memory, and adds its points to `charts`."""
-    states = sum(
-        term["bytes"]
-        for term in plan["peak_terms"]
-        if term["name"] not in ("activations", "workspace")
-    )
+    states = sum(term["bytes"] for term in plan["peak_terms"] if term["name"] in STATES)
     kept = [states + num_bytes for num_bytes in timeline["kept_bytes"]]
     xs = range(1, len(kept) + 1)
     unit = byte_unit(max(*kept, one["memory_bytes"]))
@@ -609,7 +621,7 @@ def _timeline(
         axis="action",
     )
     marks = [
-        Mark(x=x, kind="action", text=f"{action}, {count} micro-batches in flight")
+        Mark(x=x, kind="action", text=f"{action}, micro-batches in flight: {count}")
         for x, action, count in zip(xs, timeline["actions"], timeline["in_flight"], strict=True)
     ]
     span = (1, max(len(kept), 2))
