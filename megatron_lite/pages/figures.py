@@ -23,6 +23,7 @@ class Unit(NamedTuple):
 
 
 NO_UNIT = Unit()
+MOST_TICKS = 7
 
 
 def byte_unit(most: float) -> Unit:
@@ -38,15 +39,31 @@ def time_unit(most_seconds: float) -> Unit:
     return Unit("ms", 1e-3) if most_seconds < 1.0 else Unit("s")
 
 
-def number(value: float) -> str:
-    """Returns a value with four significant digits and thousands separators."""
+def number(value: float, digits: int = 4) -> str:
+    """Returns a value with so many significant digits and thousands separators."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     magnitude = math.floor(math.log10(abs(value)))
     if not -4 <= magnitude < 12:
-        return f"{value:.3e}"
-    text = f"{value:,.{max(3 - magnitude, 0)}f}"
+        return f"{value:.{digits - 1}e}"
+    text = f"{value:,.{max(digits - 1 - magnitude, 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def short(value: float, digits: int = 4) -> str:
+    """Returns a value for the tick of an axis: from a million on with M, G or T."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{number(value / size, digits)}{suffix}"
+    return number(value, digits)
+
+
+def count(value: float) -> str:
+    """Returns a number of things: from ten million on in words, such as "84.12 billion"."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if value >= max(size, 1e7):
+            return f"{number(value / size)} {word}"
+    return f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -94,16 +111,34 @@ class Scale(NamedTuple):
 
     def ticks(self) -> list[float]:
         """Returns from two to seven round values within the range."""
-        if self.is_log:
-            return self._log_ticks()
+        found = self._log_ticks() if self.is_log else []
+        if len(found) >= 2:
+            return found
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return [count * step for count in range(first, last + 1)]
 
+    def labels(self) -> list[tuple[float, str]]:
+        """Returns the ticks with their texts, which differ from each other."""
+        values, digits = self.ticks(), 4
+        while len({short(value, digits) for value in values}) < len(values) and digits < 12:
+            digits += 1
+        return [(value, short(value, digits)) for value in values]
+
     def _log_ticks(self) -> list[float]:
-        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        stride = max(1, len(decades) // 5)
-        found = [10.0**power for power in decades[::stride] if self.low <= 10.0**power <= self.high]
-        return found if len(found) > 1 else [self.low / 0.9, self.high / 1.1]
+        """Returns at most seven ticks: every power of ten or several, or also values between."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        for factors in (range(1, 10), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+            for stride in (1,) if len(factors) > 1 else (1, 2, 5, 10, 50):
+                values = [
+                    factor * 10.0**power
+                    for power in range(first, last + 1)
+                    for factor in factors
+                    if power % stride == 0
+                ]
+                found = [value for value in values if self.low <= value <= self.high]
+                if len(found) <= MOST_TICKS:
+                    return found
+        return []

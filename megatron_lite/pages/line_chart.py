@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.pages.figures import NO_UNIT, Scale, Unit, number
+from megatron_lite.pages.figures import NO_UNIT, Scale, Unit
 from megatron_lite.pages.markup import Html, element
 
 MOST_POINTS = 420  # of one chart
@@ -86,8 +86,8 @@ class LineChart:
             element(
                 "div",
                 self._drawing(thinned, scale, across, marks),
-                *(tick(scale, value, "y") for value in scale.ticks()),
-                *(tick(across, value, "x") for value in _whole_ticks(across)),
+                *ticks(scale, "y"),
+                *ticks(across, "x", whole=True),
                 class_="plot",
                 role="img",
                 tabindex="0",
@@ -266,20 +266,26 @@ def _y(scale: Scale, value: float) -> str:
     return f"{SIZE * (1 - scale.place(value)):.4g}"
 
 
-def tick(scale: Scale, value: float, axis: str) -> Html:
-    """Returns the number beside a tick of an axis, "x" or "y", of a plot."""
-    side = "bottom" if axis == "y" else "left"
-    return element(
-        "span",
-        number(value),
-        class_=f"{axis}tick",
-        style=f"{side}:{100 * scale.place(value):.2f}%",
-        aria_hidden="true",
-    )
+def ticks(scale: Scale, axis: str, *, whole: bool = False) -> list[Html]:
+    """Returns the numbers beside the ticks of an axis, "x" or "y", of a plot.
 
-
-def _whole_ticks(across: Scale) -> list[float]:
-    return [value for value in across.ticks() if value == int(value)]
+    whole: leaves out those that are no whole numbers.
+    """
+    side, found = "bottom" if axis == "y" else "left", []
+    for value, text in scale.labels():
+        if whole and value != int(value):
+            continue
+        at_end = axis == "x" and scale.place(value) > 0.95
+        found.append(
+            element(
+                "span",
+                text,
+                class_=f"{axis}tick end" if at_end else f"{axis}tick",
+                style=f"{side}:{100 * scale.place(value):.2f}%",
+                aria_hidden="true",
+            )
+        )
+    return found
 
 
 def _rounded(value: float | None) -> float | None:

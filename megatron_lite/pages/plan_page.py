@@ -7,13 +7,12 @@ made of a JSON file from another machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_lite.pages.bars import NUM_COLORS, Bar, Limits, Part, stacked_bars
 from megatron_lite.pages.figures import Scale, Unit, byte_unit, number, time_unit
-from megatron_lite.pages.line_chart import LineChart, Mark, Series, charts_data, tick
+from megatron_lite.pages.line_chart import LineChart, Mark, Series, charts_data, ticks
 from megatron_lite.pages.markup import Html, element, joined, json_element, page, shortened, table
 
 MIB, GIB = 2**20, 2**30
@@ -508,11 +507,8 @@ def _scatter(one: Mapping[str, Any], name: str, grid: Mapping[str, Any]) -> Html
                         preserveAspectRatio="none",
                         aria_hidden="true",
                     ),
-                    *(
-                        tick(Scale(up.low / 1024, up.high / 1024), value, "y")
-                        for value in Scale(up.low / 1024, up.high / 1024).ticks()
-                    ),
-                    *(tick(across, value, "x") for value in time_ticks(across)),
+                    *ticks(Scale(up.low / 1024, up.high / 1024), "y"),
+                    *ticks(across, "x"),
                     class_="plot tall",
                     role="img",
                     tabindex="0",
@@ -553,23 +549,6 @@ def _pareto_table(
             caption="No other layout of the grid is both faster and smaller.",
         ),
     )
-
-
-def time_ticks(across: Scale) -> list[float]:
-    """Returns round seconds for an axis that may span less or more than a decade."""
-    decades = range(math.floor(math.log10(across.low)), math.ceil(math.log10(across.high)) + 1)
-    for factors in (range(1, 10), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        found = [
-            factor * 10.0**power
-            for power in decades
-            for factor in factors
-            if across.low <= factor * 10.0**power <= across.high
-        ]
-        if len(found) <= 7:
-            break
-    if len(found) >= 2:
-        return found
-    return Scale(across.low, across.high).ticks()
 
 
 def _at(across: Scale, up: Scale, cell: tuple[float, float, list[int]]) -> str:

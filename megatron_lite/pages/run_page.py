@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from megatron_lite.pages.figures import NO_UNIT, Unit, byte_unit, duration, number, time_unit
-from megatron_lite.pages.line_chart import LineChart, Mark, Series, charts_data
+from megatron_lite.pages.figures import NO_UNIT, Unit, byte_unit, count, duration, number, time_unit
+from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Mark, Series, charts_data
 from megatron_lite.pages.markup import Html, element, json_element, page, shortened, table
 from megatron_lite.pages.run_record import RunRecord
 from megatron_lite.pages.run_settings import changed_settings
 
 MOST_LISTED = 200  # events
 MOST_ROWS = 24  # of the table of values
+LEAST_FOR_MEAN = 50  # iterations from which the loss has a running mean
 PREDICTED, MEASURED = "_predicted", "_measured"
 # Columns with a chart or a figure of their own, or without a meaning as a curve.
 KNOWN = (
@@ -106,7 +109,7 @@ def _cards(run: RunRecord) -> Html:
     cards = [_card("iterations", f"{run.iterations[-1]:,}", _of_goal(run))]
     tokens = _tokens(run)
     if tokens:
-        cards.append(_card("tokens", f"{tokens:,.0f}"))
+        cards.append(_card("tokens", count(tokens)))
     if losses:
         cards.append(_card("last loss", number(losses[-1]), "nats per token"))
     for name, series in sorted(run.evaluations.items(), reverse=True):
@@ -212,8 +215,10 @@ def _charts(run: RunRecord) -> list[LineChart]:
     charts = [
         _loss_chart(run),
         _chart(run, "learning rate", ["learning_rate"], from_zero=True),
-        _chart(run, "gradient norm before clipping", ["grad_norm"]),
-        _chart(run, "tokens per second, all ranks", ["tokens_per_second"], from_zero=True),
+        _chart(run, "gradient norm before clipping", ["grad_norm"], noisy=True),
+        _chart(
+            run, "tokens per second, all ranks", ["tokens_per_second"], from_zero=True, noisy=True
+        ),
         _chart(run, "utilization of the peak FLOP/s", ["MFU", "HFU"], unit=Unit("%")),
         _time_chart(run),
     ]
@@ -247,6 +252,7 @@ def _chart(
     *,
     unit: Unit = NO_UNIT,
     from_zero: bool = False,
+    noisy: bool = False,
 ) -> LineChart | None:
     series = [
         Series(name=name.replace("_", " "), values=run.columns[name])
@@ -255,6 +261,8 @@ def _chart(
     ]
     if not series:
         return None
+    if noisy and len(run.iterations) > MOST_POINTS:
+        series = _with_mean(series[0].name, series[0].values)
     return LineChart(title=title, xs=run.iterations, series=series, unit=unit, from_zero=from_zero)
 
 
@@ -268,27 +276,38 @@ def _loss_chart(run: RunRecord) -> LineChart | None:
         return None
     evaluated = {iteration for series in run.evaluations.values() for iteration in series}
     xs = sorted({*run.iterations, *evaluated})
-    by_iteration = dict(zip(run.iterations, losses, strict=True))
-    series = [Series(name="lm loss", values=[by_iteration.get(x) for x in xs])]
-    window = max(5, len(losses) // 50)
-    if len(losses) >= 50:
-        means = dict(zip(run.iterations, _running_mean(losses, window), strict=True))
-        series = [
-            Series(name="lm loss", values=series[0].values, style="thin"),
-            Series(name=f"mean of {window} iterations", values=[means.get(x) for x in xs]),
-        ]
+    own = [Series(name="lm loss", values=losses)]
+    if len(losses) >= LEAST_FOR_MEAN:
+        own = _with_mean("lm loss", losses)
+    places = {iteration: place for place, iteration in enumerate(run.iterations)}
+    series = [
+        replace(one, values=[one.values[places[x]] if x in places else None for x in xs])
+        for one in own
+    ]
     for name, points in sorted(run.evaluations.items(), reverse=True):
         values = [points.get(x) for x in xs]
         series.append(Series(name=f"{name} loss", values=values, style="dots"))
     return LineChart(title="loss", xs=xs, series=series, unit=Unit("nats/token"))
 
 
+def _with_mean(name: str, values: Sequence[float | None]) -> list[Series]:
+    """Returns a noisy curve as a thin line and its running mean as a thick one."""
+    window = max(5, len(values) // 100)
+    return [
+        Series(name=name, values=values, style="thin"),
+        Series(name=f"mean of {window:,} iterations", values=_running_mean(values, window)),
+    ]
+
+
 def _running_mean(values: Sequence[float | None], window: int) -> list[float | None]:
     """Returns the mean of the last `window` values at each place; None where all are gaps."""
+    sums = list(itertools.accumulate((value or 0.0 for value in values), initial=0.0))
+    counts = list(itertools.accumulate((value is not None for value in values), initial=0))
     means: list[float | None] = []
-    for place in range(len(values)):
-        found = [value for value in values[max(0, place + 1 - window) : place + 1] if value]
-        means.append(sum(found) / len(found) if found else None)
+    for stop in range(1, len(values) + 1):
+        start = max(0, stop - window)
+        count = counts[stop] - counts[start]
+        means.append((sums[stop] - sums[start]) / count if count else None)
     return means
 
 
@@ -301,7 +320,9 @@ def _time_chart(run: RunRecord) -> LineChart | None:
     return LineChart(
         title="time of an iteration",
         xs=run.iterations,
-        series=[Series(name="time", values=seconds)],
+        series=_with_mean("time", seconds)
+        if len(seconds) > MOST_POINTS
+        else [Series(name="time", values=seconds)],
         unit=unit,
     )
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.pages.figures import Scale
-from megatron_lite.pages.plan_page import pareto, plan_page, time_ticks
+from megatron_lite.pages.plan_page import pareto, plan_page
 from tests.support.browser import CHROMIUM, Parsed, look
 
 GIB, MIB = 2**30, 2**20
@@ -188,12 +187,6 @@ def test_the_front_holds_what_no_other_layout_beats() -> None:
 
     expected = {cell[:2] for cell in cells if not beaten(cell)}
     assert [cell[:2] for cell in front] == sorted(expected)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.9, 1.2), (51, 104), (0.02, 9), (3, 5000), (41, 44)])
-def test_the_ticks_of_a_time_axis_are_few_and_within_it(low: float, high: float) -> None:
-    ticks = time_ticks(Scale(low, high, is_log=True))
-    assert 2 <= len(ticks) <= 7 and all(low <= tick <= high for tick in ticks)
 
 
 def test_a_verdict_without_details_or_without_any_plan_has_a_page() -> None:

@@ -7,20 +7,24 @@ import hashlib
 import json
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
+from megatron_lite.pages.figures import Scale, number
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
 from megatron_lite.pages.run_files import find_run
-from megatron_lite.pages.run_page import run_page
+from megatron_lite.pages.run_page import _running_mean, run_page
 from megatron_lite.pages.run_record import RunRecord, read_run
 from megatron_lite.pages.run_settings import changed_settings
 from megatron_lite.tools import report
 from megatron_lite.training.tensorboard import ScalarFile
 from tests.support.browser import CHROMIUM, Parsed, look
+from tests.support.limits import HANG_S
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
@@ -303,8 +307,8 @@ def test_a_long_run_keeps_its_extremes_and_a_small_page(tmp_path: Path) -> None:
     rows = [row(number) for number in range(1, 20_001)]
     rows[7_777] |= {"grad_norm": 123.5}
     rows[12_345] |= {"lm_loss": None, "skipped": 1, "nan": 1}
-    for number in range(15_000, 15_400):
-        rows[number] |= {"skipped": 1}
+    for values in rows[15_000:15_400]:
+        values |= {"skipped": 1}
     write_rows(tmp_path / "metrics.jsonl", rows)
     page = run_page(read(tmp_path))
     assert len(page) < 300_000
@@ -336,6 +340,41 @@ def test_thinning_keeps_the_smallest_and_the_largest_value_of_each_stretch() -> 
         ]
         window = values[start : start + length]
         assert max(near) >= max(window) and min(near) <= min(window)  # type: ignore[type-var]
+
+
+def test_the_running_mean_is_over_the_last_values_and_skips_gaps() -> None:
+    values = [None, 2.0, 0.0, None, 4.0, 6.0, None, None, None]
+    assert _running_mean(values, 3) == [None, 2.0, 1.0, 1.0, 2.0, 5.0, 5.0, 6.0, None]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (3e-4, "0.0003"), (1e-9, "1.000e-09"), (1234567.0, "1,234,567"), (-2.5, "-2.5")],
+)
+def test_a_number_has_four_significant_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0, 1), (-3, 7.5), (0.1, 0.1001), (5e9, 7e9), (1, 2e4), (51, 104), (0.02, 9), (1e-9, 1e9)],
+)
+def test_an_axis_has_a_few_round_ticks_within_it(low: float, high: float) -> None:
+    for scale in (Scale(low, high), *([Scale(low, high, is_log=True)] if low > 0 else [])):
+        labels = scale.labels()
+        assert 2 <= len(labels) <= 7 and len({text for _, text in labels}) == len(labels)
+        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick, _ in labels)
+        assert [scale.place(low), scale.place(high)] == [0.0, 1.0]
+
+
+def test_the_report_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    write_rows(tmp_path / "metrics.jsonl", [row(1)])
+    code = (
+        "import sys; from megatron_lite.tools.report import main; "
+        f"status = main([{str(tmp_path)!r}]); sys.exit(status or 'torch' in sys.modules or "
+        "'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
 
 
 def test_settings_that_follow_from_others_are_not_listed() -> None:
