@@ -400,7 +400,7 @@ def _explorer(one: Mapping[str, Any], name: str, grid: Mapping[str, Any]) -> Htm
             element("h2", "Other layouts"),
             element(
                 "p",
-                f"Move the sliders. {len(grid['cells']):,} layouts with the context-parallel size "
+                f"Move the sliders. {len(grid['cells']):,} plans with the context-parallel size "
                 "and the loss chunks of the plan were evaluated. The bars are the ranks that can "
                 "be the fullest.",
                 class_="soft",
@@ -464,18 +464,18 @@ def _scatter(one: Mapping[str, Any], name: str, grid: Mapping[str, Any]) -> Html
         paths.append(element("path", d=_dots([chosen], across, up), class_="dots chosen"))
     beyond = sum(cell[1] > up.high for cell in cells)
     above = (
-        f" {beyond} layouts with more than {number(up.high / 1024)} GiB are not drawn."
+        f" {beyond} plans with more than {number(up.high / 1024)} GiB are not drawn."
         if beyond
         else ""
     )
     best = min(cells)
     said = (
-        f"{len(cells)} layouts, {sum(cell[1] <= capacity for cell in cells)} of which fit into "
+        f"{len(cells)} plans, {sum(cell[1] <= capacity for cell in cells)} of which fit into "
         f"{number(capacity / 1024)} GiB. The fastest takes {_seconds(best[0])} a step and "
         f"{number(best[1] / 1024)} GiB."
     )
     keys = [
-        ("front", "no other layout is both faster and smaller"),
+        ("front", "no other plan is both faster and smaller"),
         ("under", "fits into the card"),
         ("over", "does not fit"),
         ("chosen", "the plan"),
@@ -542,11 +542,11 @@ def _pareto_table(
     ]
     return element(
         "details",
-        element("summary", f"The {len(rows)} layouts on the front"),
+        element("summary", f"The {len(rows)} plans on the front"),
         table(
             ["step s", "peak GiB", *SLIDERS],
             rows,
-            caption="No other layout of the grid is both faster and smaller.",
+            caption="No other plan of the grid is both faster and smaller.",
         ),
     )
 
@@ -564,8 +564,11 @@ def _line_at(up: Scale, value: float) -> str:
 
 
 def _steps(frontier: Sequence[tuple[float, float, list[int]]], across: Scale, up: Scale) -> str:
-    """Returns the path of the front: between two points the slower one is reached in time first."""
-    parts = []
+    """Returns the path of the front.
+
+    Between two points it stays at the higher memory until the time of the slower plan.
+    """
+    parts: list[str] = []
     for cell in frontier:
         if cell[1] > up.high:
             continue

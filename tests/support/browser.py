@@ -107,7 +107,10 @@ class Parsed(HTMLParser):
         if self._open and self._open[-1] == "script":
             attributes = self.tags[-1][1]
             if attributes.get("type") == "application/json":
-                self.data[str(attributes["id"])] = json.loads(data)
+                try:
+                    self.data[str(attributes["id"])] = json.loads(data)
+                except ValueError as error:
+                    self.faults.append(f"the script {attributes['id']}: {error}")
             else:
                 self.scripts.append(data)
         elif not self._open or self._open[-1] != "style":
