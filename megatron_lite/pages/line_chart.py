@@ -106,6 +106,7 @@ class LineChart:
             "axis": self.axis,
             "x": xs,
             "y": [[_rounded(value) for value in column] for column in columns],
+            "dots": [series.style == "dots" for series in self.series],
             "low": scale.low,
             "high": scale.high,
             "log": scale.is_log,

@@ -36,6 +36,16 @@
     return value.toLocaleString("en-US", { maximumSignificantDigits: 5 });
   }
 
+  function told(chart, value) {
+    return value === null ? "none" : (shown(value) + " " + chart.unit).trim();
+  }
+
+  // The last evaluation before an iteration that has none.
+  function before(chart, column, index) {
+    while (index > 0 && column[index] === null) index -= 1;
+    return told(chart, column[index]) + (column[index] === null ? "" : " (at " + chart.x[index] + ")");
+  }
+
   function place(chart, value) {
     const line = chart.log ? Math.log : (number) => number;
     return (line(value) - line(chart.low)) / (line(chart.high) - line(chart.low));
@@ -50,7 +60,9 @@
       cursor.hidden = false;
       chart.y.forEach((column, k) => {
         const value = column[index];
-        values[k].textContent = value === null ? "none" : (shown(value) + " " + chart.unit).trim();
+        values[k].textContent = value === null && chart.dots[k]
+          ? before(chart, column, index)
+          : told(chart, value);
         dots[k].hidden = value === null;
         if (value !== null) {
           dots[k].style.left = left;

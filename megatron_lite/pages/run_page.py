@@ -194,7 +194,9 @@ def _times(values: list[float | None] | None, size: float) -> list[float | None]
 
 
 def _words(name: str) -> str:
-    return " ".join(word for word in name.split("_") if word not in ("ms", "seconds"))
+    """Returns the words of a column: "iteration_ms" is "iteration time"."""
+    words = name.split("_")
+    return " ".join("time" if word in ("ms", "seconds") else word for word in words)
 
 
 def _unit(name: str, most: float) -> tuple[Unit, float]:

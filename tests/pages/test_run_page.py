@@ -259,7 +259,16 @@ def test_predictions_are_compared_with_what_was_measured(tmp_path: Path) -> None
     ]
     write_rows(tmp_path / "metrics.jsonl", rows)
     parsed = Parsed(run_page(read(tmp_path)))
-    for text in ("peak bytes", "2.999 GiB", "3 GiB", "+0.03 %", "-50.00 %", "equal", "1 MiB"):
+    for text in (
+        "peak bytes",
+        "iteration time",
+        "2.999 GiB",
+        "3 GiB",
+        "+0.03 %",
+        "-50.00 %",
+        "equal",
+        "1 MiB",
+    ):
         assert text in parsed.text, text
     columns = [y for chart in parsed.data["charts"]["charts"].values() for y in chart["y"]]
     assert [3.0] * 11 in columns and [0.5 * number for number in range(1, 12)] in columns
@@ -472,12 +481,18 @@ def test_a_browser_shows_the_page_on_a_phone_without_errors(real_run: Path, tmp_
       plot.dispatchEvent(new PointerEvent("pointerleave"));
       plot.focus();
       plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
-      return [before, at, where, page.querySelector("[data-where]").textContent];
+      const home = page.querySelector("[data-where]").textContent;
+      const evaluated = [...plot.closest("figure").querySelectorAll("[data-value]")].at(-1);
+      plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
+      plot.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
+      return [before, at, where, home, evaluated.textContent];
     }"""
     run = read(real_run)
+    run.evaluations["validation"] = {10: 3.5, 18: 2.5}
     seen = look(run_page(run), tmp_path, script=script)
     assert seen.width <= 375 and seen.wide == [] and seen.console == []
-    before, at, where, home = seen.answer
+    before, at, where, home, evaluated = seen.answer
+    assert evaluated == "2.5 nats/token (at 18)"
     first, last = run.columns["lm_loss"][0], run.columns["lm_loss"][-1]
     assert float(at.split()[0]) == pytest.approx(first, rel=1e-3)
     assert float(before.split()[0]) == pytest.approx(last, rel=1e-3)

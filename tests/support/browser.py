@@ -19,7 +19,8 @@ from tests.support.limits import HANG_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 VOID = {"meta", "link", "input", "br"}
-WRAPPER = """<!doctype html><meta charset="utf-8"><body><iframe style="border:0;width:%(width)dpx;height:900px"
+WRAPPER = """<!doctype html><meta charset="utf-8"><body>
+<iframe style="border:0;width:%(width)dpx;height:900px"
 srcdoc="%(page)s"></iframe><pre id="found"></pre><script>
 addEventListener("load", () => {
   const page = document.querySelector("iframe").contentDocument;
