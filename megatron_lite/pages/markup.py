@@ -96,6 +96,12 @@ def table(
     return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
+def card(name: str, value: str, note: str = "") -> Html:
+    """Returns a list item with a figure, its name above it and a note below it."""
+    shown = value if isinstance(value, Html) else element("b", value)
+    return element("li", element("span", name), shown, element("small", note) if note else "")
+
+
 def page(title: str, *sections: Html, scripts: Sequence[str]) -> str:
     """Returns a whole HTML document.
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.pages import line_chart, markup, plan_page, run_log, run_page, run_record
+from megatron_lite.pages import (
+    line_chart,
+    markup,
+    plan_grid,
+    plan_page,
+    run_charts,
+    run_log,
+    run_page,
+    run_record,
+)
 from megatron_lite.pages.markup import Html
 from tests.pages import test_plan_page, test_run_page
 from tests.support.mutants import Mutant, assert_seen, replaces
@@ -33,12 +42,12 @@ def a_long_curve_keeps_every_nth_point(_, columns, length, most):
     return {place * (length - 1) // (most - 1) for place in range(most)}
 
 
-@replaces("_running_mean", run_page, test_run_page)
+@replaces("running_mean", run_charts, test_run_page)
 def a_gap_counts_as_zero_in_the_mean(mean, values, window):
     return mean([value or 0.0 for value in values], window)
 
 
-@replaces("pareto", plan_page, test_plan_page)
+@replaces("pareto", plan_grid, test_plan_page)
 def the_front_keeps_larger_plans(_, cells):
     return sorted(cells)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.pages.plan_page import pareto, plan_page
+from megatron_lite.pages.plan_grid import Dot, pareto
+from megatron_lite.pages.plan_page import plan_page
 from tests.support.browser import CHROMIUM, Parsed, look
 
 GIB, MIB = 2**30, 2**20
@@ -177,10 +178,10 @@ def test_every_category_has_one_colour_on_the_whole_page() -> None:
 
 
 def test_the_front_holds_what_no_other_layout_beats() -> None:
-    cells = [(float((7 * k) % 11), float((5 * k) % 13), [k]) for k in range(60)]
+    cells = [Dot((7 * k) % 11, (5 * k) % 13, [k]) for k in range(60)]
     front = pareto(cells)
 
-    def beaten(cell: tuple[float, float, list[int]]) -> bool:
+    def beaten(cell: Dot) -> bool:
         return any(
             other[0] <= cell[0] and other[1] <= cell[1] and other[:2] != cell[:2] for other in cells
         )

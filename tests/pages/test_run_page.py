@@ -17,8 +17,9 @@ import pytest
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
 from megatron_lite.pages.figures import Scale, number
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
+from megatron_lite.pages.run_charts import running_mean
 from megatron_lite.pages.run_files import find_run
-from megatron_lite.pages.run_page import _running_mean, run_page
+from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_record import RunRecord, read_run
 from megatron_lite.pages.run_settings import changed_settings
 from megatron_lite.tools import report
@@ -353,7 +354,7 @@ def test_thinning_keeps_the_smallest_and_the_largest_value_of_each_stretch() -> 
 
 def test_the_running_mean_is_over_the_last_values_and_skips_gaps() -> None:
     values = [None, 2.0, 0.0, None, 4.0, 6.0, None, None, None]
-    assert _running_mean(values, 3) == [None, 2.0, 1.0, 1.0, 2.0, 5.0, 5.0, 6.0, None]
+    assert running_mean(values, 3) == [None, 2.0, 1.0, 1.0, 2.0, 5.0, 5.0, 6.0, None]
 
 
 @pytest.mark.parametrize(

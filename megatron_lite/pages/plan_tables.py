@@ -1,0 +1,137 @@
+"""The plans of a verdict as tables, and the dimensions of a plan's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_lite.pages.figures import number
+from megatron_lite.pages.markup import Html, element, joined, shortened, table
+from megatron_lite.pages.plan_terms import GIB
+
+WORDS = {"fits": "good", "tight": "", "does not fit": "bad"}
+
+
+def sizes_of(plan: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
+    """Returns the dimensions of a plan's layout by their short names."""
+    parallel = plan["config"]["parallel"]
+    t, p, c = (
+        parallel[f"{axis}_parallel_size"] for axis in ("tensor_model", "pipeline_model", "context")
+    )
+    data = plan["config"]["data_parallel"]
+    states = "replicated"
+    if data["use_torch_fsdp2"]:
+        states = "FSDP2"
+    elif data["use_distributed_optimizer"]:
+        states = "ZeRO-1"
+    training = plan["config"]["training"]
+    return {
+        "t": t,
+        "p": p,
+        "c": c,
+        "d": num_gpus // (t * p * c),
+        "states": states,
+        "b": training["micro_batch_size"],
+        "chunk": training["loss_chunk_size"],
+    }
+
+
+def layout_text(sizes: Mapping[str, Any]) -> str:
+    """Returns the dimensions that `sizes_of` gives as words."""
+    chunk = f", loss in chunks of {sizes['chunk']} tokens" if sizes["chunk"] else ""
+    return (
+        f"tensor-parallel {sizes['t']}, pipeline-parallel {sizes['p']}, context-parallel "
+        f"{sizes['c']}, data-parallel {sizes['d']} ({sizes['states']}), micro-batch {sizes['b']}"
+        f"{chunk}"
+    )
+
+
+def several_table(verdicts: Sequence[Mapping[str, Any]]) -> Html:
+    """Returns one row for each number of GPUs, with its best plan."""
+    rows = []
+    for one in verdicts:
+        plan = plan_of(one)
+        rows.append(
+            [
+                f"{one['num_gpus']:,}",
+                element("b", one["verdict"], class_=WORDS.get(one["verdict"])),
+                *(
+                    ["", "", ""]
+                    if plan is None
+                    else [
+                        number(plan["peak_bytes"] / GIB),
+                        number(plan["step_seconds"]),
+                        number(plan["tokens_per_second"]),
+                    ]
+                ),
+            ]
+        )
+    return table(
+        ["GPUs", "verdict", "peak GiB", "step s", "tokens/s"],
+        rows,
+        caption="The best plan for each number of GPUs.",
+        class_="figures",
+    )
+
+
+def plan_of(one: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the best plan, or the one with the smallest peak if none fits."""
+    plans = one["plans"]
+    found: Mapping[str, Any] | None = plans[0] if plans else one.get("smallest")
+    return found
+
+
+def plans_tables(one: Mapping[str, Any]) -> Html:
+    """Returns the fastest plans and what is one step away; nothing if no plan fits."""
+    named = [(str(place), plan) for place, plan in enumerate(one["plans"], start=1)]
+    if one.get("next_better"):
+        named.append(("next better, does not fit", one["next_better"]))
+    rows = []
+    for name, plan in named:
+        sizes = sizes_of(plan, one["num_gpus"])
+        rows.append(
+            [
+                name,
+                *(str(sizes[key]) for key in ("t", "p", "c", "d", "states", "b")),
+                str(sizes["chunk"] or "none"),
+                number(plan["peak_bytes"] / GIB),
+                number(plan["step_seconds"]),
+                f"{100 * plan['mfu']:.1f} %",
+                shortened(plan["recompute_policy"], 80),
+            ]
+        )
+    if not rows:
+        return Html()
+    head = [
+        "plan",
+        "t",
+        "p",
+        "c",
+        "d",
+        "states",
+        "b",
+        "chunk",
+        "peak GiB",
+        "step s",
+        "MFU",
+        "policy",
+    ]
+    caption = (
+        "The fastest plans, and the next better one. t, p, c, d: tensor-, pipeline-, context- and "
+        "data-parallel sizes; b: micro-batch size."
+    )
+    parts = [element("h2", "Plans"), table(head, rows, caption=caption, class_="plans")]
+    if one.get("neighbours"):
+        steps = [
+            [
+                each["change"],
+                "yes" if each["fits"] else "no",
+                number(each["peak_bytes"] / GIB),
+                number(each["step_seconds"]),
+                number(each["tokens_per_second"]),
+            ]
+            for each in one["neighbours"]
+        ]
+        head = ["change", "fits", "peak GiB", "step s", "tokens/s"]
+        parts.append(table(head, steps, caption="One step away from plan 1.", class_="figures"))
+    return joined(parts)
