@@ -120,7 +120,7 @@ def plans_tables(one: Mapping[str, Any]) -> Html:
         "The fastest plans, and the next better one. t, p, c, d: tensor-, pipeline-, context- and "
         "data-parallel sizes; b: micro-batch size."
     )
-    parts = [element("h2", "Plans"), table(head, rows, caption=caption, class_="plans")]
+    parts = [element("h2", "Plans"), table(head, rows, caption=caption, class_="rows")]
     if one.get("neighbours"):
         steps = [
             [
