@@ -21,8 +21,9 @@ from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.pipeline.order import Action, keeping_all
 from megatron_lite.plan.hardware import Group, Hardware
+from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock, Seconds
-from megatron_lite.plan.pipeline_time import Durations, run_pipeline
+from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import StageTime, stage_time
 from megatron_lite.plan.update_time import update_time
 from megatron_lite.recompute.plan import keep_everything
@@ -80,6 +81,8 @@ def step_time(
     fused_accumulation: bool = False,
     all_stages: Sequence[Stage] | None = None,
     transfer_bytes: int | None = None,
+    memo: Memo | None = None,
+    bound: bool = False,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
@@ -88,8 +91,12 @@ def step_time(
     all_stages: other stages than the flags describe, in the order of the model.
     transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
         states.
+    memo: results for this model on this machine, which a search over layouts shares.
+    bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
+        of a simulation.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
+    memo = Memo() if memo is None else memo
     parallel, model = config.parallel, config.model
     t, c, p = (
         parallel.tensor_model_parallel_size,
@@ -111,6 +118,7 @@ def step_time(
         num_microbatches=num_microbatches,
         data_parallel=data_parallel,
         fused_accumulation=fused_accumulation and config.training.gradient_accumulation_fusion,
+        memo=memo,
     )
     hidden = hidden_collective(
         ALL_GATHER, model, Sizes.of(config, device=hardware.device)
@@ -118,21 +126,25 @@ def step_time(
     transfer = hardware.transfer_seconds(
         transfer_bytes or hidden, inside=pipeline.is_inside_a_node(hardware)
     )
-    ran = run_pipeline(
-        Durations(times.duration, transfer if p > 1 else 0.0, parallel.overlap_p2p_comm),
-        size=p,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
+    durations = Durations(
+        times.duration,
+        transfer if p > 1 else 0.0,
+        parallel.overlap_p2p_comm,
+        # Micro-batches that keep everything have another backward than those that do not.
+        alike=config.recompute.num_microbatches_with_partial_activation_checkpoints is None,
     )
+    run = shortest_pipeline if bound else run_pipeline
+    ran = run(durations, size=p, num_microbatches=num_microbatches, num_chunks=num_chunks)
     updates = [
         update_time(
             config,
-            own := [stage for stage in model_stages if stage.rank == rank],
+            own := model_stages[rank::p],
             clock,
             data_parallel=data_parallel,
             embeddings=Group(min(p, 2), (p - 1) * pipeline.stride if p > 1 else 1),
             forward=sum(times.of(stage, False).forward.total() for stage in own),
             backward=sum(times.of(stage, False).backward.total() for stage in own),
+            memo=memo,
         )
         for rank in range(p)
     ]
@@ -149,11 +161,15 @@ def step_time(
         rank=last,
         num_ranks=num_ranks,
         tokens=batch * seq_length,
-        model_flops=step_flops(
-            model,
-            batch=batch,
-            seq_length=seq_length,
-            padded_vocab_size=config.tokenizer.padded_vocab_size(t),
+        model_flops=batch
+        * memo.once(
+            ("model FLOPs", seq_length, config.tokenizer.padded_vocab_size(t)),
+            lambda: step_flops(
+                model,
+                batch=1,
+                seq_length=seq_length,
+                padded_vocab_size=config.tokenizer.padded_vocab_size(t),
+            ),
         ),
         peak_flops=hardware.matmuls(element_bytes).peak_flops,
     )
@@ -171,8 +187,9 @@ class _Times:
         num_microbatches: int,
         data_parallel: Group,
         fused_accumulation: bool,
+        memo: Memo,
     ) -> None:
-        self._config, self._clock, self._stages = config, clock, all_stages
+        self._config, self._clock, self._stages, self._memo = config, clock, all_stages, memo
         self._data_parallel, self._fused = data_parallel, fused_accumulation
         self._size = config.parallel.pipeline_model_parallel_size
         self._microbatches = num_microbatches
@@ -187,6 +204,8 @@ class _Times:
                 num_kept=num_kept,
                 num_chunks=self._chunks,
             )
+            if num_kept
+            else frozenset()
             for rank in range(self._size)
         ]
         self._times: dict[object, StageTime] = {}
@@ -216,6 +235,7 @@ class _Times:
                 self._clock,
                 data_parallel=self._data_parallel,
                 fused_accumulation=self._fused,
+                memo=self._memo,
             )
         return self._times[alike]
 
