@@ -447,7 +447,14 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute-policy",
         str,
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
-        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above",
+        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above; "
+        "auto chooses the fastest one that fits --memory-budget",
+    )
+    group.value(
+        "--memory-budget",
+        str,
+        "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
+        "such as 80GiB; derived on a GPU: its memory less a reserve",
     )
     group.switch(
         "--contiguous-saved-activations",
@@ -503,6 +510,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "gradient_accumulation_fusion",
         "do not use NVIDIA apex's kernel for weight gradients on CUDA, even where it is installed "
         "(docs/apex.md)",
+    )
+    group.value(
+        "--memory-limit",
+        str,
+        "stop with advice if a rank allocates more than this, such as 4GiB, as if its device had "
+        "no more",
     )
     group.value(
         "--loss-chunk-size",
@@ -752,6 +765,16 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
         str,
         "file for the memory of one micro-batch, operator by operator, as JSON; "
         "python -m megatron_lite.tools.plot_memory draws it",
+    )
+    group.switch(
+        "--log-peak-memory",
+        "measure the peak of the second step on a CPU too, beside the predicted one; takes seconds",
+    )
+    group.value(
+        "--machine",
+        str,
+        "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
+        "tools/calibrate.py; derived from the GPU's name",
     )
     group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
     group.switch("--log-params-norm", "norm of all weights")

@@ -94,12 +94,7 @@ class Unreachable(NamedTuple):
 
 
 def choose_policy(
-    config: RunConfig,
-    hardware: Hardware,
-    budget_bytes: int,
-    num_ranks: int,
-    *,
-    host: bool = True,
+    config: RunConfig, hardware: Hardware, budget_bytes: int, num_ranks: int, *, host: bool = True
 ) -> str:
     """Returns the text of the fastest policy with which the fullest rank fits the budget.
 
@@ -329,9 +324,7 @@ class _RankSearch:
         first = hosted.moved / run.hardware.host_bandwidth
         total = count * first
         return (
-            self.clock.exposed(total, forward)
-            + first
-            + self.clock.exposed(total - first, backward)
+            self.clock.exposed(total, forward) + first + self.clock.exposed(total - first, backward)
         )
 
     def smallest_mixes(self) -> list[_StageMix]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel import collectives
@@ -21,7 +22,6 @@ from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.allocations import allocations
 from tests.support.collectives import recorded_collectives
 from tests.support.equality import difference
 from tests.support.hf import PEERS
@@ -166,7 +166,7 @@ def allocated_peak(name: str, layout: str) -> int:
             )
             backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
             optimizer.step(0.001)
-            with allocations() as found:
+            with allocator_peak() as found:
                 backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
             return found.peak_bytes
 
