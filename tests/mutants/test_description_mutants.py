@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.config import regions
 from megatron_lite.description import (
+    attention_workspace,
     linears,
     model_ends,
     norm_statistics,
@@ -109,7 +110,7 @@ def a_dropout_holds_no_mask(patch: Patch) -> None:
 
 
 def one_rotation_is_forgotten(patch: Patch) -> None:
-    patch.setattr(self_attention, "_rotate_backward", lambda heads, part: Course())
+    patch.setattr(attention_workspace, "_rotate_backward", lambda heads, part: Course())
 
 
 def a_norm_leaves_its_statistics(patch: Patch) -> None:
