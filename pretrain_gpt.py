@@ -54,13 +54,15 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     from megatron_lite.cli.supervised import supervised
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer
+    from megatron_lite.training.out_of_memory import memory_limited
 
-    config = ready_to_train(config, launch)
+    config, notices = ready_to_train(config, notices, launch)
     with (
         parallel_state(
             config.parallel, seed=config.training.seed, launch=launch, run=config
         ) as parallel,
         supervised(config, parallel, launch) as supervision,
+        memory_limited(config, parallel.device),
     ):
         supervision.start(notices)
         trainer = build_trainer(config, parallel, pulse=supervision.pulse)

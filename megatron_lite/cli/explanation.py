@@ -15,6 +15,8 @@ from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.plan.chosen_policy import with_chosen_policy
+from megatron_lite.plan.machine_choice import machine_for_policy
 
 
 def print_dry_run(
@@ -39,6 +41,14 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     that the run would refuse.
     """
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    if config.recompute.is_to_be_chosen:
+        device = likely_device(config.parallel.distributed_backend)
+        machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)
+        num_ranks = max(world_size, config.parallel.model_ranks)
+        config, notice = with_chosen_policy(
+            config, machine, num_ranks, device_bytes=machine.memory_bytes
+        )
+        notices = [*notices, notice]
     told_in_report = recompute_notices(config)
     try:
         dp_size = config.parallel.data_parallel_size(world_size) if world_size > 1 else 1

@@ -28,9 +28,10 @@ from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.capacity import check_fits, told_where_memory_runs_out
+from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
+from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

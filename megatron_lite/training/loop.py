@@ -41,6 +41,7 @@ from megatron_lite.training.observe import (
     Observer,
     TimelineRecorder,
 )
+from megatron_lite.training.predictions import Predictions
 from megatron_lite.training.run_facts import run_facts
 from megatron_lite.training.skipped import (
     SkippedUpdates,
@@ -81,6 +82,7 @@ class Trainer:
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
     _evaluations: Evaluations = field(init=False)
+    _predictions: Predictions = field(init=False)
     _skipped: SkippedUpdates = field(init=False)
     _replicas: ReplicaCheck | None = field(default=None, init=False)
     _slow_ranks: SlowRanks | None = field(default=None, init=False)
@@ -92,6 +94,13 @@ class Trainer:
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
         self._evaluations = Evaluations(self.config, self._runner, self.batches, self.pulse)
+        self._predictions = Predictions(
+            self.config,
+            self.parallel,
+            self.model,
+            self.optimizer,
+            num_microbatches=self.batches.num_microbatches(self.batches.full),
+        )
         self._timeline_is_due = self.config.logging.memory_timeline is not None
         self._make_guards()
 
@@ -145,6 +154,7 @@ class Trainer:
             self.saver.wait(log.line)
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
                 self._evaluate("test", self.datasets.test, log, exits)
+            log.summary(self._predictions.summary())
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
@@ -225,7 +235,8 @@ class Trainer:
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
         with (
-            self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext()
+            self._predictions.step(iteration),
+            self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext(),
         ):
             result = train_step(
                 self._runner,
@@ -236,6 +247,8 @@ class Trainer:
             )
         if meter is not None:
             self._compare_bytes(meter, log)
+        if (line := self._predictions.peak_line()) is not None:
+            log.line(line)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
@@ -281,6 +294,7 @@ class Trainer:
         figures = StepFigures.read(step.result)
         seconds = time.perf_counter() - self._clock
         self._clock += seconds
+        self._predictions.took(seconds)
         update = None
         if figures.skipped:
             update = self._skipped.judge(
