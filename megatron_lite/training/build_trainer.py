@@ -14,6 +14,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
+from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.sharding import shard_model_
 from megatron_lite.model.stage_models import ModelStages
@@ -169,8 +171,26 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         saver=Saver(
             config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
         ),
-        notices=(accumulation, *notices.in_log),
+        notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
         pulse=pulse,
+    )
+
+
+def _predicted_peak(
+    config: RunConfig, parallel: ParallelState, batches: BatchSchedule
+) -> tuple[str, ...]:
+    """Returns the line about the predicted peak. Nobody predicts what --torch-compile keeps."""
+    if config.training.torch_compile or parallel.rank:
+        return ()
+    peak = fullest_step_peak(
+        config,
+        device=parallel.device.type,
+        dp_cp_size=parallel.dp_cp_size,
+        num_microbatches=batches.num_microbatches(batches.full),
+    )
+    return (
+        f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
+        f"({peak.moment})",
     )
 
 
@@ -189,12 +209,12 @@ def _check_batches(
         )
     ramp = " ".join(map(str, config.training.rampup_batch_size))
     unit = batches.samples_per_microbatch * parallel.pp_size
-    for size in sizes:
+    for batch_size in sizes:
         check_num_microbatches(
-            batches.num_microbatches(size),
+            batches.num_microbatches(batch_size),
             size=parallel.pp_size,
             num_chunks=num_chunks,
-            remedy=f"--rampup-batch-size {ramp} has a batch of {size} samples; give a START "
+            remedy=f"--rampup-batch-size {ramp} has a batch of {batch_size} samples; give a START "
             "and an INCREMENT "
             f"that are multiples of {unit}, or leave the virtual stages out",
         )

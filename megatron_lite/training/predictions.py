@@ -60,9 +60,9 @@ class Predictions:
         On the second step it measures the peak, if the run measures it. That issues one all-reduce.
         """
         self._steps += 1
-        measures = self._steps == MEASURED_STEP and not self._config.training.torch_compile
+        measures = self._steps == MEASURED_STEP and self._can_measure()
         try:
-            if measures and self._can_measure():
+            if measures:
                 with self._meter.step():
                     yield
             else:
@@ -84,7 +84,7 @@ class Predictions:
 
     def peak_line(self) -> str | None:
         """Returns the line about the peak, right after the step that was measured, else None."""
-        if self._steps != MEASURED_STEP or self.peak is None:
+        if self._steps != MEASURED_STEP or self.peak is None or self.peak.measured is None:
             return None
         return f"peak of a step, on the rank that holds most: {self.peak}"
 
@@ -106,6 +106,8 @@ class Predictions:
         )
 
     def _can_measure(self) -> bool:
+        if self._config.training.torch_compile:  # the compiler decides what is kept
+            return False
         return self._parallel.device.type == "cuda" or self._config.logging.log_peak_memory
 
     def _machine(self) -> Hardware | None:
