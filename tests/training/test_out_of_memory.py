@@ -124,7 +124,7 @@ def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
 
 @pytest.mark.slow
 def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
-    done = run_command(*SIZE, "--memory-limit", "300MiB")
+    done = run_command(*SIZE, "--memory-limit", "700MiB")
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
     assert len(lines) == 1 and "Traceback" not in done.stderr
