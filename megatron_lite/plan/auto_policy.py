@@ -22,12 +22,13 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.layer_choices import LayerChoice, layer_choices
 from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
-from megatron_lite.plan.policies import Mix, Room, best_mix, layer_order, mix_peak
+from megatron_lite.plan.policies import Choice, Mix, Room, best_mix, layer_order, mix_peak
 from megatron_lite.plan.stage_time import stage_time
 from megatron_lite.recompute.plan import Store, keep_everything
 
@@ -124,41 +125,63 @@ def choose_policy(
 
 def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
     """Returns the run with the fastest policy that fits the budget, or that no policy fits."""
+    whole = with_policy(run.config, None)
+    peak = run.peak(whole)
+    if peak.num_bytes <= budget_bytes:
+        return Chosen(whole, peak)
     search = _RankSearch(run)
+    spaces = search.spaces(search.full_mixes(), budget_bytes)
     best: Chosen | None = None
-    spaces = search.spaces(search.smallest_mixes(), budget_bytes)
     tried: set[str] = set()
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)
-        if mixes is None:
+        config = None if mixes is None else search.config(mixes)
+        if mixes is None or config is None or str(config.recompute.policy) in tried:
             break
-        config = search.config(mixes)
-        text = str(config.recompute.policy)
-        if text in tried:
-            break
-        tried.add(text)
+        tried.add(str(config.recompute.policy))
         peak = run.peak(config)
+        corrected = search.spaces(mixes, budget_bytes)
         if peak.num_bytes <= budget_bytes:
             best = Chosen(config, peak)
+            # One more round if this mix leaves more space than the one before.
+            if any(corrected[rank] <= space for rank, space in spaces.items()):
+                break
+            spaces = corrected
+        elif best is not None:
             break
-        corrected = search.spaces(mixes, budget_bytes)
-        # Never give back space in a later round: the rounds would not end.
-        spaces = {rank: min(space, corrected[rank]) for rank, space in spaces.items()}
-        excess = peak.num_bytes - budget_bytes
-        place = search.alike(peak.rank)
-        if mixes == search.mixes(spaces):
-            spaces[place] -= excess
+        else:
+            shrunk = {rank: min(space, corrected[rank]) for rank, space in spaces.items()}
+            if shrunk == spaces:
+                shrunk[search.alike(peak.rank)] -= peak.num_bytes - budget_bytes
+            spaces = shrunk
     if best is not None:
         return best
     smallest = search.smallest()
-    if smallest.peak.num_bytes <= budget_bytes:
-        return smallest
-    return Unreachable(smallest)
+    return smallest if smallest.peak.num_bytes <= budget_bytes else Unreachable(smallest)
 
 
-def optimistic(run: Run) -> RunConfig:
-    """Returns the run without recomputation."""
-    return with_policy(run.config, None)
+def quickly_fitted(run: Run, budget_bytes: int) -> RunConfig | None:
+    """Returns the run with a policy that is at least as fast as `fitted`, or None if none fits.
+
+    Only the weights, gradients and optimizer states count besides the activations, so the policy
+    may need more than the budget.
+    """
+    search = _RankSearch(run)
+    mixes = search.mixes(
+        {rank: budget_bytes - search.states_bytes(rank) for rank in search.samples()}
+    )
+    return None if mixes is None else search.config(mixes)
+
+
+def least_bytes(run: Run) -> int:
+    """Returns about the smallest peak: that of the states and of rebuilding every layer whole."""
+    search = _RankSearch(run)
+    mixes = search.full_mixes()
+    return max(
+        search.states_bytes(rank)
+        + mix_peak(_prices(mixes[rank]), mixes[rank].mix.counts, search.room(rank, 0))
+        for rank in search.samples()
+    )
 
 
 def with_policy(config: RunConfig, text: str | None) -> RunConfig:
@@ -212,6 +235,15 @@ class _RankSearch:
     def samples(self) -> list[int]:
         """Returns the ranks whose peaks are computed in full."""
         return sorted({self.alike(rank) for rank in range(self.size)})
+
+    def states_bytes(self, rank: int) -> int:
+        """Returns the bytes of weights, gradients and optimizer states of a pipeline rank."""
+        config, dp_cp_size = self.run.config, self.run.dp_cp_size
+        key = ("states", config.parallel, config.data_parallel, dp_cp_size, rank)
+        return self.run.memo.once(
+            key,
+            lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0).total,
+        )
 
     def spaces(self, mixes: Sequence[_StageMix], budget_bytes: int) -> dict[int, int]:
         """Returns the bytes that activations may take, by rank of `samples`.
@@ -334,7 +366,7 @@ class _RankSearch:
             + self.clock.exposed(total - first, backward)
         )
 
-    def smallest_mixes(self) -> list[_StageMix]:
+    def full_mixes(self) -> list[_StageMix]:
         """Returns the mixes in which every layer is rebuilt whole."""
         full = next(one for one in self.choices if one.action.unit and one.store == "device")
         return [
@@ -384,5 +416,5 @@ class _RankSearch:
         return min(found, key=lambda one: one.peak.num_bytes)
 
 
-def _prices(mix: _StageMix) -> list:
+def _prices(mix: _StageMix) -> list[Choice]:
     return [choice.price for choice in mix.choices]
