@@ -40,14 +40,14 @@ class Run(NamedTuple):
     """A run without a policy, and the machine that it is planned for.
 
     memo: results for this model on this machine.
-    host: whether a policy may keep tensors in host memory.
+    host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     """
 
     config: RunConfig
     hardware: Hardware
     num_ranks: int
     memo: Memo
-    host: bool = True
+    host_bytes: int = 0
 
     @property
     def dp_cp_size(self) -> int:
@@ -100,17 +100,17 @@ def choose_policy(
     budget_bytes: int,
     num_ranks: int,
     *,
-    host: bool = True,
+    host_bytes: int = 0,
 ) -> str:
     """Returns the text of the fastest policy with which the fullest rank fits the budget.
 
     config: the run. Its own recompute flags do not count.
     budget_bytes: the bytes for everything that a rank allocates.
-    host: whether the policy may keep tensors in host memory.
+    host_bytes: the host memory of a rank in which the policy may keep tensors. 0: none.
     Raises InputError with the smallest reachable peak if no policy fits. Raises ValueError if the
     ranks or the batch do not divide.
     """
-    found = fitted(Run(config, hardware, num_ranks, Memo(), host), budget_bytes)
+    found = fitted(Run(config, hardware, num_ranks, Memo(), host_bytes), budget_bytes)
     if isinstance(found, Unreachable):
         peak = found.smallest.peak
         largest = max(peak.terms, key=lambda term: term.num_bytes)
@@ -224,7 +224,7 @@ class _RankSearch:
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
         self.clock = Clock(run.hardware, element, tp=Group(tp), cp=Group(cp, tp))
-        self.choices = layer_choices(config, self.clock, run.memo, host=run.host)
+        self.choices = layer_choices(config, self.clock, run.memo, host=run.host_bytes > 0)
 
     def alike(self, rank: int) -> int:
         """Returns the rank whose bytes besides activations stand for those of this one."""
@@ -316,7 +316,10 @@ class _RankSearch:
         for hosted in self.choices:
             if not hosted.store.endswith("host"):
                 continue
-            for count in range(1, stage.num_layers + 1):
+            most = stage.num_layers
+            if hosted.moved:
+                most = min(most, self.run.host_bytes // (hosted.moved * room.in_flight))
+            for count in range(1, most + 1):
                 wait = self._wait(stage, hosted, count)
                 if wait + count * hosted.price.seconds >= below:
                     break
@@ -402,7 +405,7 @@ class _RankSearch:
     def smallest(self) -> Chosen:
         """Returns the run with the smallest peak among units of every length, also in host memory."""
         longest = max(stage.num_layers for stage in self.stages)
-        stores: list[Store] = ["device", "host"] if self.run.host else ["device"]
+        stores: list[Store] = ["device", "host"] if self.run.host_bytes else ["device"]
         found: list[Chosen] = []
         lengths = [one for one in (1, 2, 3, 4, 6, 8, 12, 16) if one <= longest]
         for store in stores:

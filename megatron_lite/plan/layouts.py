@@ -50,13 +50,13 @@ class Problem(NamedTuple):
 
     base: the run with the user's settings, and for searched dimensions any legal value.
     fixed: the names of the fields that keep the value of `base`.
-    host: whether a policy may keep tensors in host memory.
+    host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     """
 
     base: RunConfig
     hardware: Hardware
-    fixed: frozenset[str]
-    host: bool = True
+    fixed: frozenset[str] = frozenset()
+    host_bytes: int = 0
 
 
 def kind_of(config: RunConfig) -> str:

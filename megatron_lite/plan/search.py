@@ -90,7 +90,7 @@ class Search:
     def run(self, config: RunConfig, num_ranks: int) -> Run:
         """Returns the run for auto_policy."""
         problem = self.problem
-        return Run(config, problem.hardware, num_ranks, self.memo, problem.host)
+        return Run(config, problem.hardware, num_ranks, self.memo, problem.host_bytes)
 
     def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> Found:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
@@ -195,8 +195,13 @@ class Search:
 
 
 def shape(config: RunConfig) -> tuple[object, ...]:
-    """Returns what tells two layouts apart in a ranking: all but micro-batch and loss chunk."""
-    return (config.parallel, kind_of(config))
+    """Returns what tells two layouts apart in a ranking. Of those that share it, the fastest counts."""
+    parallel = config.parallel
+    return (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        kind_of(config),
+    )
 
 
 def _first(pair: tuple[float, RunConfig]) -> float:
