@@ -176,12 +176,13 @@ def quickly_fitted(run: Run, budget_bytes: int) -> RunConfig | None:
 def least_bytes(run: Run) -> int:
     """Returns about the smallest peak: that of the states and of rebuilding every layer whole."""
     search = _RankSearch(run)
-    mixes = search.full_mixes()
-    return max(
-        search.states_bytes(rank)
-        + mix_peak(_prices(mixes[rank]), mixes[rank].mix.counts, search.room(rank, 0))
-        for rank in search.samples()
-    )
+    return search.bytes_of(search.full_mixes())
+
+
+def whole_bytes(run: Run) -> int:
+    """Returns about the peak without recomputation, as `least_bytes` does."""
+    search = _RankSearch(run)
+    return search.bytes_of(search.keeping_mixes())
 
 
 def with_policy(config: RunConfig, text: str | None) -> RunConfig:
@@ -375,6 +376,21 @@ class _RankSearch:
         return [
             _StageMix((full,), Mix((stage.num_layers,), 0.0)) for stage in self.stages[: self.size]
         ]
+
+    def keeping_mixes(self) -> list[_StageMix]:
+        """Returns the mixes in which every layer keeps everything."""
+        none = next(one for one in self.choices if one.action == LayerAction())
+        return [
+            _StageMix((none,), Mix((stage.num_layers,), 0.0)) for stage in self.stages[: self.size]
+        ]
+
+    def bytes_of(self, mixes: Sequence[_StageMix]) -> int:
+        """Returns the bytes of states and activations of the fullest rank."""
+        return max(
+            self.states_bytes(rank)
+            + mix_peak(_prices(mixes[rank]), mixes[rank].mix.counts, self.room(rank, 0))
+            for rank in self.samples()
+        )
 
     def config(self, mixes: Sequence[_StageMix]) -> RunConfig:
         """Returns the run with the mixes as its policy. All stages of a rank have the same rules."""

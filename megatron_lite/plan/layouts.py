@@ -10,12 +10,13 @@ fixed. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.plan.hardware import Hardware
@@ -43,19 +44,24 @@ KINDS: Mapping[str, Mapping[str, bool]] = {
     ),
     FSDP2: dict(use_torch_fsdp2=True),
 }
+DATA_PARALLEL = frozenset(("use_distributed_optimizer", "use_torch_fsdp2"))
+# The fields that a layout sets. A value that the user gives fixes the dimension.
+SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
 
 
 class Problem(NamedTuple):
     """What is planned: a run, a machine, and what the user has fixed.
 
-    base: the run with the user's settings, and for searched dimensions any legal value.
-    fixed: the names of the fields that keep the value of `base`.
+    base: the run with the user's settings, and with the defaults of all searched dimensions.
+    fixed: the values of the dimensions that the user has fixed, by the names of their fields.
+    recompute: the recompute settings, if they are fixed too.
     host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     """
 
     base: RunConfig
     hardware: Hardware
-    fixed: frozenset[str] = frozenset()
+    fixed: Mapping[str, Any] = {}
+    recompute: RecomputeConfig | None = None
     host_bytes: int = 0
 
 
@@ -66,6 +72,27 @@ def kind_of(config: RunConfig) -> str:
     return ZERO1 if config.data_parallel.use_distributed_optimizer else REPLICATED
 
 
+def refusal(problem: Problem, num_ranks: int) -> str:
+    """Returns why no layout of so many ranks has the dimensions that are fixed."""
+    base, fixed = problem.base, problem.fixed
+    try:
+        parallel = replace(
+            base.parallel, **{name: fixed[name] for name in fixed if hasattr(base.parallel, name)}
+        )
+        training = replace(
+            base.training, **{name: fixed[name] for name in fixed if hasattr(base.training, name)}
+        )
+        recompute = problem.recompute or base.recompute
+        config = replace(base, parallel=parallel, training=training, recompute=recompute)
+        config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
+    except ValueError as error:
+        return str(error)
+    return (
+        f"no layout of {num_ranks} ranks divides the heads, the layers, the sequence and "
+        f"--global-batch-size {base.training.global_batch_size}: change one of them"
+    )
+
+
 def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
     """Yields every layout of so many ranks, without a recompute policy of its own."""
     base = problem.base
@@ -73,7 +100,7 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
         dp_size = parallel.data_parallel_size(num_ranks)
         for data_parallel in _data_parallel(problem, dp_size * parallel.context_parallel_size):
             for size in _micro_batch_sizes(problem, parallel, dp_size):
-                for chunk in _options(problem.fixed, LOSS_CHUNK, base.training, LOSS_CHUNKS):
+                for chunk in _options(problem, LOSS_CHUNK, LOSS_CHUNKS):
                     try:
                         training = replace(
                             base.training, micro_batch_size=size, loss_chunk_size=chunk
@@ -83,23 +110,23 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
                             parallel=parallel,
                             data_parallel=data_parallel,
                             training=training,
+                            recompute=problem.recompute or base.recompute,
                         )
                     except ValueError:
                         continue  # training would refuse it
 
 
 def _parallel(problem: Problem, num_ranks: int) -> Iterator[ParallelConfig]:
-    base, fixed = problem.base.parallel, problem.fixed
+    base = problem.base.parallel
     most = min(num_ranks, problem.hardware.ranks_per_node)
     tensor = [size for size in _divisors(num_ranks) if size <= most]
-    for tp in _options(fixed, TENSOR, base, tensor):
-        for cp in _options(fixed, CONTEXT, base, _context_sizes(problem)):
-            for pp in _options(fixed, PIPELINE, base, _divisors(num_ranks)):
+    for tp in _options(problem, TENSOR, tensor):
+        for cp in _options(problem, CONTEXT, _context_sizes(problem)):
+            for pp in _options(problem, PIPELINE, _divisors(num_ranks)):
                 if num_ranks % (tp * cp * pp) or pp > problem.base.model.num_layers:
                     continue
-                sizes = {TENSOR: tp, CONTEXT: cp, PIPELINE: pp}
-                if SEQUENCE not in fixed:
-                    sizes[SEQUENCE] = tp > 1
+                sequence = problem.fixed.get(SEQUENCE, tp > 1)
+                sizes = {TENSOR: tp, CONTEXT: cp, PIPELINE: pp, SEQUENCE: sequence}
                 for cut in _cuts(problem, pp):
                     try:
                         parallel = replace(base, **sizes, **cut)
@@ -119,8 +146,9 @@ def _cuts(problem: Problem, pp_size: int) -> Iterator[dict[str, Any]]:
 
     If the ranks do not divide the layers, the first and the last rank get fewer than the others.
     """
-    if pp_size == 1 or any(name in problem.fixed for name in VIRTUAL):
-        yield {}
+    given = {name: problem.fixed[name] for name in VIRTUAL if name in problem.fixed}
+    if pp_size == 1 or given:
+        yield given
         return
     layers, ends = problem.base.model.num_layers, {}
     each = -(-layers // pp_size)
@@ -140,20 +168,15 @@ def _cuts(problem: Problem, pp_size: int) -> Iterator[dict[str, Any]]:
 
 
 def _data_parallel(problem: Problem, dp_cp_size: int) -> Iterator[DataParallelConfig]:
-    base, fixed = problem.base.data_parallel, problem.fixed
-    switches = {name for flags in KINDS.values() for name in flags}
-    if switches & fixed:
+    base = problem.base.data_parallel
+    if DATA_PARALLEL & problem.fixed.keys() or dp_cp_size == 1:
         yield base
         return
-    for kind, flags in KINDS.items():
-        if dp_cp_size == 1:
-            yield base
-            return
+    for flags in KINDS.values():
         try:
             yield replace(base, **flags)
         except ValueError:
             continue  # it contradicts a setting of the user
-        del kind
 
 
 def _micro_batch_sizes(
@@ -163,14 +186,14 @@ def _micro_batch_sizes(
     training = problem.base.training
     pp, layers = parallel.pipeline_model_parallel_size, problem.base.model.num_layers
     virtual = len(stages(parallel, layers)) > pp
-    for size in _options(problem.fixed, MICRO_BATCH, training, MICRO_BATCH_SIZES):
+    for size in _options(problem, MICRO_BATCH, MICRO_BATCH_SIZES):
         batch = training.global_batch_size or size * dp_size
         if batch % (size * dp_size) == 0 and not (virtual and batch // (size * dp_size) % pp):
             yield size
 
 
-def _options(fixed: Collection[str], name: str, base: Any, values: Any) -> Any:
-    return (getattr(base, name),) if name in fixed else values
+def _options(problem: Problem, name: str, values: Iterable[Any]) -> Iterable[Any]:
+    return (problem.fixed[name],) if name in problem.fixed else values
 
 
 def _divisors(number: int) -> list[int]:

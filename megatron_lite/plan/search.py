@@ -17,7 +17,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
@@ -29,23 +28,18 @@ from megatron_lite.plan.auto_policy import (
     fitted,
     least_bytes,
     quickly_fitted,
+    whole_bytes,
     with_policy,
 )
 from megatron_lite.plan.layouts import Problem, kind_of, layouts
 from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.step_time import StepTime, step_time
 
-RECOMPUTE_FIELDS = (
-    "recompute_activations",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "distribute_saved_activations",
-    "recompute_modules",
-    "recompute_policy",
-)
 SMALLEST_TRIED = 4
-BETTER = 0.995  # of the step time: a plan that is not clearly faster is no better plan
+NEAREST = 64  # faster layouts of which the smallest is looked for
+BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
+HANDICAP = 0.0005  # of the step time, for each further kind of parallelism: of two plans that are
+# equally fast the simpler one wins
 
 
 class Plan(NamedTuple):
@@ -85,7 +79,7 @@ class Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.memo = problem, Memo()
-        self.fixed_policy = any(name in problem.fixed for name in RECOMPUTE_FIELDS)
+        self.fixed_policy = problem.recompute is not None
 
     def run(self, config: RunConfig, num_ranks: int) -> Run:
         """Returns the run for auto_policy."""
@@ -135,7 +129,10 @@ class Search:
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then."""
         number = itertools.count()
-        heap = [(bound, next(number), _Candidate(1, config)) for bound, config in start]
+        heap = [
+            (bound * _handicap(config), next(number), _Candidate(1, config))
+            for bound, config in start
+        ]
         heapq.heapify(heap)
         plans: list[Plan] = []
         too_large: list[RunConfig] = []
@@ -152,7 +149,8 @@ class Search:
             if further is None:
                 too_large.append(candidate.config)
             else:
-                heapq.heappush(heap, (further[0], next(number), further[1]))
+                bound = further[0] * _handicap(candidate.config)
+                heapq.heappush(heap, (bound, next(number), further[1]))
         return plans, too_large
 
     def _advanced(
@@ -185,7 +183,9 @@ class Search:
     ) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""
         found: list[Plan] = []
-        for config in faster[-SMALLEST_TRIED:] if not self.fixed_policy else ():
+        runs = [self.run(config, num_ranks) for config in faster[-NEAREST:]]
+        sizes = sorted(((whole_bytes(run), run.config) for run in runs), key=_first)
+        for _, config in sizes[:SMALLEST_TRIED] if not self.fixed_policy else ():
             whole = with_policy(config, None)
             peak = self.run(config, num_ranks).peak(whole)
             time = self.time(whole, num_ranks)
@@ -204,5 +204,18 @@ def shape(config: RunConfig) -> tuple[object, ...]:
     )
 
 
-def _first(pair: tuple[float, RunConfig]) -> float:
+def _handicap(config: RunConfig) -> float:
+    """Returns the factor of the step time by which a layout with many dimensions ranks lower."""
+    parallel = config.parallel
+    kinds = (
+        parallel.tensor_model_parallel_size > 1,
+        parallel.pipeline_model_parallel_size > 1,
+        (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1,
+        parallel.context_parallel_size > 1,
+        config.training.loss_chunk_size is not None,
+    )
+    return 1.0 + HANDICAP * sum(kinds)
+
+
+def _first(pair: tuple[float, object]) -> float:
     return pair[0]
