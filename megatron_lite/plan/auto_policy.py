@@ -95,12 +95,7 @@ class Unreachable(NamedTuple):
 
 
 def choose_policy(
-    config: RunConfig,
-    hardware: Hardware,
-    budget_bytes: int,
-    num_ranks: int,
-    *,
-    host_bytes: int = 0,
+    config: RunConfig, hardware: Hardware, budget_bytes: int, num_ranks: int, *, host_bytes: int = 0
 ) -> str:
     """Returns the text of the fastest policy with which the fullest rank fits the budget.
 
@@ -242,8 +237,7 @@ class _RankSearch:
         config, dp_cp_size = self.run.config, self.run.dp_cp_size
         key = ("states", config.parallel, config.data_parallel, dp_cp_size, rank)
         return self.run.memo.once(
-            key,
-            lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0).total,
+            key, lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0).total
         )
 
     def spaces(self, mixes: Sequence[_StageMix], budget_bytes: int) -> dict[int, int]:
@@ -365,9 +359,7 @@ class _RankSearch:
         first = hosted.moved / run.hardware.host_bandwidth
         total = count * first
         return (
-            self.clock.exposed(total, forward)
-            + first
-            + self.clock.exposed(total - first, backward)
+            self.clock.exposed(total, forward) + first + self.clock.exposed(total - first, backward)
         )
 
     def full_mixes(self) -> list[_StageMix]:

@@ -169,9 +169,7 @@ def _simulate(
             ends[rank].append(free[rank])
             awake.append((rank + (1 if action.kind == "forward" else -1)) % size)
     assert all(map(_is_over, map(len, ends), actions)), "a rank waits for ever"
-    return _Simulation(
-        [RankTime(*times) for times in zip(free, busy, strict=True)], ends, actions
-    )
+    return _Simulation([RankTime(*times) for times in zip(free, busy, strict=True)], ends, actions)
 
 
 def _arrival(

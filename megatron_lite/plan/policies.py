@@ -227,9 +227,7 @@ def _hull(choices: Sequence[Choice]) -> list[tuple[int, float]]:
     return hull
 
 
-def _is_above(
-    left: tuple[int, float], point: tuple[int, float], right: tuple[int, float]
-) -> bool:
+def _is_above(left: tuple[int, float], point: tuple[int, float], right: tuple[int, float]) -> bool:
     """Returns whether the point is on or above the line between the two others."""
     return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (
         point[0] - left[0]

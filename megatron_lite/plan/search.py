@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
@@ -88,7 +88,9 @@ class Search:
 
     def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> Found:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
-        start = [(self.bound(config, num_ranks), config) for config in layouts(self.problem, num_ranks)]
+        start = [
+            (self.bound(config, num_ranks), config) for config in layouts(self.problem, num_ranks)
+        ]
         plans, too_large = self._ranked(start, num_ranks, budget_bytes, most)
         if plans:
             limit = BETTER * plans[0].time.seconds
@@ -104,9 +106,7 @@ class Search:
 
     def time(self, config: RunConfig, num_ranks: int, *, bound: bool = False) -> StepTime:
         """Returns the step time. bound: a lower bound of it, in less time."""
-        return step_time(
-            config, self.problem.hardware, num_ranks, memo=self.memo, bound=bound
-        )
+        return step_time(config, self.problem.hardware, num_ranks, memo=self.memo, bound=bound)
 
     def plan(self, chosen: Chosen, num_ranks: int) -> Plan:
         """Returns the plan of a chosen policy."""
@@ -121,11 +121,7 @@ class Search:
         return chosen if chosen.peak.num_bytes <= budget_bytes else Unreachable(chosen)
 
     def _ranked(
-        self,
-        start: Iterable[tuple[float, RunConfig]],
-        num_ranks: int,
-        budget_bytes: int,
-        most: int,
+        self, start: Iterable[tuple[float, RunConfig]], num_ranks: int, budget_bytes: int, most: int
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then."""
         number = itertools.count()

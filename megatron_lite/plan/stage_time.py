@@ -9,7 +9,7 @@ Copies to host memory and the gathers of FSDP2 run beside both. Standard library
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,13 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.linears import hidden_collective
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    Collective,
-    LayerDescription,
-    Operation,
-)
+from megatron_lite.description.operations import ALL_GATHER, REDUCE_SCATTER, Collective, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
@@ -76,7 +70,9 @@ def stage_time(
     alike = (sizes, stage.num_layers, plan, config.data_parallel, group, fused_accumulation)
     return memo.once(
         ("stage", *alike),
-        lambda: _stage_time(config, stage, plan, clock, sizes, data_parallel, fused_accumulation, memo),
+        lambda: _stage_time(
+            config, stage, plan, clock, sizes, data_parallel, fused_accumulation, memo
+        ),
     )
 
 
@@ -160,12 +156,7 @@ def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime
 
 
 def replay_time(
-    config: RunConfig,
-    segment: Segment,
-    plan: RecomputePlan,
-    clock: Clock,
-    sizes: Sizes,
-    memo: Memo,
+    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes, memo: Memo
 ) -> Seconds:
     """Returns the time of what backward runs again of a segment."""
     # Alike layers are replayed in the same time wherever they lie.
