@@ -83,21 +83,14 @@ def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
 
 
 def _price(
-    config: RunConfig,
-    clock: Clock,
-    sizes: Sizes,
-    memo: Memo,
-    action: LayerAction,
-    store: Store,
+    config: RunConfig, clock: Clock, sizes: Sizes, memo: Memo, action: LayerAction, store: Store
 ) -> LayerChoice:
     segment = Segment(
         first_layer=0, unit=bool(action.unit), regions=frozenset(action.regions), store=store
     )
     verify = config.recompute.recompute_verify
     plan = RecomputePlan(
-        (segment,),
-        verify=verify,
-        skip_tail=config.recompute.recompute_tail_skip and not verify,
+        (segment,), verify=verify, skip_tail=config.recompute.recompute_tail_skip and not verify
     )
     kept = moved = 0
     for term in activation_terms(config.model, plan, sizes):
@@ -121,9 +114,7 @@ def _price(
     if segment.split:
         # The gather of the split unit before runs at the same time.
         fullest += sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
-    return LayerChoice(
-        action, store, Choice(kept, max(0, fullest - kept), seconds), moved, whole
-    )
+    return LayerChoice(action, store, Choice(kept, max(0, fullest - kept), seconds), moved, whole)
 
 
 def _useful(choices: list[LayerChoice]) -> tuple[LayerChoice, ...]:

@@ -179,9 +179,7 @@ def _data_parallel(problem: Problem, dp_cp_size: int) -> Iterator[DataParallelCo
             continue  # it contradicts a setting of the user
 
 
-def _micro_batch_sizes(
-    problem: Problem, parallel: ParallelConfig, dp_size: int
-) -> Iterator[int]:
+def _micro_batch_sizes(problem: Problem, parallel: ParallelConfig, dp_size: int) -> Iterator[int]:
     """Yields the sizes that divide the batch, and with virtual stages the micro-batches too."""
     training = problem.base.training
     pp, layers = parallel.pipeline_model_parallel_size, problem.base.model.num_layers

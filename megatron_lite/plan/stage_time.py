@@ -64,6 +64,28 @@ def stage_time(
     """
     memo = Memo() if memo is None else memo
     sizes = Sizes.of(config, device=clock.hardware.device, stage=stage)
+    if not _layers_differ(config):
+        sizes = replace(sizes, first_layer=0)
+    group = data_parallel if config.data_parallel.use_torch_fsdp2 else None
+    alike = (sizes, stage.num_layers, plan, config.data_parallel, group, fused_accumulation)
+    return memo.once(
+        ("stage", *alike),
+        lambda: _stage_time(
+            config, stage, plan, clock, sizes, data_parallel, fused_accumulation, memo
+        ),
+    )
+
+
+def _stage_time(
+    config: RunConfig,
+    stage: Stage,
+    plan: RecomputePlan,
+    clock: Clock,
+    sizes: Sizes,
+    data_parallel: Group,
+    fused_accumulation: bool,
+    memo: Memo,
+) -> StageTime:
     inner, differ = layer_sizes(config, sizes), _layers_differ(config)
     forward, backward = memo.once(
         ("ends", replace(sizes, first_layer=0)), lambda: _ends_time(config, sizes, clock)
@@ -75,6 +97,8 @@ def stage_time(
         times = count if differ else stage.num_layers
         forward, backward = forward + one.forward.times(times), backward + one.backward.times(times)
     for segment in plan.segments:
+        if not (segment.unit or segment.regions or segment.ops):
+            continue
         backward += replay_time(config, segment, plan, clock, inner, memo)
     parameters = stage_parameters(config, stage, memo)
     backward += _gradient_sums(config, parameters, clock, fused_accumulation)

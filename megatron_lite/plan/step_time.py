@@ -25,7 +25,7 @@ from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock, Seconds
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import StageTime, stage_time
-from megatron_lite.plan.update_time import update_time
+from megatron_lite.plan.update_time import UpdateTime, update_time
 from megatron_lite.recompute.plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -135,19 +135,7 @@ def step_time(
     )
     run = shortest_pipeline if bound else run_pipeline
     ran = run(durations, size=p, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    updates = [
-        update_time(
-            config,
-            own := model_stages[rank::p],
-            clock,
-            data_parallel=data_parallel,
-            embeddings=Group(min(p, 2), (p - 1) * pipeline.stride if p > 1 else 1),
-            forward=sum(times.of(stage, False).forward.total() for stage in own),
-            backward=sum(times.of(stage, False).backward.total() for stage in own),
-            memo=memo,
-        )
-        for rank in range(p)
-    ]
+    updates = times.updates(data_parallel, Group(min(p, 2), (p - 1) * pipeline.stride or 1))
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     terms = times.of_rank(last)
     terms[PIPELINE_WAITS] = ran[last].end - ran[last].busy
@@ -208,36 +196,35 @@ class _Times:
             else frozenset()
             for rank in range(self._size)
         ]
-        self._times: dict[object, StageTime] = {}
+        self._times: dict[tuple[int, bool], StageTime] = {}
         self._totals: dict[tuple[int, bool, str], float] = {}
 
     def of(self, stage: Stage, keeps_all: bool) -> StageTime:
         """Returns the time of one micro-batch in a stage."""
-        config = self._config
-        plan = (
-            keep_everything(stage.num_layers)
-            if keeps_all or not stage.num_layers
-            else plan_stage(config.recompute, stage.num_layers, stage.number)
-        )
-        differs = config.model.window_size is not None or config.model.no_rope_freq is not None
-        alike = (
-            stage.first_layer if differs else 0,
-            stage.is_first,
-            stage.is_last,
-            stage.num_layers,
-            plan,
-        )
-        if alike not in self._times:
-            self._times[alike] = stage_time(
-                config,
+        if (stage.number, keeps_all) not in self._times:
+            self._times[stage.number, keeps_all] = stage_time(
+                self._config,
                 stage,
-                plan,
+                self._plan(stage, keeps_all),
                 self._clock,
                 data_parallel=self._data_parallel,
                 fused_accumulation=self._fused,
                 memo=self._memo,
             )
-        return self._times[alike]
+        return self._times[stage.number, keeps_all]
+
+    def _plan(self, stage: Stage, keeps_all: bool) -> RecomputePlan:
+        recompute, memo, layers = self._config.recompute, self._memo, stage.num_layers
+        if keeps_all or not layers:
+            return memo.once(("keep", layers), lambda: keep_everything(layers))
+        differ = memo.once(
+            ("stages differ", recompute),
+            lambda: any(rule.stage is not None for rule in recompute.policy.rules),
+        )
+        number = stage.number if differ else 0
+        return memo.once(
+            ("plan", recompute, layers, number), lambda: plan_stage(recompute, layers, number)
+        )
 
     def duration(self, rank: int, action: Action) -> float:
         """Returns the seconds of one action of a rank."""
@@ -259,6 +246,33 @@ class _Times:
                     for term, seconds in (one.forward + one.backward).items():
                         terms[term] += number * seconds
         return terms
+
+    def updates(self, data_parallel: Group, embeddings: Group) -> list[UpdateTime]:
+        """Returns the times of all ranks after their last backward.
+
+        embeddings: the ranks that share a tied embedding.
+        """
+        alike: dict[object, UpdateTime] = {}
+        found = []
+        for rank in range(self._size):
+            own = self._stages[rank :: self._size]
+            each = [self.of(stage, False) for stage in own]
+            forward = sum(one.forward.total() for one in each)
+            backward = sum(one.backward.total() for one in each)
+            key = (own[0].is_first, own[-1].is_last, own[0].num_layers, forward, backward)
+            if key not in alike:
+                alike[key] = update_time(
+                    self._config,
+                    own,
+                    self._clock,
+                    data_parallel=data_parallel,
+                    embeddings=embeddings,
+                    forward=forward,
+                    backward=backward,
+                    memo=self._memo,
+                )
+            found.append(alike[key])
+        return found
 
     def _keeps_all(self, rank: int, action: Action) -> bool:
         return bool(self._whole[rank]) and action._replace(kind="forward") in self._whole[rank]
