@@ -196,7 +196,7 @@ def differences(
     [
         (1, False, 31),
         pytest.param(2, False, 59, marks=pytest.mark.long),
-        (2, True, 59),
+        pytest.param(2, True, 59, marks=pytest.mark.long),
         pytest.param(4, True, 173, marks=pytest.mark.long),
     ],
 )
