@@ -81,7 +81,7 @@ class Steps:
             layout,
             bf16,
             id=f"{layout}-{'bf16' if bf16 else 'float32'}",
-            marks=[pytest.mark.long] * ((number + bf16) % 2),
+            marks=[pytest.mark.long] * ((number + bf16) % 2 == 1 or number == 0),
         )
         for number, layout in enumerate(LAYOUTS)
         for bf16 in (False, True)

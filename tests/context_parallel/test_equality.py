@@ -113,7 +113,7 @@ def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None
 TRAININGS = [Layout(2, 1, 2), Layout(4, 2, 2, True, "allgather"), Layout(4, 1, 2)]
 
 
-@pytest.mark.parametrize("layout", marked(TRAININGS, {TRAININGS[1]}))
+@pytest.mark.parametrize("layout", marked(TRAININGS, {TRAININGS[0]}))
 def test_ten_steps_of_training_equal_those_of_one_rank(layout: Layout) -> None:
     """Without clipping, whose norm is a float32 number. In float32 weights are not compared: AdamW
     turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into

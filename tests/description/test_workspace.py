@@ -196,6 +196,7 @@ def test_every_operation_holds_what_its_workspace_tells(
     )
 
 
+@pytest.mark.long
 def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_tells() -> None:
     found = {}
     with tp_state(1) as parallel:

@@ -194,7 +194,7 @@ def _run(rank: int, world_size: int, config: RunConfig) -> None:
             dict(bf16=True),
             marks=pytest.mark.long,
         ),
-        (2, {}, FSDP2, {}),
+        pytest.param(2, {}, FSDP2, {}, marks=pytest.mark.long),
         pytest.param(
             2,
             dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),

@@ -72,7 +72,7 @@ def gradients(
         pytest.param(
             "fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME, marks=pytest.mark.long
         ),
-        ("fsdp2", 2, False, GPT, torch.float32, SPLIT),
+        pytest.param("fsdp2", 2, False, GPT, torch.float32, SPLIT, marks=pytest.mark.long),
         ("zero1, overlap", 1, False, GPT, torch.float32, ()),
         pytest.param(
             "zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME, marks=pytest.mark.long
