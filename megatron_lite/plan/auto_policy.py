@@ -385,33 +385,50 @@ class _RankSearch:
         )
 
     def config(self, mixes: Sequence[_StageMix]) -> RunConfig:
-        """Returns the run with the mixes as its policy. All stages of a rank have the same rules."""
+        """Returns the run with the mixes as its policy.
+
+        All stages of a rank have the same rules.
+        """
         return with_policy(self.run.config, self._text(mixes))
 
     def _text(self, mixes: Sequence[_StageMix]) -> str | None:
-        own = [mixes[stage.rank].rules() for stage in self.stages]
+        """Returns the text of the policy, or None if every layer keeps everything.
+
+        A text has a limited length. With many stages, neighbouring ranks share the mix of the
+        first of them, which has the most micro-batches in flight.
+        """
+        rules = [mix.rules() for mix in mixes]
         keep = LayerAction()
-        if all(rule.action == keep and rule.store == "device" for one in own for rule in one):
+        if all(rule.action == keep and rule.store == "device" for one in rules for rule in one):
             return None
-        if len(set(own)) == 1:
-            return str(Policy(own[0]))
-        # The most frequent rules come last, without the number of a stage.
+        together = 1
+        while together < 2 * self.size:
+            text = self._joined([rules[self._leader(rank, together)] for rank in range(self.size)])
+            if len(text) <= MAX_LENGTH:
+                return text
+            together *= 2
+        return "*:full"
+
+    def _leader(self, rank: int, together: int) -> int:
+        """Returns the rank whose rules this one has. The first and the last have their own."""
+        if rank in (0, self.size - 1):
+            return rank
+        return rank - (rank - 1) % together
+
+    def _joined(self, rules: Sequence[tuple[Rule, ...]]) -> str:
+        """Returns the policy of these rules by rank. The most frequent rules name no stage."""
+        own = [rules[stage.rank] for stage in self.stages]
         common = max(own, key=own.count)
         special = [
             replace(rule, stage=stage.number)
-            for stage, rules in zip(self.stages, own, strict=True)
-            if rules != common
-            for rule in rules
+            for stage, several in zip(self.stages, own, strict=True)
+            if several != common
+            for rule in several
         ]
-        text = str(Policy((*special, *common)))
-        if len(text) <= MAX_LENGTH:
-            return text
-        # Too many stages for one text: all get the rules of the stage that recomputes most.
-        slowest = max(mixes, key=lambda mix: mix.mix.seconds)
-        return str(Policy(slowest.rules()))
+        return str(Policy((*special, *common)))
 
     def smallest(self) -> Chosen:
-        """Returns the run with the smallest peak among units of every length, also in host memory."""
+        """Returns the run with the smallest peak among units of several lengths."""
         longest = max(stage.num_layers for stage in self.stages)
         stores: list[Store] = ["device", "host"] if self.run.host_bytes else ["device"]
         found: list[Chosen] = []

@@ -15,6 +15,7 @@ of (kept bytes, seconds): no mix of layers is faster at the same bytes. Standard
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -241,7 +242,7 @@ def _least_seconds(hull: list[tuple[int, float]], layers: int, spare: int) -> fl
     if not hull or spare < layers * hull[0][0]:
         return math.inf
     each = spare / layers
-    for (kept, seconds), (more, fewer) in zip(hull, hull[1:], strict=False):
+    for (kept, seconds), (more, fewer) in itertools.pairwise(hull):
         if each < more:
             return layers * (seconds + (fewer - seconds) * (each - kept) / (more - kept))
     return layers * hull[-1][1]

@@ -191,7 +191,8 @@ class Search:
 
 
 def shape(config: RunConfig) -> tuple[object, ...]:
-    """Returns what tells two layouts apart in a ranking. Of those that share it, the fastest counts."""
+    """Returns what tells two layouts of a ranking apart. Of several with one shape, the fastest
+    counts."""
     parallel = config.parallel
     return (
         parallel.tensor_model_parallel_size,
