@@ -116,6 +116,9 @@ class _Search:
         self.free = num_layers - self.fixed_count
         self.best: Mix | None = None
         self.counts = [0] * len(choices)
+        # By (position in the order, free layers left): (kept, seconds, fullest) of the starts that
+        # were tried and that no other one makes useless.
+        self.tried: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         free = [place for place in self.order if place != self.fixed_place]
         self.last = free[-1] if free else -1
         # By position in the order: the hull of the free choices from there on.
@@ -182,6 +185,8 @@ class _Search:
         bound = seconds + _least_seconds(self.hulls[start], layers, spare)
         if bound >= self.below * (1.0 - 1e-12):
             return
+        if self._is_useless(start, layers, (kept, seconds, fullest)):
+            return
         place = self.order[start]
         choice = self.choices[place]
         if place == self.fixed_place:
@@ -202,6 +207,19 @@ class _Search:
                 max(fullest, now + choice.rebuilt) if count else fullest,
             )
         self.counts[place] = 0
+
+    def _is_useless(self, start: int, layers: int, state: tuple[int, float, int]) -> bool:
+        """Returns whether a start that was tried keeps no more, is no slower and is no fuller."""
+        tried = self.tried.setdefault((start, layers), [])
+        kept, seconds, fullest = state
+        for other in tried:
+            if other[0] <= kept and other[1] <= seconds and other[2] <= fullest:
+                return True
+        tried[:] = [
+            one for one in tried if not (kept <= one[0] and seconds <= one[1] and fullest <= one[2])
+        ]
+        tried.append(state)
+        return False
 
     def _fixed_is_ahead(self, start: int) -> bool:
         return self.fixed_place in self.order[start:]

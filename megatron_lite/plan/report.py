@@ -144,7 +144,8 @@ def _held(peak: StepPeak) -> Iterator[str]:
     for term in sorted(peak.terms, key=lambda term: -term.num_bytes):
         if term.num_bytes:
             share = term.num_bytes / peak.num_bytes
-            yield f"  {term.name:<40}{gib(term.num_bytes):>9} GiB{share:>7.1%}  {term.tag}"
+            size = f"{gib(term.num_bytes):>9} GiB{share:>7.1%}"
+            yield f"  {_cut(term.name, 60):<60}{size}  {term.tag}"
 
 
 def _around(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
@@ -203,9 +204,9 @@ def _command(plan: Plan, hardware: Hardware) -> Iterator[str]:
 def command_text(plan: Plan, hardware: Hardware) -> str:
     """Returns the command as lines of a shell, with one flag a line."""
     words = command(plan.config, hardware, plan.num_ranks)
-    place = words.index("pretrain_gpt.py") + 1
-    rows = [" ".join(words[:place])]
-    for word in words[place:]:
+    place = words.index("pretrain_gpt.py")
+    rows = [" ".join(words[:place]), words[place]]
+    for word in words[place + 1 :]:
         if word.startswith("--"):
             rows.append(word)
         else:
