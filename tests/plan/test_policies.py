@@ -86,7 +86,12 @@ def test_only_a_faster_mix_than_the_bound_counts() -> None:
 
 def test_a_deep_stage_takes_no_longer_than_the_search_can_afford() -> None:
     """The search visits few of the millions of mixes of 126 layers with 8 choices."""
-    rng = random.Random(7)
-    choices = [Choice(1000 - 110 * n, 90 * n, 0.1 * n + 0.01 * rng.random()) for n in range(8)]
-    mix = best_mix(choices, 126, Room(2, 140_000))
-    assert mix is not None and mix_peak(choices, mix.counts, Room(2, 140_000)) <= 140_000
+    rng = random.Random(0)
+    kept = sorted(rng.randint(5_000, 10**9) for _ in range(8))
+    choices = [
+        Choice(one, rng.randint(0, 10**9), (8 - place) * (0.5 + rng.random()))
+        for place, one in enumerate(kept)
+    ]
+    room = Room(2, 126 * sum(kept) // 4)
+    mix = best_mix(choices, 126, room)
+    assert mix is not None and mix_peak(choices, mix.counts, room) <= room.limit
