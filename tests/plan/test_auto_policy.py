@@ -96,7 +96,7 @@ def test_an_impossible_budget_names_the_smallest_peak_and_what_holds_it() -> Non
 
 def test_host_memory_is_used_only_where_it_is_allowed() -> None:
     config = replace(LLAMA, data_parallel=DataParallelConfig(use_torch_fsdp2=True))
-    budget = 40 * GIB
+    budget = 24 * GIB
     on_device = choose_policy(config, H100, budget, 16)
     hosted = choose_policy(config, H100, budget, 16, host_bytes=64 * GIB)
     times = [step_time(with_policy(config, one), H100, 16).seconds for one in (hosted, on_device)]
