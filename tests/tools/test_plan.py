@@ -173,7 +173,7 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leave nothing"),
         ([*SMALL, "--gpus", "8", "--memory-budget", "big"], "--memory-budget 'big': give a number"),
-        ([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"], "--recompute-policy: expected"),
+        ([*SMALL, "--gpus", "1", "--recompute-granularity", "all"], "must be one of full, select"),
         ([*SMALL, "--hf-config", "nowhere.json"], "each describe the run: give one"),
         (["--hf-config", "nowhere.json", "--gpu", "h100"], "nowhere.json"),
         (["--model", "gpt2", "--machine", "here.txt"], "ends in .json"),
@@ -192,6 +192,12 @@ def test_a_fault_in_the_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert re.search(reason, fault(arguments, capsys))
+
+
+def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"]) == 2
+    message, text, mark = capsys.readouterr().err.splitlines()
+    assert "expected an action" in message and text.index("a") == mark.index("^")
 
 
 def test_a_config_that_does_not_map_is_refused_with_its_name(
