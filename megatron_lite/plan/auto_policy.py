@@ -241,7 +241,7 @@ class _RankSearch:
         config, dp_cp_size = self.run.config, self.run.dp_cp_size
         key = ("states", config.parallel, config.data_parallel, dp_cp_size, rank)
         return self.run.memo.once(
-            key, lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0).total
+            key, lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0)
         )
 
     def spaces(self, mixes: Sequence[_StageMix], budget_bytes: int) -> dict[int, int]:
