@@ -1,9 +1,9 @@
-"""Maps a Hugging Face config.json to the fields of ModelConfig: GPT-2, Llama, Mistral, Qwen2, Qwen3.
+"""Maps a Hugging Face config.json to the fields of ModelConfig.
 
-The mapping is data: each family has a table of the keys that become fields, a table of the only
-value that other keys may have, and the fields that the whole family has. A value that has no
-counterpart raises ValueError with the reason. Keys that change no size become notes. Standard
-library only.
+The families are GPT-2, Llama, Mistral, Qwen2 and Qwen3. The mapping is data: each family has a
+table of the keys that become fields, a table of the only value that other keys may have, and the
+fields that the whole family has. A value that has no counterpart raises ValueError with the reason.
+Keys that change no size become notes. Standard library only.
 """
 
 from __future__ import annotations
@@ -52,58 +52,25 @@ class Family(NamedTuple):
 REQUIRED = object()
 # Keys that say nothing about sizes, besides those that begin with _.
 NEUTRAL = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "initializer_range",
-        "output_attentions",
-        "name_or_path",
-        "output_hidden_states",
-        "return_dict",
-        "pretraining_tp",
-        "auto_map",
-        "id2label",
-        "label2id",
-        "task_specific_params",
-        "summary_activation",
-        "summary_first_dropout",
-        "summary_proj_to_labels",
-        "summary_type",
-        "summary_use_proj",
-        "n_ctx",
-        "num_labels",
-        "gradient_checkpointing",
-        "keys_to_ignore_at_inference",
-        "max_window_layers",
-        "attn_implementation",
-        "vocab_size",
-        "rope_scaling",
-        "rope_parameters",
-        "rope_theta",
-        "rope_interleaved",
-        "sliding_window",
-        "use_sliding_window",
-        "layer_types",
-        "intermediate_size",
-        "num_key_value_heads",
-        "head_dim",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "attention_bias",
-        "mlp_bias",
-        "tie_word_embeddings",
-        "n_inner",
-        "activation_function",
-    ]
+    (
+        *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version"),
+        *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
+        *("initializer_range", "output_attentions", "output_hidden_states", "return_dict"),
+        *("pretraining_tp", "auto_map", "id2label", "label2id", "task_specific_params"),
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+        *("summary_type", "summary_use_proj", "n_ctx", "num_labels", "gradient_checkpointing"),
+        *("keys_to_ignore_at_inference", "name_or_path", "attn_implementation"),
+        *("rope_interleaved", "layer_types"),
+    )
+)
+# Keys that the functions of the families read.
+FURTHER = frozenset(
+    (
+        *("vocab_size", "rope_scaling", "rope_parameters", "rope_theta", "sliding_window"),
+        *("use_sliding_window", "max_window_layers", "num_key_value_heads", "head_dim"),
+        *("attention_bias", "mlp_bias", "tie_word_embeddings", "n_inner", "resid_pdrop"),
+        *("embd_pdrop", "activation_function"),
+    )
 )
 
 
@@ -126,15 +93,14 @@ def _rotary(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
         raise ValueError(f"rope_theta must be a whole number (got {shown(repr(base))})")
     fields["rotary_base"] = int(base)
     scaling = config.get("rope_scaling") or {}
-    kind = (
-        scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else scaling
-    )
-    kind = kind or inside.get("rope_type")
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling must be an object (got {shown(repr(scaling))})")
+    kind = scaling.get("rope_type", scaling.get("type")) or inside.get("rope_type")
     if kind in (None, "default"):
         return []
     return [
-        f"rope_scaling {shown(repr(kind))} is left out: it changes no size, but a run here does not "
-        "scale its rotary embedding"
+        f"rope_scaling {shown(repr(kind))} is left out: it changes no size, but a run here does "
+        "not scale its rotary embedding"
     ]
 
 
@@ -189,8 +155,8 @@ def _gpt2(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
     dropouts = {name: _value(config, name, float, 0.1) for name in ("resid_pdrop", "embd_pdrop")}
     if len(set(dropouts.values())) > 1:
         raise ValueError(
-            f"resid_pdrop {dropouts['resid_pdrop']} and embd_pdrop {dropouts['embd_pdrop']} differ: "
-            "there is one --hidden-dropout here"
+            f"resid_pdrop {dropouts['resid_pdrop']} and embd_pdrop {dropouts['embd_pdrop']} "
+            "differ: there is one --hidden-dropout here"
         )
     fields["hidden_dropout"] = dropouts["resid_pdrop"]
     activation = _value(config, "activation_function", str, "gelu_new")
@@ -280,7 +246,7 @@ def from_hf(config: Any) -> HfModel:
     unread = [
         key
         for key in config
-        if key not in family.keys.keys() | family.only.keys() | NEUTRAL
+        if key not in family.keys.keys() | family.only.keys() | NEUTRAL | FURTHER
         and not str(key).startswith("_")
     ]
     if unread:

@@ -22,7 +22,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
-from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.layer_choices import LayerChoice, layer_choices
@@ -162,9 +162,13 @@ def quickly_fitted(run: Run, budget_bytes: int) -> RunConfig | None:
     may need more than the budget.
     """
     search = _RankSearch(run)
-    mixes = search.mixes(
-        {rank: budget_bytes - search.states_bytes(rank) for rank in search.samples()}
-    )
+    spaces = {}
+    for rank in search.samples():
+        states = search.states(rank)
+        # Under FSDP2 no gradients exist before the first backward.
+        fsdp = run.config.data_parallel.use_torch_fsdp2
+        spaces[rank] = budget_bytes - states.total + (states.gradients if fsdp else 0)
+    mixes = search.mixes(spaces)
     return None if mixes is None else search.config(mixes)
 
 
@@ -232,12 +236,12 @@ class _RankSearch:
         """Returns the ranks whose peaks are computed in full."""
         return sorted({self.alike(rank) for rank in range(self.size)})
 
-    def states_bytes(self, rank: int) -> int:
+    def states(self, rank: int) -> RankStates:
         """Returns the bytes of weights, gradients and optimizer states of a pipeline rank."""
         config, dp_cp_size = self.run.config, self.run.dp_cp_size
         key = ("states", config.parallel, config.data_parallel, dp_cp_size, rank)
         return self.run.memo.once(
-            key, lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0).total
+            key, lambda: rank_states(config, rank, dp_cp_size=dp_cp_size, dp_cp_rank=0)
         )
 
     def spaces(self, mixes: Sequence[_StageMix], budget_bytes: int) -> dict[int, int]:
@@ -379,7 +383,7 @@ class _RankSearch:
     def bytes_of(self, mixes: Sequence[_StageMix]) -> int:
         """Returns the bytes of states and activations of the fullest rank."""
         return max(
-            self.states_bytes(rank)
+            self.states(rank).total
             + mix_peak(_prices(mixes[rank]), mixes[rank].mix.counts, self.room(rank, 0))
             for rank in self.samples()
         )

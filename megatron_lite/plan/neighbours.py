@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.plan.auto_policy import Unreachable
-from megatron_lite.plan.layouts import FSDP2, KINDS, LOSS_CHUNKS, ZERO1, kind_of
+from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of
 from megatron_lite.plan.search import Plan, Search, with_policy
 
 LARGEST_MICRO_BATCH = 4096
@@ -74,26 +74,22 @@ def _changes(search: Search, plan: Plan) -> Iterator[tuple[str, RunConfig, int]]
     for change, size in sizes:
         if (config := _changed(base, micro_batch_size=size)) is not None:
             yield change, config, ranks
+    changes: list[tuple[str, int | None]] = []
     if training.loss_chunk_size is None:
         chunk = next(one for one in LOSS_CHUNKS if one is not None)
-        changes = [(f"--loss-chunk-size {chunk}", chunk)]
+        changes.append((f"--loss-chunk-size {chunk}", chunk))
     else:
         half = training.loss_chunk_size // 2
-        changes = [("no --loss-chunk-size", None), (f"--loss-chunk-size {half}", half)]
+        changes += [("no --loss-chunk-size", None), (f"--loss-chunk-size {half}", half)]
     for change, chunk_size in changes:
         if (config := _changed(base, loss_chunk_size=chunk_size)) is not None:
             yield change, config, ranks
-    if (
-        ranks
-        > base.parallel.tensor_model_parallel_size * base.parallel.pipeline_model_parallel_size
-    ):
+    if search.run(base, ranks).dp_cp_size > 1:
+        off = {name: False for flags in KINDS.values() for name in flags}
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
-                off = {name: False for other in KINDS.values() for name in other}
                 data_parallel = replace(base.data_parallel, **{**off, **flags})
-                names = {ZERO1: "ZeRO-1", FSDP2: "FSDP2"}
-                change = names.get(kind, "no sharing of states")
-                yield change, replace(base, data_parallel=data_parallel), ranks
+                yield kind, replace(base, data_parallel=data_parallel), ranks
     node = search.problem.hardware.ranks_per_node
     more = ranks + node if ranks >= node else 2 * ranks
     for count in (more, 2 * ranks):

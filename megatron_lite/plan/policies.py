@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -99,6 +99,31 @@ def best_mix(
     return search.best
 
 
+class _State(NamedTuple):
+    """The state of a search before the next choice.
+
+    layers: the free layers that are left. kept, fullest: of the layers before.
+    seconds: the time of the layers before, and of the fixed ones.
+    """
+
+    layers: int
+    kept: int
+    seconds: float
+    fullest: int
+
+    def after(self, choice: Choice, count: int) -> _State:
+        """Returns the state after so many layers of a choice."""
+        if not count:
+            return self
+        kept = self.kept + count * choice.kept
+        return _State(
+            self.layers - count,
+            kept,
+            self.seconds + count * choice.seconds,
+            max(self.fullest, kept + choice.rebuilt),
+        )
+
+
 class _Search:
     """A branch-and-bound search over the numbers of layers, in the order of the layers."""
 
@@ -113,9 +138,13 @@ class _Search:
         self.choices, self.room, self.below = choices, room, below
         self.order = layer_order(choices)
         self.fixed_place, self.fixed_count = fixed if fixed is not None else (-1, 0)
+        self.fixed_start = self.order.index(self.fixed_place) if fixed is not None else -1
         self.free = num_layers - self.fixed_count
         self.best: Mix | None = None
         self.counts = [0] * len(choices)
+        # By (position in the order, free layers left): (kept, seconds, fullest) of the starts that
+        # were tried and that no other one makes useless.
+        self.tried: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         free = [place for place in self.order if place != self.fixed_place]
         self.last = free[-1] if free else -1
         # By position in the order: the hull of the free choices from there on.
@@ -131,7 +160,7 @@ class _Search:
         if self.free < 0:
             return
         self._two_choices()
-        self._visit(0, self.free, 0, self.given_seconds, 0)
+        self._visit(0, _State(self.free, 0, self.given_seconds, 0))
 
     def _offer(self, counts: Sequence[int], seconds: float) -> bool:
         """Takes the mix if it fits and is faster than the best so far. Returns whether it fits."""
@@ -167,44 +196,81 @@ class _Search:
             count * choice.seconds for count, choice in zip(counts, self.choices, strict=True)
         )
 
-    def _visit(self, start: int, layers: int, kept: int, seconds: float, fullest: int) -> None:
-        """Tries all numbers of the choices from `start` on.
-
-        layers: the free layers that are left. kept, fullest: of the layers before.
-        seconds: the time of the layers before, and of the fixed ones.
-        """
+    def _visit(self, start: int, state: _State) -> None:
+        """Tries all numbers of the choices from `start` on."""
         if start == len(self.order):
-            if layers == 0:
+            if state.layers == 0:
                 self._offer(self.counts, self._seconds(self.counts))
             return
-        given = self.given_kept if self._fixed_is_ahead(start) else 0
-        spare = self._most_kept(fullest) - kept - given
-        bound = seconds + _least_seconds(self.hulls[start], layers, spare)
-        if bound >= self.below * (1.0 - 1e-12):
+        if not self._can_win(start, state) or self._is_useless(start, state):
             return
         place = self.order[start]
-        choice = self.choices[place]
-        if place == self.fixed_place:
-            tried: Sequence[int] = (self.fixed_count,)
-        elif place == self.last:
-            tried = (layers,)
-        else:
-            tried = range(layers + 1)
-        for count in tried:
+        for count, then in self._further(start, state):
             self.counts[place] = count
-            is_fixed = place == self.fixed_place
-            now = kept + count * choice.kept
-            self._visit(
-                start + 1,
-                layers if is_fixed else layers - count,
-                now,
-                seconds if is_fixed else seconds + count * choice.seconds,
-                max(fullest, now + choice.rebuilt) if count else fullest,
-            )
+            self._visit(start + 1, then)
         self.counts[place] = 0
 
-    def _fixed_is_ahead(self, start: int) -> bool:
-        return self.fixed_place in self.order[start:]
+    def _further(self, start: int, state: _State) -> Iterator[tuple[int, _State]]:
+        """Yields the numbers of a choice that can win, each with the state after these layers."""
+        place = self.order[start]
+        choice, layers = self.choices[place], state.layers
+        if place == self.fixed_place:
+            count = self.fixed_count
+            yield count, state.after(choice, count)._replace(layers=layers, seconds=state.seconds)
+            return
+        if place == self.last:
+            yield layers, state.after(choice, layers)
+            return
+        yield 0, state
+        # From 1 layer on the bound is convex in the number of layers: the sum of a line and of a
+        # convex function of a line. So the numbers that can win follow one another.
+        low, high = 1, layers
+        while low < high:
+            middle = (low + high) // 2
+            left, right = (
+                self._bound(start + 1, state.after(choice, count)) for count in (middle, middle + 1)
+            )
+            # Where nothing fits, more layers of an earlier choice may fit, or fewer.
+            if left == right == math.inf:
+                low, high = 1, 1
+                yield from self._all_further(start, state)
+                return
+            low, high = (middle + 1, high) if right < left else (low, middle)
+        for counts in (range(low, layers + 1), range(low - 1, 0, -1)):
+            for count in counts:
+                then = state.after(choice, count)
+                if not self._can_win(start + 1, then):
+                    break
+                yield count, then
+
+    def _all_further(self, start: int, state: _State) -> Iterator[tuple[int, _State]]:
+        choice = self.choices[self.order[start]]
+        for count in range(1, state.layers + 1):
+            then = state.after(choice, count)
+            if self._can_win(start + 1, then):
+                yield count, then
+
+    def _can_win(self, start: int, state: _State) -> bool:
+        return self._bound(start, state) < self.below * (1.0 - 1e-12)
+
+    def _bound(self, start: int, state: _State) -> float:
+        """Returns a lower bound of the seconds of all mixes that begin so."""
+        given = self.given_kept if self.fixed_start >= start else 0
+        spare = self._most_kept(state.fullest) - state.kept - given
+        return state.seconds + _least_seconds(self.hulls[start], state.layers, spare)
+
+    def _is_useless(self, start: int, state: _State) -> bool:
+        """Returns whether a start that was tried keeps no more, is no slower and is no fuller."""
+        tried = self.tried.setdefault((start, state.layers), [])
+        kept, seconds, fullest = state.kept, state.seconds, state.fullest
+        for other in tried:
+            if other[0] <= kept and other[1] <= seconds and other[2] <= fullest:
+                return True
+        tried[:] = [
+            one for one in tried if not (kept <= one[0] and seconds <= one[1] and fullest <= one[2])
+        ]
+        tried.append((kept, seconds, fullest))
+        return False
 
     def _most_kept(self, fullest: int) -> int:
         """Returns the most bytes that the layers of the stage may keep for one micro-batch."""

@@ -11,10 +11,11 @@ from typing import Any
 
 from megatron_lite.config.command_line import flags_of
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.layouts import FSDP2, kind_of
+from megatron_lite.plan.layouts import kind_of
 from megatron_lite.plan.neighbours import Neighbour
 from megatron_lite.plan.search import Plan
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, Verdict
@@ -41,7 +42,9 @@ def extra_flops(config: RunConfig, device: str) -> float:
     shape: dict[str, Any] = dict(
         batch=1, seq_length=config.data.seq_length, padded_vocab_size=vocab
     )
-    ranks = dict(tp_size=tp_size, cp_size=parallel.context_parallel_size, device=device)
+    ranks: dict[str, Any] = dict(
+        tp_size=tp_size, cp_size=parallel.context_parallel_size, device=device
+    )
     own = hardware_flops(
         config.model,
         plan_model(config),
@@ -68,8 +71,8 @@ def lines(one: Verdict, hardware: Hardware) -> Iterator[str]:
     """Yields the lines of a verdict."""
     budget, plan = one.budget, one.plan
     yield (
-        f"{one.num_ranks} x {hardware.name}: {one.word}   ({gib(budget.memory_bytes)} GiB of memory, "
-        f"of which {gib(budget.reserve_bytes)} are a reserve; {one.found.num_layouts:,} layouts)"
+        f"{one.num_ranks} x {hardware.name}: {one.word}   ({gib(budget.memory_bytes)} GiB, of "
+        f"which {gib(budget.reserve_bytes)} are a reserve; {one.found.num_layouts:,} layouts)"
     )
     if plan is None:
         return
@@ -123,25 +126,17 @@ def _row(number: str, plan: Plan, memory_bytes: int, hardware: Hardware) -> str:
         f"{free:>6.1f}{extra_flops(config, hardware.device):>7.1%}{plan.time.seconds:>9.2f}"
         f"{plan.time.mfu:>6.1%}  "
     )
-    policy = config.recompute.recompute_policy or str(config.recompute.policy)
-    return (
-        row + textwrap.shorten(policy.replace("; ", ";"), WIDTH - len(row), placeholder="")
-        if len(policy.replace("; ", ";")) <= WIDTH - len(row)
-        else row + _cut(policy, WIDTH - len(row))
-    )
+    return row + _cut(str(config.recompute.policy), WIDTH - len(row))
 
 
 def _cut(text: str, width: int) -> str:
-    return text[: max(0, width - 2)] + ".."
+    """Returns the text, or its beginning if it is longer than `width` characters."""
+    return text if len(text) <= width else text[: width - 2] + ".."
 
 
 def _virtual(config: RunConfig) -> int:
-    from megatron_lite.config.stages import stages
-
-    return (
-        len(stages(config.parallel, config.model.num_layers))
-        // config.parallel.pipeline_model_parallel_size
-    )
+    all_stages = stages(config.parallel, config.model.num_layers)
+    return len(all_stages) // config.parallel.pipeline_model_parallel_size
 
 
 def _held(peak: StepPeak) -> Iterator[str]:
@@ -149,7 +144,8 @@ def _held(peak: StepPeak) -> Iterator[str]:
     for term in sorted(peak.terms, key=lambda term: -term.num_bytes):
         if term.num_bytes:
             share = term.num_bytes / peak.num_bytes
-            yield f"  {term.name:<40}{gib(term.num_bytes):>9} GiB{share:>7.1%}  {term.tag}"
+            size = f"{gib(term.num_bytes):>9} GiB{share:>7.1%}"
+            yield f"  {_cut(term.name, 60):<60}{size}  {term.tag}"
 
 
 def _around(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
@@ -188,7 +184,7 @@ def _layout(plan: Plan) -> str:
     words = [
         f"t {parallel.tensor_model_parallel_size}, p {parallel.pipeline_model_parallel_size}",
         f"c {parallel.context_parallel_size}",
-        "FSDP2" if kind_of(config) == FSDP2 else f"{kind_of(config)}",
+        kind_of(config),
         f"b {config.training.micro_batch_size}",
     ]
     if config.training.loss_chunk_size is not None:
@@ -208,9 +204,9 @@ def _command(plan: Plan, hardware: Hardware) -> Iterator[str]:
 def command_text(plan: Plan, hardware: Hardware) -> str:
     """Returns the command as lines of a shell, with one flag a line."""
     words = command(plan.config, hardware, plan.num_ranks)
-    place = words.index("pretrain_gpt.py") + 1
-    rows = [" ".join(words[:place])]
-    for word in words[place:]:
+    place = words.index("pretrain_gpt.py")
+    rows = [" ".join(words[:place]), words[place]]
+    for word in words[place + 1 :]:
         if word.startswith("--"):
             rows.append(word)
         else:

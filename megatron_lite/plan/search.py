@@ -36,6 +36,7 @@ from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
+STEP = 0.98  # from one budget to the next one, in the search for the smallest peak
 NEAREST = 64  # faster layouts of which the smallest is looked for
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
 HANDICAP = 0.0005  # of the step time, for each further kind of parallelism: of two plans that are
@@ -169,10 +170,19 @@ class Search:
         sizes = [(least_bytes(self.run(config, num_ranks)), config) for config in too_large]
         found = []
         for _, config in sorted(sizes, key=_first)[:SMALLEST_TRIED]:
-            chosen = self.fit(config, num_ranks, 0)
-            assert isinstance(chosen, Unreachable)
-            found.append(self.plan(chosen.smallest, num_ranks))
+            found.append(self.plan(self._least(config, num_ranks), num_ranks))
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
+
+    def _least(self, config: RunConfig, num_ranks: int) -> Chosen:
+        """Returns a layout with about the policy of the smallest peak, by smaller budgets."""
+        chosen = self.fit(config, num_ranks, 0)
+        assert isinstance(chosen, Unreachable)
+        least = chosen.smallest
+        while True:
+            smaller = self.fit(config, num_ranks, round(STEP * least.peak.num_bytes))
+            if isinstance(smaller, Unreachable):
+                return least
+            least = smaller
 
     def _larger(
         self, faster: list[RunConfig], num_ranks: int, budget_bytes: int, limit: float
@@ -191,7 +201,8 @@ class Search:
 
 
 def shape(config: RunConfig) -> tuple[object, ...]:
-    """Returns what tells two layouts apart in a ranking. Of those that share it, the fastest counts."""
+    """Returns what tells two layouts of a ranking apart. Of several with one shape, the fastest
+    counts."""
     parallel = config.parallel
     return (
         parallel.tensor_model_parallel_size,
