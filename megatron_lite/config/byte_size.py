@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import re
 
+from megatron_lite.config.json_text import shown
+
 UNITS = {
-    "B": 1,
-    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)},
-}
-BY_LOWER_CASE = {unit.lower(): unit for unit in UNITS}
-AMOUNT = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]{1,3})\s*")
-MOST_BYTES = 2**60
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+AMOUNT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]{0,3})")
 
 
-def parse_bytes(flag: str, text: str) -> int:
-    """Returns the bytes of an amount such as 80GiB, 512 MiB or 1.5GB.
+def parse_bytes(flag: str, text: str, *, least: int = 0) -> int:
+    """Returns the bytes of "40GiB", "80GB", "512 MiB" or "1073741824".
 
-    flag: the option that has the amount, for the message.
-    Raises ValueError if the text is not a number with a unit, or not a whole byte at least.
+    flag: the option that has the amount, for the message. least: the smallest amount.
+    Raises ValueError for any other text.
     """
-    found = AMOUNT.fullmatch(text)
-    unit = None if found is None else BY_LOWER_CASE.get(found[2].lower())
-    if found is None or unit is None:
+    found = AMOUNT.fullmatch(text.strip())
+    if found is None or found[2].upper() not in UNITS:
         raise ValueError(
-            f"{flag} must be a number with a unit of {', '.join(UNITS)}, such as 80GiB "
-            f"(got {text[:40]!r})"
+            f"{flag} {shown(repr(text))}: give a number of bytes with a unit, such as 40GiB or 80GB"
         )
-    num_bytes = int(float(found[1]) * UNITS[unit])
-    if not 1 <= num_bytes <= MOST_BYTES:
-        raise ValueError(f"{flag} must be at least one byte and at most 2^60 (got {text[:40]!r})")
+    num_bytes = round(float(found[1]) * UNITS[found[2].upper()])
+    if num_bytes < least:
+        raise ValueError(f"{flag} {shown(repr(text))} must be at least {least} bytes")
     return num_bytes

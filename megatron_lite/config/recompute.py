@@ -77,7 +77,7 @@ class RecomputeConfig:
                 "recompute_modules",
             )
         if self.memory_budget is not None:
-            parse_bytes("--memory-budget", self.memory_budget)
+            parse_bytes("--memory-budget", self.memory_budget, least=1)
             if not self.is_to_be_chosen:
                 raise ValueError(
                     f"--memory-budget {self.memory_budget} is for --recompute-policy auto, which "

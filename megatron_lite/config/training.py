@@ -72,7 +72,7 @@ class TrainingConfig:
             "check_weight_hash_across_dp_replicas_interval",
         )
         if self.memory_limit is not None:
-            parse_bytes("--memory-limit", self.memory_limit)
+            parse_bytes("--memory-limit", self.memory_limit, least=1)
         if self.skip_update_on_spike is not None and not 1.0 < self.skip_update_on_spike < math.inf:
             raise ValueError(
                 "--skip-update-on-spike must be above 1 and finite (got "

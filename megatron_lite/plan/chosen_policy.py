@@ -10,10 +10,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
 from megatron_lite.plan.auto_policy import choose_policy
+from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.hardware import Hardware
-
-# The part of a GPU's memory that CUDA, the communication library and fragmentation take.
-RESERVE = 0.08
 
 
 class ChosenPolicy(NamedTuple):
@@ -44,8 +42,8 @@ def with_chosen_policy(
             "--memory-budget, such as --memory-budget 4GiB"
         )
     else:
-        budget = int(device_bytes * (1.0 - RESERVE))
-        words = f"{size(budget)}, the GPU's memory less a reserve of {RESERVE:.0%}"
+        budget = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
+        words = f"{size(budget)}, the GPU's memory less a reserve"
     try:
         # The budget is for tensors on the device; the host has memory for those that wait there.
         text = choose_policy(

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
 from megatron_lite.config.hf_config import HfModel, from_hf
@@ -25,7 +26,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import read_up_to, replacing
 from megatron_lite.memory.predict.parameters import parameter_count
-from megatron_lite.plan.budget import Budget, default_reserve, parse_bytes
+from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.layouts import DATA_PARALLEL, SEARCHED, Problem
 from megatron_lite.plan.report import lines, to_json
@@ -117,15 +118,15 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     hardware = load_hardware(machine)
     memory = hardware.memory_bytes
     if own["memory_budget"] is not None:
-        memory = parse_bytes("--memory-budget", own["memory_budget"])
+        memory = _bytes_of(own, "memory_budget")
     reserve = default_reserve(memory)
     if own["reserve"] is not None:
-        reserve = parse_bytes("--reserve", own["reserve"])
+        reserve = _bytes_of(own, "reserve")
     if reserve >= memory:
         raise InputError(
             f"--reserve {reserve} bytes leave nothing of the {memory} bytes of memory: give less"
         )
-    host_bytes = parse_bytes("--host-memory", own["host_memory"])
+    host_bytes = _bytes_of(own, "host_memory")
     values, notes = _model_values(own)
     chosen = parsed(flags)
     for text in own["fix"]:
@@ -139,6 +140,13 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
         Budget(memory, reserve),
         tuple(notes),
     )
+
+
+def _bytes_of(own: Mapping[str, Any], name: str) -> int:
+    try:
+        return parse_bytes(flag_of(name), own[name])
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _model_values(own: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
@@ -314,7 +322,7 @@ def _parser() -> argparse.ArgumentParser:
         help="host memory of each GPU in which a policy may keep tensors, @host (default: 0)",
     )
     add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
-    add_run_flags(parser)
+    add_run_flags(parser, without=OWN)
     return parser
 
 

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -41,12 +41,17 @@ def run_fields() -> Iterator[RunField]:
             yield RunField(topic.name, field.name, _without_none(own[field.name]))
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every field. A flag that is not given stores nothing."""
+def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Adds a flag for every field. A flag that is not given stores nothing.
+
+    without: the fields whose flags mean something else in this tool.
+    """
     group = parser.add_argument_group(
         "the run", "the flags of pretrain_gpt.py; see its --help for their meaning"
     )
     for field in run_fields():
+        if field.name in without:
+            continue
         options: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS)
         options["help"] = argparse.SUPPRESS
         if field.hint is bool:

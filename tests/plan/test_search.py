@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.plan.auto_policy import Unreachable
-from megatron_lite.plan.budget import Budget, default_reserve, parse_bytes
+from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.layouts import KINDS, Problem, kind_of, layouts
 from megatron_lite.plan.neighbours import largest_micro_batch
 from megatron_lite.plan.search import HANDICAP, Search
@@ -149,17 +149,3 @@ def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
 def test_ranks_that_no_layout_divides_are_an_error_with_the_reason() -> None:
     with pytest.raises(InputError, match="3 GPUs: .*divi"):
         verdict(LLAMA._replace(fixed={"tensor_model_parallel_size": 3}), 3, BUDGET)
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("40GiB", 40 * GIB), ("80 GB", 80 * 10**9), ("1073741824", GIB), ("1.5gib", 3 * GIB // 2)],
-)
-def test_sizes_of_memory_are_read(text: str, num_bytes: int) -> None:
-    assert parse_bytes("--reserve", text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "-1", "many", "40 XB", "1e99", "9" * 40])
-def test_what_is_no_size_of_memory_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="--reserve .*such as 40GiB"):
-        parse_bytes("--reserve", text)
