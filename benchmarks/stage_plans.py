@@ -138,9 +138,10 @@ def table(found: Sequence[Row]) -> str:
         less = "-"
         if row.setting_extra and row.policy_extra is not None:
             less = f"{1.0 - row.policy_extra / row.setting_extra:.0%}"
+        setting = row.setting or "none fits"
         lines.append(
-            f"| {row.pp_size} | {row.micro_batch_size} | {row.budget_gib} | {row.setting or 'none fits'} | "
-            f"{_percent(row.setting_extra)} | {_percent(row.policy_extra)} | {less} |"
+            f"| {row.pp_size} | {row.micro_batch_size} | {row.budget_gib} | {setting} "
+            f"| {_percent(row.setting_extra)} | {_percent(row.policy_extra)} | {less} |"
         )
     return "\n".join(lines)
 
