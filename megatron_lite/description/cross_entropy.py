@@ -36,11 +36,12 @@ def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
 
 
 def linear_loss_workspace(
-    model: ModelConfig, sizes: Sizes, columns: int, chunk_size: int
+    model: ModelConfig, sizes: Sizes, columns: int, chunk_size: int, *, then: Course
 ) -> Workspace:
     """Returns the workspace of the output projection and the loss, one chunk of tokens at a time.
 
     columns: the columns of the logits on one rank. chunk_size: the tokens of a chunk.
+    then: what happens to the gradient of the weight when backward has computed it.
     """
     h, element, accumulate = model.hidden_size, sizes.element_bytes, sizes.accumulate_bytes
     tokens, row = sizes.tokens, accumulate * sizes.tokens
@@ -78,6 +79,7 @@ def linear_loss_workspace(
         *steps,
         -2 * gathered - buffer - 2 * row - row,
         *((+cast, -total) if apart else ()),
+        then,
         -own - _kept(sizes),
     )
     return Workspace(forward, backward)

@@ -16,3 +16,12 @@ def dropout_forward(elements: int, output: int, sizes: Sizes) -> Course:
     # Each 64-bit draw gives the numbers of four elements.
     numbers = 8 * -(-elements // 4)
     return course(+numbers, +elements, -numbers, +output)
+
+
+def drawn_mask(elements: int, sizes: Sizes) -> Course:
+    """Returns the course of a second draw of a dropout's mask. It ends with the mask."""
+    if sizes.device != "cpu":
+        whole = elements * sizes.element_bytes  # the kernel drops out a tensor of no meaning
+        return course(+whole, +whole + elements, -2 * whole)
+    numbers = 8 * -(-elements // 4)
+    return course(+numbers, +elements, -numbers)

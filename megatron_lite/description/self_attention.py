@@ -45,6 +45,7 @@ from megatron_lite.description.operations import (
     shared_table,
 )
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.weight_gradients import added_up
 
 CORE = "core_attention"
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
@@ -192,6 +193,7 @@ def _norms_workspace(
     """
     d = model.head_dim
     queries, keys = (size // sizes.element_bytes // d for size in heads)
+    vectors = norm_parameters(model, d, partial=True)
     raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
     unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
     copies_query = unfused or samples > 1
@@ -200,8 +202,10 @@ def _norms_workspace(
         course(norm_forward(model, sizes, queries, d), norm_forward(model, sizes, keys, d)),
         course(
             norm_backward(model, sizes, keys, d, copies=copies_key),
+            added_up(vectors, sizes),
             -raw_key,
             norm_backward(model, sizes, queries, d, copies=copies_query),
+            added_up(vectors, sizes),
             -raw_query,
         ),
     )
@@ -394,15 +398,26 @@ def _unfused(
             _unfused_forward(model, sizes, elements, softmax, windowed=windowed),
             _unfused_backward(model, sizes, elements, softmax, heads, freed),
         ),
+        replayed=Workspace(
+            _unfused_forward(model, sizes, elements, softmax, windowed=windowed, skip_tail=True),
+            _unfused_backward(model, sizes, elements, softmax, heads, freed, holds_gradient=True),
+        ),
     )
 
 
 def _unfused_forward(
-    model: ModelConfig, sizes: Sizes, elements: int, softmax_bytes: int, *, windowed: bool
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    *,
+    windowed: bool,
+    skip_tail: bool = False,
 ) -> Course:
     """Returns the course of the forward of attention that builds its scores.
 
     elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
+    skip_tail: whether the product with the values is left out.
     """
     heads = Heads.of(model, sizes)
     scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
@@ -418,8 +433,8 @@ def _unfused_forward(
     changes += [+scores] if cast else []
     dropped = model.attention_dropout > 0.0
     changes += [dropout_forward(elements, scores, sizes)] if dropped else []
-    by_head = heads.query
-    changes += [+by_head, +heads.query]
+    by_head = 0 if skip_tail else heads.query
+    changes += [+by_head, +by_head]
     return course(*changes, -mask - scores - by_head - (scores if cast and dropped else 0))
 
 
@@ -430,8 +445,12 @@ def _unfused_backward(
     softmax_bytes: int,
     heads: tuple[KeptTensor, ...],
     freed: dict[str, int],
+    *,
+    holds_gradient: bool = False,
 ) -> Course:
     """Returns the course of the backward of attention that builds its scores.
+
+    holds_gradient: whether the caller of a replay holds the gradient of the output to the end.
 
     heads: the tensors that it keeps of query, key and value. freed: those of the inputs that no
     earlier operation keeps.
@@ -440,7 +459,7 @@ def _unfused_backward(
     scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
     cast, dropped = softmax != scores, model.attention_dropout > 0.0
     grouped = model.query_groups < model.num_attention_heads
-    gradient = query  # of the output; those of the repeated key and value are as large
+    gradient = 0 if holds_gradient else query  # of the output
     own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
     value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
     # softmax times value: the factor that is not the softmax itself is freed, and so is the value

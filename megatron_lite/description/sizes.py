@@ -31,6 +31,8 @@ class Sizes:
     has_embedding: whether the stage holds the embedding.
     has_head: whether the stage holds the final norm, the output projection and the loss.
     first_layer: the number of the stage's first layer in the whole model, counted from 0.
+    sums_gradients: whether the gradient of a parameter is added to the rank's sum of gradients and
+        freed as soon as it is complete, as in training. If not, it stays alive.
     """
 
     micro_batch_size: int
@@ -46,6 +48,7 @@ class Sizes:
     has_embedding: bool = True
     has_head: bool = True
     first_layer: int = 0
+    sums_gradients: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:

@@ -1,0 +1,182 @@
+"""The forward and the backward of one micro-batch through one stage, as passages.
+
+Equal neighbouring segments are computed once and repeated, so a long stage costs no more than a
+short one. Standard library only.
+
+    @host     The originals of a segment live until the next such segment has run. Backward copies
+              a segment and the one before it back.
+    @split    A unit keeps 1/t of its input. Its replay gathers the input, and that of the split
+              unit before it.
+    arena     The input of a unit is copied into the arena, and freed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.predict.kept_tensors import layer_terms
+from megatron_lite.memory.predict.layer_passages import (
+    Passages,
+    layer_passages,
+    ops_passages,
+    unit_passages,
+)
+from megatron_lite.memory.predict.micro_batch_peak import mean_of_losses
+from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
+from megatron_lite.recompute.plan import RecomputePlan, Segment
+
+IDS = 8  # the bytes of a token id
+
+
+def stage_passages(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Passages:
+    """Returns the forward and the backward of a micro-batch on one stage.
+
+    The input of a stage without the embedding is held when the forward begins. The output of a
+    stage without the head leaves with the forward's end, and its gradient is held when the backward
+    begins. The gradient of the input leaves with the backward's end.
+    """
+    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    ids = IDS * sizes.tokens
+    layers = describe_layers(model, sizes, plan.num_layers)
+    segments = list(_runs(model, plan, layers, sizes))
+    forward, backward = [], []
+    if sizes.has_embedding:
+        first = _of_operations(embedding_operations(model, sizes))
+        forward += [change(ids, kept=ids), first.forward]
+        backward += [change(-ids, kept=-ids), first.backward]
+    if sizes.has_head:
+        forward.append(change(ids))
+    forward += [one.forward for one in segments]
+    backward += [one.backward for one in segments]
+    if sizes.has_head:
+        last = _of_operations(head_operations(model, sizes))
+        mean = mean_of_losses(sizes)
+        forward += [last.forward, of_course(mean.forward, "forward of the loss"), change(-ids)]
+        backward += [last.backward, of_course(mean.backward, "backward of the loss")]
+    else:
+        forward.append(change(-hidden))
+    if not sizes.has_embedding:
+        backward.insert(0, change(-hidden))
+    return Passages(joined(*forward), joined(*reversed(backward)))
+
+
+class _Alike(NamedTuple):
+    """Neighbouring segments that are treated alike. segment: the first of them."""
+
+    segment: Segment
+    layers: tuple[LayerDescription, ...]
+    number: int
+
+
+def _runs(
+    model: ModelConfig, plan: RecomputePlan, layers: Sequence[LayerDescription], sizes: Sizes
+) -> Iterator[Passages]:
+    """Yields the passages of the segments, those of alike neighbours as one."""
+    groups = [
+        _Alike(segment, own, len(list(others)) + 1)
+        for _, group in itertools.groupby(plan.segments, key=lambda one: _treatment(one, layers))
+        for segment, others in [(next(group), group)]
+        for own in [tuple(layers[segment.first_layer : segment.first_layer + segment.num_layers])]
+    ]
+    on_host = [number for number, group in enumerate(groups) if group.segment.on_host]
+    split = [number for number, group in enumerate(groups) if group.segment.split]
+    moved_before = 0
+    for number, group in enumerate(groups):
+        one = _segment(model, plan, group, sizes)
+        forward, backward = [one.forward] * 2, [one.backward] * 2  # of the first, of the others
+        if group.segment.split:
+            whole = group.layers[0].input.num_bytes
+            backward[1] = change(whole).then(backward[1])
+            if number != split[0]:
+                backward[0] = backward[1]
+        if group.segment.on_host:
+            moved = _moved(group, sizes)
+            forward = [
+                forward[0].then(change(-moved_before, kept=-moved_before)),
+                forward[1].then(change(-moved, kept=-moved)),
+            ]
+            # The copies of the segment before come back with those of this segment.
+            backward = [
+                change(before, kept=before).then(one)
+                for before, one in zip((moved_before, moved), backward, strict=True)
+            ]
+            moved_before = moved
+        run = Passages(
+            forward[0].then(forward[1].times(group.number - 1)),
+            backward[1].times(group.number - 1).then(backward[0]),
+        )
+        # The last of all begins the chain in backward.
+        if split and number == split[-1]:
+            gather = change(group.layers[0].input.num_bytes)
+            run = run._replace(backward=gather.then(run.backward))
+        if on_host and number == on_host[-1]:
+            back = change(moved_before, kept=moved_before)
+            run = run._replace(backward=back.then(run.backward))
+        if on_host and number == len(groups) - 1:
+            left = change(-moved_before, kept=-moved_before)
+            run = run._replace(forward=run.forward.then(left))
+        yield run
+
+
+def _treatment(segment: Segment, layers: Sequence[LayerDescription]) -> tuple[object, ...]:
+    own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
+    return (
+        segment.unit,
+        segment.num_layers,
+        segment.regions,
+        segment.ops,
+        segment.store,
+        *map(id, own),
+    )
+
+
+def _segment(model: ModelConfig, plan: RecomputePlan, group: _Alike, sizes: Sizes) -> Passages:
+    segment, skip = group.segment, plan.skip_tail
+    if segment.ops:
+        return ops_passages(model, group.layers[0], segment.ops, sizes, skip_tail=skip)
+    if not segment.unit:
+        regions = segment.regions
+        return layer_passages(model, group.layers[0], regions, sizes, skip_tail=skip)
+    one = unit_passages(model, group.layers, sizes, skip_tail=skip)
+    if not (segment.split or plan.contiguous):
+        return one
+    # The whole input is freed when the unit has run. What is kept instead is a copy.
+    whole = group.layers[0].input.num_bytes
+    part = whole // sizes.tp_size if segment.split else whole
+    on_device = 0 if plan.contiguous else part
+    return Passages(
+        one.forward.then(change(on_device - whole, kept=on_device - whole)),
+        one.backward.then(change(whole * (not segment.split) - on_device, kept=whole - on_device)),
+    )
+
+
+def _moved(group: _Alike, sizes: Sizes) -> int:
+    """Returns the bytes of a segment that wait in host memory."""
+    if group.segment.unit:
+        whole = group.layers[0].input.num_bytes
+        return whole // sizes.tp_size if group.segment.split else whole
+    return sum(
+        term.num_bytes
+        for term in layer_terms(group.layers[0].operations, 0, group.segment.regions, sizes)
+        if not term.tensor.stays
+    )
+
+
+def _of_operations(operations: tuple[Operation, ...]) -> Passages:
+    forward, backward = Passage(), Passage()
+    for one in operations:
+        # The token ids count where the micro-batch comes in.
+        kept = sum(tensor.num_bytes for tensor in one.keeps if tensor.name != "token ids")
+        name = f"the {one.name.replace('_', ' ')}"
+        forward = forward.then(of_course(one.workspace.forward, f"forward of {name}", kept=kept))
+        backward = of_course(one.workspace.backward, f"backward of {name}", kept=-kept).then(
+            backward
+        )
+    return Passages(forward, backward)
