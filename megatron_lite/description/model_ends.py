@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.cross_entropy import linear_loss_workspace, loss_workspace
-from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.dropout import dropout_forward, masked
 from megatron_lite.description.linears import (
     column_backward,
     column_beside,
@@ -112,7 +112,8 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     changes: list[int | Course] = []
     if model.hidden_dropout > 0.0:
-        changes += [+hidden, -hidden - sizes.local_tokens * model.hidden_size]
+        mask = sizes.local_tokens * model.hidden_size
+        changes += [masked(hidden, sizes), -hidden - mask]
     words, *positions = parameters
     for one in positions:  # summed over the samples, and written into zeros as large as the weight
         samples = hidden // sizes.micro_batch_size if sizes.micro_batch_size > 1 else 0

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.dropout import dropout_forward, masked
 from megatron_lite.description.linears import OPERATORS, RowFrees
 from megatron_lite.description.norm_statistics import (
     norm_backward,
@@ -463,8 +463,12 @@ def _unfused_backward(
     own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
     value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
     # softmax times value: the factor that is not the softmax itself is freed, and so is the value
-    changes = [+scores, +query, -gradient - value - (scores if cast or dropped else 0)]
-    changes += [+scores, -scores - elements] if dropped else []
+    changes: list[int | Course] = [
+        +scores,
+        +query,
+        -gradient - value - (scores if cast or dropped else 0),
+    ]
+    changes += [masked(scores, sizes), -scores - elements] if dropped else []
     changes += [+softmax, -scores] if cast else []
     changes += [+softmax, -2 * softmax]
     changes += [+scores, -softmax] if cast else []

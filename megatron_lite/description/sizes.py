@@ -5,7 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
@@ -33,6 +33,9 @@ class Sizes:
     first_layer: the number of the stage's first layer in the whole model, counted from 0.
     sums_gradients: whether the gradient of a parameter is added to the rank's sum of gradients and
         freed as soon as it is complete, as in training. If not, it stays alive.
+    inside_operators: whether the courses count memory that torch allocates and frees inside one
+        call of an operator.
+    has_padding: whether some of a rank's logits are those of padded ids.
     """
 
     micro_batch_size: int
@@ -49,6 +52,8 @@ class Sizes:
     has_head: bool = True
     first_layer: int = 0
     sums_gradients: bool = False
+    inside_operators: bool = False
+    has_padding: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
@@ -71,6 +76,17 @@ class Sizes:
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
             first_layer=0 if stage is None else stage.first_layer,
+        )
+
+    @classmethod
+    def in_training(cls, config: RunConfig, *, device: str, stage: Stage) -> Sizes:
+        """Returns the sizes of a stage whose courses count all that a training step allocates."""
+        sizes = cls.of(config, device=device, stage=stage)
+        return replace(
+            sizes,
+            sums_gradients=True,
+            inside_operators=True,
+            has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
     @property

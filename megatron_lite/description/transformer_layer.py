@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
 from megatron_lite.description.activations import activation_workspace
-from megatron_lite.description.dropout import drawn_mask, dropout_forward
+from megatron_lite.description.dropout import drawn_mask, dropout_forward, masked
 from megatron_lite.description.linears import RowFrees, column_linear, row_linear
 from megatron_lite.description.norm_statistics import (
     norm_backward,
@@ -240,7 +240,7 @@ def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
     workspace = Workspace(
         course(dropout_forward(mask.num_bytes, added, sizes), -added),
-        course(+added, -mask.num_bytes),
+        course(masked(added, sizes), -mask.num_bytes),
     )
     return Operation(
         f"{branch} dropout",

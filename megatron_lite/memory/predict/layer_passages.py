@@ -43,8 +43,9 @@ class _Rebuild(NamedTuple):
     """A rebuild before the backward of an operation.
 
     course: the rebuild itself. made: the names and bytes of the tensors that are held then.
-    until: the number of the operation after whose backward the tensors are freed, for those that
-        do not go with the operation that saves them.
+    until: the number of its first operation. What the rebuild itself holds is freed after the
+        backward of that operation.
+    discarded: the name of a discarded output, which a rebuild of its region holds; else "".
     gradient, output: the bytes of the gradient of a replay's output, which the replay holds until
         the backward of `until` has ended, and of the output if it is computed.
     what: what runs again.
@@ -56,6 +57,7 @@ class _Rebuild(NamedTuple):
     what: str
     gradient: int = 0
     output: int = 0
+    discarded: str = ""
 
 
 def layer_passages(
@@ -186,10 +188,9 @@ def _backward(
         for rebuild in _rebuilds(model, layer, number, regions, held, sizes, skip_tail):
             held |= rebuild.made
             rebuilt |= rebuild.made.keys()
-            until |= {
-                name: rebuild.until if own.get(name, number) == number else own[name]
-                for name in rebuild.made
-            }
+            until |= {name: own[name] for name in rebuild.made}
+            if rebuild.discarded:
+                until[rebuild.discarded] = rebuild.until
             later[rebuild.until] += rebuild.gradient + rebuild.output
             gradient += rebuild.gradient
             end = sum(rebuild.made.values()) + rebuild.output
