@@ -18,8 +18,9 @@ class TrainingConfig:
 
     rampup_batch_size: (start, increment, samples) of a batch size that grows to global_batch_size.
         An empty tuple: the batch size is constant.
-    gradient_accumulation_fusion: whether NVIDIA apex's kernel sums weight gradients on CUDA, if
-        apex is installed.
+    gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
+        NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
+        float32 weights.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. None: all tokens have
         logits at once, and the logits are kept for backward.
     max_skipped_updates: the number of skipped updates in a row that stops the run. None: 10 spikes

@@ -18,7 +18,6 @@ def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
     columns: the columns of the logits on one rank.
     """
     tokens, row = sizes.tokens, sizes.accumulate_bytes * sizes.tokens
-    logits = tokens * columns * sizes.element_bytes
     return Workspace(
         course(
             _local_labels(sizes),
@@ -26,11 +25,11 @@ def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
             _combined(sizes),
             -3 * row,
         ),
+        # The gradient of the logits takes their place.
         course(
-            +logits,
             _gradient_factors(sizes),
             _write_gradient(sizes, tokens, columns),
-            -2 * row - row - logits - _kept(sizes),
+            -2 * row - row - _kept(sizes),
         ),
     )
 

@@ -131,6 +131,7 @@ class GPTModel(nn.Module):
                 tp_group=group,
                 first_id=self.first_id,
                 num_ids=self.num_ids,
+                overwrite_logits=True,  # nothing else reads them
             )
         else:
             losses = self._project(

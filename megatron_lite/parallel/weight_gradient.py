@@ -2,14 +2,16 @@
 
     path         who adds dy^T x to the sum                                needs
     apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
+    addmm        torch's matmul adds it as it computes it                  a float32 weight
     grad_dtype   autograd rounds it to 16 bits and adds it                 torch with
                                                                            Tensor.grad_dtype
     hook         a hook of optim/grad_buffer.py adds the rounded one       any torch
 
-Each weight has its own path. training/apex_kernels.py chooses it, and `summary` returns the log's
-line about it. The kernel writes while backward is in the layer. Autograd runs a parameter's hooks
-after its whole gradient has arrived. A hook that sends the sum to other ranks
-(--overlap-grad-reduce) therefore sends the kernel's result.
+On the first two paths no tensor of the gradient's size exists besides the sum. Each weight has its
+own path. training/apex_kernels.py chooses it, and `summary` returns the log's line about it. The
+kernel writes while backward is in the layer. Autograd runs a parameter's hooks after its whole
+gradient has arrived. A hook that sends the sum to other ranks (--overlap-grad-reduce) therefore
+sends the kernel's result.
 """
 
 from __future__ import annotations
@@ -26,25 +28,34 @@ from torch import Tensor, nn
 AccumulatingKernel = Callable[[Tensor, Tensor, Tensor], Any]
 ATTRIBUTE = "add_weight_gradient_"
 FUSED, FUSED_PROJECTION = "fused", "fused projection"
+ADDMM, ADDMM_PROJECTION = "addmm", "addmm projection"
+# By path: the kernel as the log names it alone, and beside the lookup of a tied weight.
+KERNELS = {
+    FUSED: ("NVIDIA apex's kernel", FUSED_PROJECTION, "the kernel"),
+    ADDMM: ("torch's addmm", ADDMM_PROJECTION, "addmm"),
+}
 MOST_NAMES = 2  # more weights than these are counted, not named
 
 
 def accumulate_with_(
-    kernel: AccumulatingKernel, totals: Iterable[tuple[nn.Parameter, Tensor]]
+    kernel: AccumulatingKernel | None, totals: Iterable[tuple[nn.Parameter, Tensor]]
 ) -> None:
     """Makes backward add the gradient of each of these linear weights to its float32 total.
 
+    kernel: None for torch's addmm, which needs weights of the total's dtype.
+
     The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
-    total is zeroed first. Hooks that wait for a gradient run as always, once backward has left the
-    layer: torch calls them even if a Function returns no gradient. If autograd has another part of
-    the gradient (the lookup of a tied embedding), it adds that part to the same total.
+    total holds an earlier step's gradient, which does not count. Hooks that wait for a gradient run
+    as always, once backward has left the layer: torch calls them even if a Function returns no
+    gradient. If autograd has another part of the gradient (the lookup of a tied embedding), it adds
+    that part to the same total.
     """
     for parameter, total in totals:
-        assert (
-            total.dtype == torch.float32
-            and total.is_contiguous()
-            and can_be_summed(parameter.dtype)
-        )
+        assert total.is_contiguous()
+        if kernel is None:
+            assert total.dtype == parameter.dtype, parameter.dtype
+        else:
+            assert total.dtype == torch.float32 and can_be_summed(parameter.dtype), parameter.dtype
         setattr(parameter, ATTRIBUTE, partial(_add, kernel, total))
 
 
@@ -78,25 +89,28 @@ def weight_gradient(
     rows, grad_rows = hidden_states.flatten(0, -2), grad_output.flatten(0, -2)
     if add is None:
         return grad_rows.t().matmul(rows)
-    add(rows.contiguous(), grad_rows.contiguous())
+    add(rows, grad_rows)
     return None
 
 
 def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
     """Returns the log's line about the paths of the weight gradients.
 
-    paths: for each weight's name FUSED, FUSED_PROJECTION, or the reason why autograd sums its
-        gradient.
+    paths: for each weight's name a path of KERNELS, its projection, or the reason why autograd sums
+        the weight's gradient.
     """
     groups: dict[str, list[str]] = {}
     for name, path in paths.items():
         groups.setdefault(path, []).append(name)
-    by_kernel = [f"{_named(groups.pop(FUSED))}: NVIDIA apex's kernel"] if FUSED in groups else []
-    if FUSED_PROJECTION in groups:
-        by_kernel.append(
-            f"{_named(groups.pop(FUSED_PROJECTION))}: the kernel for the output projection, "
-            f"{_autograd(dtype)} for the lookup"
-        )
+    by_kernel = []
+    for path, (alone, projection, kernel) in KERNELS.items():
+        if path in groups:
+            by_kernel.append(f"{_named(groups.pop(path))}: {alone}")
+        if projection in groups:
+            by_kernel.append(
+                f"{_named(groups.pop(projection))}: {kernel} for the output projection, "
+                f"{_autograd(dtype)} for the lookup"
+            )
     by_autograd = [
         f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()
     ]
@@ -120,12 +134,18 @@ def _autograd(dtype: torch.dtype) -> str:
 
 
 def _add(
-    kernel: AccumulatingKernel,
+    kernel: AccumulatingKernel | None,
     total: Tensor,
     parameter: nn.Parameter,
     hidden_states: Tensor,
     grad_output: Tensor,
 ) -> None:
-    if parameter.grad is None:
-        parameter.grad = total.zero_()
-    kernel(hidden_states, grad_output, total)
+    is_first = parameter.grad is None
+    if is_first:
+        parameter.grad = total
+    if kernel is None:  # with beta 0 the matmul does not read the total
+        torch.addmm(total, grad_output.t(), hidden_states, beta=0 if is_first else 1, out=total)
+        return
+    if is_first:
+        total.zero_()
+    kernel(hidden_states.contiguous(), grad_output.contiguous(), total)

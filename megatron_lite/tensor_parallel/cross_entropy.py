@@ -24,7 +24,13 @@ from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, *, tp_group: ProcessGroup | None, first_id: int, num_ids: int
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: ProcessGroup | None,
+    first_id: int,
+    num_ids: int,
+    overwrite_logits: bool = False,
 ) -> Tensor:
     """Returns the negative log-likelihood of each label, [s, b], the same on every TP rank.
 
@@ -37,13 +43,18 @@ def vocab_parallel_cross_entropy(
     num_ids: the number of this rank's columns that have true ids. The other columns are padding.
         They take no part in the softmax and have gradient 0, so the loss does not depend on the
         padding, nor on t.
+    overwrite_logits: whether backward writes the gradient over the logits, so that it needs no
+        second tensor of their size. The caller must not read the logits afterwards. A backward
+        that keeps the graph (retain_graph, create_graph) does not overwrite them.
 
     Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
     sums of exponentials [2, s b]. Backward issues none.
     Keeps the logits (in their own dtype), the labels, one byte per label, and for each row this
     rank's share of the softmax.
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, tp_group, first_id, num_ids)
+    return _VocabParallelCrossEntropy.apply(
+        logits, labels, tp_group, first_id, num_ids, overwrite_logits
+    )
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -55,21 +66,27 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         tp_group: ProcessGroup | None,
         first_id: int,
         num_ids: int,
+        overwrite_logits: bool,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         statistics = row_statistics(logits.flatten(0, 1)[:, :num_ids], local.column)
         losses, share = combined(statistics, local, tp_group)
         ctx.save_for_backward(logits, *local, share)
-        ctx.num_ids = num_ids
+        ctx.num_ids, ctx.overwrite_logits = num_ids, overwrite_logits
         return losses.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, here, share = ctx.saved_tensors
-        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        # A graph that is kept may be used by another backward, which needs the logits.
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
+            grad = logits
+        else:
+            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         factors = gradient_factors(grad_output, share, LocalLabels(column, here))
         write_gradient_(grad.flatten(0, 1), logits.flatten(0, 1), factors, num_ids=ctx.num_ids)
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 class LocalLabels(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from megatron_lite.config.run import RunConfig
@@ -17,6 +18,8 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
+    ADDMM,
+    ADDMM_PROJECTION,
     FUSED,
     FUSED_PROJECTION,
     accumulate_with_,
@@ -63,22 +66,26 @@ def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Ker
 def fuse_weight_gradients_(
     config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
 ) -> str:
-    """Makes apex's kernel sum the weight gradients of all matmuls that allow it.
+    """Makes a kernel sum the weight gradients of all matmuls that allow it.
 
-    Returns the log's line about it.
+    It is apex's kernel or torch's addmm. Returns the log's line about it.
     """
     kernel = apex.weight_gradient_kernel(parallel.device.type)
     paths = weight_paths(config, model, optimizer, kernel)
     gradients = optimizer.layout.gradients
     if isinstance(gradients, GradBuffer):
-        accumulate_with_(
-            kernel.value,
-            [
-                (parameter, gradients.grads[name])
-                for name, parameter in model.named_parameters()
-                if paths.get(name) in (FUSED, FUSED_PROJECTION)
-            ],
-        )
+        for function, own in (
+            (kernel.value, (FUSED, FUSED_PROJECTION)),
+            (None, (ADDMM, ADDMM_PROJECTION)),
+        ):
+            accumulate_with_(
+                function,
+                [
+                    (parameter, gradients.grads[name])
+                    for name, parameter in model.named_parameters()
+                    if paths.get(name) in own
+                ],
+            )
     dtype = next(iter(model)).context.params_dtype
     return summary(paths, dtype) + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
@@ -88,14 +95,19 @@ def weight_paths(
 ) -> dict[str, str]:
     """Returns, by the name of each weight of a matmul, who sums its gradient.
 
-    FUSED and FUSED_PROJECTION mean apex's kernel. Any other text is why autograd sums it.
+    FUSED and FUSED_PROJECTION mean apex's kernel, ADDMM and ADDMM_PROJECTION torch's addmm. Any
+    other text is why autograd sums it.
     """
-    reason = _reason_for_all(config, optimizer, kernel)
+    reason = _reason_for_all(config, optimizer)
     compiled = _compiled_weights(config, model)
     paths = {}
     for name, weight, has_lookup in _matmul_weights(model):
         if reason or weight in compiled:
-            paths[name] = reason or "a graph of --torch-compile cannot call apex's kernel"
+            paths[name] = reason or "a graph of --torch-compile cannot call the kernel"
+        elif kernel.value is None and weight.dtype == torch.float32:
+            paths[name] = ADDMM_PROJECTION if has_lookup else ADDMM
+        elif kernel.value is None:
+            paths[name] = kernel.reason
         elif not can_be_summed(weight.dtype):
             paths[name] = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
@@ -105,7 +117,7 @@ def weight_paths(
     return paths
 
 
-def _reason_for_all(config: RunConfig, optimizer: Optimizer, kernel: apex.Kernel) -> str:
+def _reason_for_all(config: RunConfig, optimizer: Optimizer) -> str:
     if not config.training.gradient_accumulation_fusion:
         return "of --no-gradient-accumulation-fusion"
     if not isinstance(optimizer.layout.gradients, GradBuffer):
@@ -113,7 +125,7 @@ def _reason_for_all(config: RunConfig, optimizer: Optimizer, kernel: apex.Kernel
             "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of "
             "a whole weight to add to"
         )
-    return kernel.reason if kernel.value is None else ""
+    return ""
 
 
 def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:

@@ -20,6 +20,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
@@ -34,6 +35,7 @@ from megatron_lite.parallel.weight_gradient import (
 )
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.loop import Trainer
@@ -87,6 +89,7 @@ def summed(
     world_size: int,
     *,
     fused: bool,
+    function: str | None = "apex",
     dtype: torch.dtype,
     sequence_parallel: bool = False,
     policy: str = "*:none",
@@ -113,7 +116,7 @@ def summed(
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
         if fused:
             accumulate_with_(
-                kernel(),
+                kernel() if function == "apex" else None,
                 [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()],
             )
         for _ in range(2):  # what the first step leaves must not count in the second
@@ -377,7 +380,7 @@ def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
     assert said(log).endswith(
         ": output_layer.weight: NVIDIA apex's kernel; 8 weights: autograd (grad_dtype), "
         "because a graph of "
-        "--torch-compile cannot call apex's kernel"
+        "--torch-compile cannot call the kernel"
     )
 
 
@@ -494,10 +497,100 @@ def test_the_summary_groups_weights_by_path_and_reason() -> None:
     )
 
 
-def test_without_apex_the_log_names_it() -> None:
+def test_without_apex_torch_sums_the_gradients_of_float32_weights() -> None:
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0)))
     assert said(log) == (
-        "weight gradients, added up in float32: 9 weights: autograd, because NVIDIA apex has "
-        "kernels for cuda "
-        "and this run is on cpu"
+        "weight gradients, added up in float32: 8 weights: torch's addmm; "
+        "embedding.word_embeddings.weight: addmm for the output projection, autograd for the lookup"
     )
+
+
+def test_without_apex_the_log_says_why_no_kernel_sums_16_bit_gradients() -> None:
+    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, bf16=True)))
+    assert said(log).endswith(
+        "9 weights: autograd (grad_dtype), because NVIDIA apex has kernels for cuda and this run "
+        "is on cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"), [(1, False), pytest.param(2, True, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_addmm_gives_the_gradients_of_autograd(
+    name: str, tp_size: int, sequence_parallel: bool
+) -> None:
+    """One micro-batch has the same bits; the sum of several is rounded in another order."""
+
+    def work(rank: int, world_size: int) -> None:
+        for micro_batches in (1, 3):
+            plain, fused = (
+                summed(
+                    name,
+                    world_size,
+                    fused=fused,
+                    function=None,
+                    dtype=torch.float32,
+                    sequence_parallel=sequence_parallel,
+                    micro_batches=micro_batches,
+                )
+                for fused in (False, True)
+            )
+            for key, grad in plain.items():
+                if micro_batches == 1 or not is_by_kernel(key, name):
+                    assert torch.equal(grad, fused[key]), key
+                else:
+                    assert difference(grad, fused[key]) < EPSILON[torch.float32], key
+
+    if tp_size == 1:
+        work(0, 1)
+    else:
+        run_ranks(work, tp_size)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["*:full/2", "*:core_attn+layernorm+mlp", pytest.param("*:pointwise", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("loss_chunk_size", [None, 7])
+def test_no_recompute_policy_changes_a_bit_of_what_addmm_sums(
+    policy: str, loss_chunk_size: int | None
+) -> None:
+    plain, recomputed = (
+        summed(
+            "gpt2",
+            1,
+            fused=True,
+            function=None,
+            dtype=torch.float32,
+            policy=each,
+            loss_chunk_size=loss_chunk_size,
+        )
+        for each in ("*:none", policy)
+    )
+    assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
+
+
+def test_addmm_holds_no_second_gradient() -> None:
+    """The peak of a backward is lower by the gradient of the largest weight at least."""
+    with tp_state(1) as parallel:
+        layer = ColumnParallelLinear(
+            64,
+            256,
+            bias=False,
+            init_std=0.02,
+            context=RankContext.of(parallel, sequence_parallel=False, params_dtype=torch.float32),
+        )
+        with torch.no_grad():
+            layer.weight.fill_(0.5)
+        buffer = GradBuffer({"weight": layer.weight}, parallel)
+        peaks = []
+        for fused in (False, True):
+            if fused:
+                accumulate_with_(None, [(layer.weight, buffer.grads["weight"])])
+            buffer.forget()
+            output = layer(torch.ones(2, 1, 64))
+            with LiveStorages() as storages:
+                output.sum().backward()
+            peaks.append(storages.peak_bytes)
+    assert peaks[0] - peaks[1] == layer.weight.nbytes

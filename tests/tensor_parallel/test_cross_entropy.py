@@ -161,6 +161,49 @@ def test_a_second_backward_gives_the_same_gradient_and_leaves_the_logits_alone()
     assert torch.equal(first, second) and torch.equal(local.detach(), before)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_overwritten_logits_hold_the_gradient_with_the_same_bits(world_size):
+    def work(rank, world_size):
+        columns = COLUMNS[world_size]
+        logits, labels, grad_losses = sample(torch.float32)
+        gradients = []
+        with tp_state(world_size) as parallel:
+            for overwrite in (False, True):
+                # as the output of an operation, like the projection's
+                local = shard(logits, rank, columns).requires_grad_() * 1.0
+                losses = vocab_parallel_cross_entropy(
+                    local,
+                    labels,
+                    tp_group=parallel.tp_group,
+                    first_id=rank * columns,
+                    num_ids=num_ids(rank, columns),
+                    overwrite_logits=overwrite,
+                )
+                (gradient,) = torch.autograd.grad(losses, local, grad_losses.float())
+                gradients.append(gradient)
+                assert (gradient.data_ptr() == local.data_ptr()) == overwrite
+        assert torch.equal(*gradients)
+        return True
+
+    assert all(run_ranks(work, world_size) if world_size > 1 else [work(0, 1)])
+
+
+@pytest.mark.parametrize("how", ["retain_graph", "create_graph"])
+def test_a_backward_that_keeps_the_graph_does_not_overwrite_the_logits(how):
+    logits, labels, _ = sample()
+    leaf = shard(logits, 0, 12).requires_grad_()
+    local = leaf * 1.0
+    before = local.detach().clone()
+    loss = vocab_parallel_cross_entropy(
+        local, labels, tp_group=None, first_id=0, num_ids=V, overwrite_logits=True
+    ).mean()
+    (first,) = torch.autograd.grad(loss, leaf, **{how: True})
+    assert torch.equal(local.detach(), before)
+    assert first.requires_grad == (how == "create_graph")
+    (second,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(first, second) and not torch.equal(local.detach(), before)
+
+
 def test_no_grad_and_logits_that_need_no_gradient_build_no_graph():
     logits, labels, _ = sample()
     facts = dict(tp_group=None, first_id=0, num_ids=V)
