@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, record_function
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.micro_batches import StageRunner
@@ -54,6 +55,7 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
         model = build_stages(config, parallel)
         optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel)
+        fuse_weight_gradients_(config, parallel, model, optimizer)
         runner = StageRunner.of(config, model, parallel)
         batches = MicroBatches(
             dataset=_Samples(config),

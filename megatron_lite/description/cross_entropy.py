@@ -64,6 +64,8 @@ def linear_loss_workspace(
     # A 16-bit weight's gradient is summed in float32, a few rows at a time, and cast in the end.
     apart = element != accumulate
     total, cast = columns * h * accumulate, columns * h * element
+    if sizes.adds_in_matmul:
+        apart, total, cast = False, 0, 0
     rows = min(columns, rows_at_a_time(h, sizes.device))
     product = rows * h * element if apart else 0
     scattered = own if gathered else 0
@@ -105,7 +107,8 @@ def _row_statistics(sizes: Sizes, tokens: int, columns: int) -> Course:
     maximum, softmax = rows * sizes.accumulate_bytes, rows * columns * sizes.accumulate_bytes
     own_maximum = rows * sizes.element_bytes
     parts = [+own_maximum, +maximum, -own_maximum, -maximum] if cast else [+maximum, -maximum]
-    copy = softmax if cast and sizes.device == "cpu" else 0
+    copy = rows * columns * sizes.element_bytes if _copies_slice(sizes) else 0
+    copy = softmax if cast and sizes.device == "cpu" else copy
     parts += [+copy, +softmax, -copy, +maximum, -softmax, -maximum]
     at_label = [+own_row, +row, -own_row - row] if cast else [+row, -row]
     return course(+row, +row, +row, *parts, *at_label)
@@ -146,7 +149,14 @@ def _write_gradient(sizes: Sizes, tokens: int, columns: int) -> Course:
     for rows in [step] * min(full, 2) + ([rest] if rest else []):
         softmax = rows * columns * sizes.accumulate_bytes
         cast = sizes.element_bytes != sizes.accumulate_bytes and sizes.device == "cpu"
-        copy = softmax if cast else 0
+        # A slice without the padding is copied too. A cast copies it in any case.
+        slice_bytes = rows * columns * sizes.element_bytes if _copies_slice(sizes) else 0
+        copy = softmax if cast else slice_bytes
         changes += [+copy, +softmax, -copy, -before]
         before = softmax
     return course(*changes, -before)
+
+
+def _copies_slice(sizes: Sizes) -> bool:
+    """Returns whether softmax copies its rows, since they are a slice of the padded columns."""
+    return sizes.inside_operators and sizes.has_padding

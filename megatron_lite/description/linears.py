@@ -35,7 +35,7 @@ from megatron_lite.description.operations import (
     course,
 )
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.weight_gradients import added_up, gradient_bytes
+from megatron_lite.description.weight_gradients import added_up, apart, gradient_bytes
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
@@ -101,8 +101,8 @@ def column_linear(
             model,
             sizes,
             output=result.num_bytes,
-            gradients=gradient_bytes(parameters, sizes),
-            then=added_up(parameters, sizes),
+            gradients=gradient_bytes(apart(parameters, sizes), sizes),
+            then=added_up(apart(parameters, sizes), sizes),
         ),
         **others,
     )
@@ -158,8 +158,8 @@ def row_linear(
         model,
         sizes,
         input_bytes=sizes.tokens * width * sizes.element_bytes,
-        gradients=gradient_bytes(parameters, sizes),
-        then=added_up(parameters, sizes),
+        gradients=gradient_bytes(apart(parameters, sizes), sizes),
+        then=added_up(apart(parameters, sizes), sizes),
         frees=frees,
     )
     return Operation(

@@ -38,7 +38,7 @@ from megatron_lite.description.operations import (
     course,
 )
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.weight_gradients import added_up, cast, gradient_bytes
+from megatron_lite.description.weight_gradients import added_up, apart, cast, gradient_bytes
 
 
 def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -140,7 +140,8 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
 def _waits_for_lookup(model: ModelConfig, sizes: Sizes) -> bool:
     """Returns whether the head's gradient of a tied weight waits for that of the embedding."""
     untied = model.untie_embeddings_and_output_weights
-    return not untied and sizes.has_embedding and sizes.has_head
+    both = sizes.has_embedding and sizes.has_head
+    return both and not untied and not sizes.adds_in_matmul
 
 
 def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -171,7 +172,8 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
     output_weight = Parameter("weight", _words(model, sizes))
     waits = _waits_for_lookup(model, sizes) and sizes.sums_gradients
-    output_gradient = cast(output_weight, sizes) if waits else added_up((output_weight,), sizes)
+    apart_weights = apart((output_weight,), sizes)
+    output_gradient = cast(output_weight, sizes) if waits else added_up(apart_weights, sizes)
     logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
     project = OperatorCall(
         "", (), (Matmul("logits", sizes.tokens, columns, model.hidden_size),), gathers
@@ -206,7 +208,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                     model,
                     sizes,
                     output=logits.num_bytes,
-                    gradients=gradient_bytes((output_weight,), sizes),
+                    gradients=gradient_bytes(apart_weights, sizes),
                     then=output_gradient,
                 )
                 if sizes.loss_chunk_size is None

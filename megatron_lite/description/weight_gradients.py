@@ -1,8 +1,9 @@
 """The course of parameters' gradients from the backward that computes them to the rank's sums.
 
-                         computed        then
-    float32 run          float32         added to the float32 sum by a hook, and freed
-    16-bit run           16 bits         cast to float32, added to the float32 sum, and freed
+                            computed          then
+    matmul, float32 run     -                 (the matmul adds it to the float32 sum)
+    other, float32 run      float32           added to the float32 sum, and freed
+    16-bit run              16 bits           cast to float32, added to the float32 sum, and freed
 
 Standard library only.
 """
@@ -16,6 +17,13 @@ from megatron_lite.description.sizes import Sizes
 def gradient_bytes(parameters: tuple[Parameter, ...], sizes: Sizes) -> int:
     """Returns the bytes of the gradients of parameters, which have the parameters' dtype."""
     return sum(parameter.num_elements for parameter in parameters) * sizes.element_bytes
+
+
+def apart(parameters: tuple[Parameter, ...], sizes: Sizes) -> tuple[Parameter, ...]:
+    """Returns the parameters of a linear layer whose gradients are tensors of their own."""
+    if not sizes.adds_in_matmul:
+        return parameters
+    return tuple(one for one in parameters if len(one.shape) == 1)
 
 
 def added_up(parameters: tuple[Parameter, ...], sizes: Sizes) -> Course:

@@ -65,7 +65,7 @@ def step_peak(
     number = num_microbatches or step_microbatches(config)
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     (stage,) = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
-    sizes = replace(Sizes.of(config, device=device, stage=stage), sums_gradients=True)
+    sizes = Sizes.in_training(config, device=device, stage=stage)
     plan = plan_stage(config.recompute, stage.num_layers, stage.number)
     one = stage_passages(config.model, plan, sizes)
     both = one.forward.then(one.backward)
