@@ -252,14 +252,10 @@ def _rebuilds(
             )
     for tensor in one.keeps:
         for place, other in enumerate(operations):
-            for entry in other.enters:
-                if (
-                    tensor.name in entry.discards
-                    and entry.region in regions
-                    and tensor.name not in held
-                ):
-                    made = {tensor.name: tensor.num_bytes, **_missing([other], held)}
-                    yield _Rebuild(other.workspace.forward, made, place, f"replay of {other.name}")
+            if tensor.name not in held and tensor.name in _discards(other, regions):
+                made = {tensor.name: tensor.num_bytes, **_missing([other], held)}
+                what = f"replay of {other.name}"
+                yield _Rebuild(other.workspace.forward, made, place, what, discarded=tensor.name)
     if DROPOUT in one.regions and DROPOUT in regions:
         for name, size in _missing([one], held).items():
             yield _Rebuild(drawn_mask(size, sizes), {name: size}, number, f"redraw of the {name}")
@@ -276,6 +272,12 @@ def _ends(model: ModelConfig, region: str, sizes: Sizes) -> tuple[int, int]:
         return output, output if model.builds_scores(sizes.device) else 0
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     return hidden if model.hidden_dropout else 0, hidden
+
+
+def _discards(operation: Operation, regions: Set[str]) -> set[str]:
+    return {
+        name for entry in operation.enters if entry.region in regions for name in entry.discards
+    }
 
 
 def _replayed(operation: Operation, regions: Set[str]) -> list[str]:
