@@ -1,32 +1,50 @@
 """The whole peak of an optimizer step of one rank, term by term, in closed form.
 
-    peak = what a rank holds all the time + the fullest moment of its forwards and backwards
+    peak = what the rank holds from step to step + the fullest moment of its forwards and backwards
 
-The first part is states.py's. The second follows the rank's actions in the order of the pipeline:
-each forward and backward is a passage (stage_passages.py), which begins with what the actions
-before it have left. Standard library only.
+The first part is that of states.py, and the rotary tables. The second part follows the rank's
+actions in the order of the pipeline (pipeline_walk.py). Each forward or backward of a stage is a
+passage (stage_passages.py). Other moments of a step hold less: the update works in place, and an
+evaluation keeps nothing for backward. Muon's update is the exception (update_peak.py).
+
+A prediction costs about a millisecond: layers of one kind are described once, equal stages of
+several calls are taken from a cache, and the actions after the schedule repeats are left out.
+Standard library only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.kept_tensors import host_bytes
+from megatron_lite.memory.predict.layer_passages import Passages
+from megatron_lite.memory.predict.passages import Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
+from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
 from megatron_lite.memory.predict.stage_passages import stage_passages
 from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.pipeline.order import Action, keeping_all, order
+from megatron_lite.recompute.plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
 Tag = Literal["exact", "bound", "estimate"]
+EXACT: Tag = "exact"
+BOUND: Tag = "bound"
+ESTIMATE: Tag = "estimate"
 
 
 class PeakTerm(NamedTuple):
     """A part of the peak.
 
-    tag: "exact", or "bound" if it may be less, or "estimate".
+    tag: "exact"; "bound" if it is the most that the part can be; or "estimate".
     """
 
     name: str
@@ -39,8 +57,8 @@ class StepPeak:
     """The peak of a step on one rank.
 
     rank: the pipeline rank.
-    moment: when it is reached, in words.
-    terms: its parts.
+    moment: when the peak is reached, in words.
+    terms: its parts, without those of no bytes.
     """
 
     rank: int
@@ -53,6 +71,17 @@ class StepPeak:
         return sum(term.num_bytes for term in self.terms)
 
 
+class _StageMemory(NamedTuple):
+    """What a micro-batch does to a stage's memory.
+
+    on_host: the bytes that it keeps in host memory. tables: the bytes of the rotary tables.
+    """
+
+    passages: Passages
+    on_host: int
+    tables: int
+
+
 def step_peak(
     config: RunConfig,
     pp_rank: int,
@@ -62,26 +91,165 @@ def step_peak(
     dp_cp_rank: int = 0,
     num_microbatches: int | None = None,
 ) -> StepPeak:
-    number = num_microbatches or step_microbatches(config)
+    """Returns the peak of a step on one rank. The vocabulary size must be known.
+
+    pp_rank: the pipeline rank.
+    device: "cpu" or "cuda". On a CPU tensors in host memory count too.
+    dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
+        parallelism together, and the number of this rank among them.
+    num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
+        --global-batch-size alone.
+    """
+    stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-    (stage,) = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
-    sizes = Sizes.in_training(config, device=device, stage=stage)
-    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
-    one = stage_passages(config.model, plan, sizes)
-    both = one.forward.then(one.backward)
-    rotary = (
-        2 * sizes.own_seq_length * config.model.rotary_dim * sizes.element_bytes
-        if config.model.positions.rotated
-        else 0
+    number = step_microbatches(config) if num_microbatches is None else num_microbatches
+    memories = [_stage_memory(config, stage, device, False) for stage in stages]
+    held = _fullest(config, pp_rank, stages, device, number)
+    waiting = most_in_flight(
+        size=config.parallel.pipeline_model_parallel_size,
+        rank=pp_rank,
+        num_microbatches=number,
+        num_chunks=len(stages),
     )
-    terms = [
-        PeakTerm("weights", states.weights, "exact"),
-        PeakTerm("masters", states.masters, "exact"),
-        PeakTerm("gradients", states.gradients, "exact"),
-        PeakTerm("optimizer", states.optimizer, "exact"),
-        PeakTerm("rotary tables", rotary, "exact"),
-        PeakTerm("kept", both.fullest.kept, "exact"),
-        PeakTerm("rebuilt", both.fullest.rebuilt, "exact"),
-        PeakTerm("workspace", both.most - both.fullest.kept - both.fullest.rebuilt, "exact"),
-    ]
-    return StepPeak(pp_rank, both.fullest.where, tuple(terms))
+    on_host = waiting * max(memory.on_host for memory in memories) if device == "cpu" else 0
+    rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
+    terms = (
+        PeakTerm("weights", states.weights, EXACT),
+        PeakTerm("main weights", states.masters, EXACT),
+        PeakTerm("gradients", states.gradients, EXACT),
+        PeakTerm("optimizer states", states.optimizer, EXACT),
+        PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
+        PeakTerm("activations kept for backward", held.kept, EXACT),
+        PeakTerm("activations rebuilt by a replay", held.rebuilt, EXACT),
+        PeakTerm(f"workspace of the {held.moment.where}", rest, BOUND),
+        PeakTerm("hidden states received early", held.arrived, EXACT),
+        PeakTerm("hidden states being sent", held.sent, BOUND),
+        PeakTerm("kept tensors in host memory, which is the CPU's", on_host, BOUND),
+    )
+    return StepPeak(
+        pp_rank, _moment(config, held, stages), tuple(term for term in terms if term.num_bytes)
+    )
+
+
+def fullest_step_peak(
+    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
+) -> StepPeak:
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
+
+    It skips a rank whose stages are like those of an earlier rank. Such a rank has fewer
+    micro-batches in flight, so its peak is not higher.
+    """
+    seen = set()
+    found = []
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+        alike = tuple(_likeness(config, stage) for stage in own)
+        if alike not in seen:
+            seen.add(alike)
+            found.append(
+                step_peak(
+                    config,
+                    rank,
+                    device=device,
+                    dp_cp_size=dp_cp_size,
+                    num_microbatches=num_microbatches,
+                )
+            )
+    return max(found, key=lambda one: one.num_bytes)
+
+
+def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
+    """Returns a key that alike stages share."""
+    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+    kinds = (
+        tuple(
+            (
+                config.model.layer_reach(layer, config.data.seq_length),
+                config.model.layer_rotates(layer),
+            )
+            for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
+        )
+        if config.model.window_size is not None or config.model.no_rope_freq is not None
+        else ()
+    )
+    return stage.is_first, stage.is_last, plan, kinds
+
+
+def _fullest(
+    config: RunConfig, rank: int, stages: list[Stage], device: str, num_microbatches: int
+) -> Fullest:
+    """Returns the fullest moment of a rank's forwards and backwards."""
+    parallel = config.parallel
+    size, num_chunks = parallel.pipeline_model_parallel_size, len(stages)
+    num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
+    shape = dict(
+        size=size,
+        rank=rank,
+        num_microbatches=_enough(num_microbatches, size, rank, num_chunks, num_kept),
+        num_chunks=num_chunks,
+    )
+    whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
+
+    def passage_of(action: Action) -> Passage:
+        keeps_all = action._replace(kind="forward") in whole
+        memory = _stage_memory(config, stages[action.chunk], device, keeps_all)
+        return memory.passages.forward if action.kind == "forward" else memory.passages.backward
+
+    sizes = Sizes.of(config, device=device)
+    return fullest(
+        order(**shape),
+        passage_of,
+        stages,
+        hidden_bytes=sizes.local_tokens * config.model.hidden_size * sizes.element_bytes,
+        overlap=parallel.overlap_p2p_comm,
+    )
+
+
+def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> int:
+    """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
+
+    From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
+    and windows repeat together after the least common multiple of their lengths.
+    """
+    repeats = 0
+    if num_kept:
+        window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
+        repeats = math.lcm(window, num_chunks * size) // num_chunks
+    return min(most, 2 * size + repeats)
+
+
+def _moment(config: RunConfig, held: Fullest, stages: list[Stage]) -> str:
+    where = f"{held.moment.where}, micro-batch {held.action.microbatch + 1}"
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return where
+    return f"{where} of stage {stages[held.action.chunk].number}"
+
+
+def _stage_memory(config: RunConfig, stage: Stage, device: str, keeps_all: bool) -> _StageMemory:
+    return _memory(
+        config.model,
+        Sizes.in_training(config, device=device, stage=stage),
+        config.recompute,
+        stage.num_layers,
+        stage.number,
+        keeps_all,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _memory(
+    model: ModelConfig,
+    sizes: Sizes,
+    recompute: RecomputeConfig,
+    num_layers: int,
+    number: int,
+    keeps_all: bool,
+) -> _StageMemory:
+    plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
+    layers = range(sizes.first_layer, sizes.first_layer + num_layers)
+    rotates = any(model.layer_rotates(layer) for layer in layers)
+    tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0
+    moves = any(segment.on_host for segment in plan.segments)
+    return _StageMemory(
+        stage_passages(model, plan, sizes), host_bytes(model, plan, sizes) if moves else 0, tables
+    )
