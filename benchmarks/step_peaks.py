@@ -25,6 +25,7 @@ from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
+from tests.support.courses import gloo_has_freed
 
 STEP = "the measured step"
 LEARNING_RATE = 1e-4
@@ -52,7 +53,12 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
 
     num_microbatches: those of one data-parallel rank.
     """
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [ProfilerActivity.CPU]
+    # The profiler sees the main thread alone, so gloo's threads must free nothing.
+    with (
+        gloo_has_freed(),
+        torch.profiler.profile(activities=activities, profile_memory=True) as profile,
+    ):
         model = build_stages(config, parallel)
         optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel)
         fuse_weight_gradients_(config, parallel, model, optimizer)
@@ -106,6 +112,8 @@ def _peak(profile: Any) -> MeasuredPeak:
             if address is None:
                 continue
             if size > 0:
+                if address in alive:  # another thread freed it
+                    total -= alive[address].num_bytes
                 alive[address] = Block(size, where)
                 total += size
             elif address in alive:
