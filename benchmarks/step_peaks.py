@@ -138,5 +138,7 @@ def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
             yield event.end_time_ns, None, 0, "end"
         inside = f"{where} > {event.name}" if where else event.name
         pending += [(child, inside) for child in event.children]
-        if type(event.extra_fields).__name__.endswith("Allocation"):
+        is_memory = type(event.extra_fields).__name__.endswith("Allocation")
+        # Inside a collective gloo's copies are made, which its own thread frees.
+        if is_memory and not ("c10d::" in where and event.extra_fields.alloc_size > 0):
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, where

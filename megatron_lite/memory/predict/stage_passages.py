@@ -21,6 +21,7 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import layer_terms
 from megatron_lite.memory.predict.layer_passages import (
     Passages,
@@ -35,17 +36,21 @@ from megatron_lite.recompute.plan import RecomputePlan, Segment
 IDS = 8  # the bytes of a token id
 
 
-def stage_passages(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Passages:
+def stage_passages(
+    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, gathers: GatheredWeights | None = None
+) -> Passages:
     """Returns the forward and the backward of a micro-batch on one stage.
 
     The input of a stage without the embedding is held when the forward begins. The output of a
     stage without the head leaves with the forward's end, and its gradient is held when the backward
     begins. The gradient of the input leaves with the backward's end.
+
+    gathers: the weights that FSDP2 gathers; None without it.
     """
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     ids = IDS * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
-    segments = list(_runs(model, plan, layers, sizes))
+    segments = list(_runs(model, plan, layers, sizes, gathers))
     forward, backward = [], []
     if sizes.has_embedding:
         first = _of_operations(embedding_operations(model, sizes))
@@ -64,6 +69,9 @@ def stage_passages(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Pas
         forward.append(change(-hidden))
     if not sizes.has_embedding:
         backward.insert(0, change(-hidden))
+    if gathers is not None:
+        forward = [gathers.begin(), *forward, gathers.end()]
+        backward = [gathers.end_backward(), *backward, gathers.begin_backward()]
     return Passages(joined(*forward), joined(*reversed(backward)))
 
 
@@ -76,7 +84,11 @@ class _Alike(NamedTuple):
 
 
 def _runs(
-    model: ModelConfig, plan: RecomputePlan, layers: Sequence[LayerDescription], sizes: Sizes
+    model: ModelConfig,
+    plan: RecomputePlan,
+    layers: Sequence[LayerDescription],
+    sizes: Sizes,
+    gathers: GatheredWeights | None,
 ) -> Iterator[Passages]:
     """Yields the passages of the segments, those of alike neighbours as one."""
     groups = [
@@ -90,39 +102,67 @@ def _runs(
     moved_before = 0
     for number, group in enumerate(groups):
         one = _segment(model, plan, group, sizes)
-        forward, backward = [one.forward] * 2, [one.backward] * 2  # of the first, of the others
+        # Of the first segment, of those between, and of the last one.
+        forward, backward = [one.forward] * 3, [one.backward] * 3
         if group.segment.split:
-            whole = group.layers[0].input.num_bytes
-            backward[1] = change(whole).then(backward[1])
-            if number != split[0]:
-                backward[0] = backward[1]
+            whole = change(group.layers[0].input.num_bytes)
+            ahead = [number != split[0], True, True]
+            own = [False, False, number == split[-1]]
+            if group.number == 1:
+                own[0] = own[2]
+            for place in range(3):
+                if ahead[place]:
+                    backward[place] = whole.then(backward[place])
+                if own[place]:
+                    backward[place] = whole.then(backward[place])
         if group.segment.on_host:
             moved = _moved(group, sizes)
+            befores = (moved_before, moved, moved)
             forward = [
-                forward[0].then(change(-moved_before, kept=-moved_before)),
-                forward[1].then(change(-moved, kept=-moved)),
+                forward[place].then(change(-before, kept=-before))
+                for place, before in enumerate(befores)
             ]
             # The copies of the segment before come back with those of this segment.
             backward = [
-                change(before, kept=before).then(one)
-                for before, one in zip((moved_before, moved), backward, strict=True)
+                change(before, kept=before).then(backward[place])
+                for place, before in enumerate(befores)
             ]
             moved_before = moved
-        run = Passages(
-            forward[0].then(forward[1].times(group.number - 1)),
-            backward[1].times(group.number - 1).then(backward[0]),
-        )
-        # The last of all begins the chain in backward.
-        if split and number == split[-1]:
-            gather = change(group.layers[0].input.num_bytes)
-            run = run._replace(backward=gather.then(run.backward))
-        if on_host and number == on_host[-1]:
-            back = change(moved_before, kept=moved_before)
-            run = run._replace(backward=back.then(run.backward))
+            if number == on_host[-1]:
+                last = 2 if group.number > 1 else 0
+                backward[last] = change(moved, kept=moved).then(backward[last])
+        if gathers is not None:
+            length, replays = group.segment.num_layers, group.segment.unit
+            befores_of = (gathers.root if number == 0 else gathers.layer, gathers.layer)
+            is_first = [number == 0, False, False]
+            is_last = [False, False, number == len(groups) - 1]
+            if group.number == 1:
+                is_last[0] = is_last[2]
+            for place in range(3):
+                before = befores_of[min(place, 1)]
+                forward[place] = gathers.layer_forward(before, forward[place], length)
+                backward[place] = gathers.layer_backward(
+                    backward[place],
+                    length,
+                    replays=replays,
+                    is_last=is_last[place],
+                    is_first=is_first[place],
+                )
+        run = Passages(_row(forward, group.number), _row(backward, group.number, reverse=True))
         if on_host and number == len(groups) - 1:
             left = change(-moved_before, kept=-moved_before)
             run = run._replace(forward=run.forward.then(left))
         yield run
+
+
+def _row(passages: Sequence[Passage], number: int, *, reverse: bool = False) -> Passage:
+    """Returns `number` segments in a row.
+
+    passages: of the first one, of one between, and of the last one.
+    """
+    first, between, last = passages
+    parts = [first] if number == 1 else [first, between.times(number - 2), last]
+    return joined(*(reversed(parts) if reverse else parts))
 
 
 def _treatment(segment: Segment, layers: Sequence[LayerDescription]) -> tuple[object, ...]:

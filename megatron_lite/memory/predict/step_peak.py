@@ -15,7 +15,7 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.layer_passages import Passages
 from megatron_lite.memory.predict.passages import Passage
@@ -71,6 +72,19 @@ class StepPeak:
         return sum(term.num_bytes for term in self.terms)
 
 
+class _Run(NamedTuple):
+    """A run on a device.
+
+    shards: the ranks over which FSDP2 shards everything; 1 without it.
+    accumulates: whether a step has several micro-batches.
+    """
+
+    config: RunConfig
+    device: str
+    shards: int
+    accumulates: bool
+
+
 class _StageMemory(NamedTuple):
     """What a micro-batch does to a stage's memory.
 
@@ -103,8 +117,10 @@ def step_peak(
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
-    memories = [_stage_memory(config, stage, device, False) for stage in stages]
-    held = _fullest(config, pp_rank, stages, device, number)
+    sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
+    run = _Run(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
+    memories = [_stage_memory(run, stage, False) for stage in stages]
+    held = _fullest(run, pp_rank, stages, number)
     waiting = most_in_flight(
         size=config.parallel.pipeline_model_parallel_size,
         rank=pp_rank,
@@ -175,10 +191,9 @@ def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
     return stage.is_first, stage.is_last, plan, kinds
 
 
-def _fullest(
-    config: RunConfig, rank: int, stages: list[Stage], device: str, num_microbatches: int
-) -> Fullest:
+def _fullest(run: _Run, rank: int, stages: list[Stage], num_microbatches: int) -> Fullest:
     """Returns the fullest moment of a rank's forwards and backwards."""
+    config = run.config
     parallel = config.parallel
     size, num_chunks = parallel.pipeline_model_parallel_size, len(stages)
     num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
@@ -192,10 +207,10 @@ def _fullest(
 
     def passage_of(action: Action) -> Passage:
         keeps_all = action._replace(kind="forward") in whole
-        memory = _stage_memory(config, stages[action.chunk], device, keeps_all)
+        memory = _stage_memory(run, stages[action.chunk], keeps_all)
         return memory.passages.forward if action.kind == "forward" else memory.passages.backward
 
-    sizes = Sizes.of(config, device=device)
+    sizes = Sizes.of(config, device=run.device)
     return fullest(
         order(**shape),
         passage_of,
@@ -225,14 +240,18 @@ def _moment(config: RunConfig, held: Fullest, stages: list[Stage]) -> str:
     return f"{where} of stage {stages[held.action.chunk].number}"
 
 
-def _stage_memory(config: RunConfig, stage: Stage, device: str, keeps_all: bool) -> _StageMemory:
+def _stage_memory(run: _Run, stage: Stage, keeps_all: bool) -> _StageMemory:
+    config = run.config
+    sizes = Sizes.in_training(config, device=run.device, stage=stage)
+    gathers = None
+    if run.shards > 1:
+        # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
+        sizes = replace(sizes, sums_gradients=False, adds_in_matmul=False)
+        gathers = GatheredWeights.of(
+            config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
+        )
     return _memory(
-        config.model,
-        Sizes.in_training(config, device=device, stage=stage),
-        config.recompute,
-        stage.num_layers,
-        stage.number,
-        keeps_all,
+        config.model, sizes, config.recompute, stage.num_layers, stage.number, keeps_all, gathers
     )
 
 
@@ -244,6 +263,7 @@ def _memory(
     num_layers: int,
     number: int,
     keeps_all: bool,
+    gathers: GatheredWeights | None,
 ) -> _StageMemory:
     plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
     layers = range(sizes.first_layer, sizes.first_layer + num_layers)
@@ -251,5 +271,7 @@ def _memory(
     tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0
     moves = any(segment.on_host for segment in plan.segments)
     return _StageMemory(
-        stage_passages(model, plan, sizes), host_bytes(model, plan, sizes) if moves else 0, tables
+        stage_passages(model, plan, sizes, gathers),
+        host_bytes(model, plan, sizes) if moves else 0,
+        tables,
     )
