@@ -140,5 +140,9 @@ def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
         pending += [(child, inside) for child in event.children]
         is_memory = type(event.extra_fields).__name__.endswith("Allocation")
         # Inside a collective gloo's copies are made, which its own thread frees.
-        if is_memory and not ("c10d::" in where and event.extra_fields.alloc_size > 0):
+        if is_memory and not (_is_of_gloo(where) and event.extra_fields.alloc_size > 0):
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, where
+
+
+def _is_of_gloo(where: str) -> bool:
+    return "c10d::" in where or "gloo:" in where

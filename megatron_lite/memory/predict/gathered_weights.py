@@ -39,12 +39,14 @@ class Unit(NamedTuple):
     gathered: its weights on every rank, with the padding of rows. cast: this rank's rows in the
     dtype in which they are sent; 0 if that is the dtype of the rows.
     gradients: the gradients of the whole weights, as backward computes them.
+    last: those of them that live until the reduction has ended.
     buffer: the gradients in the buffer that is reduced. rows: this rank's part of the sum.
     """
 
     gathered: int
     cast: int
     gradients: int
+    last: int
     buffer: int
     rows: int
 
@@ -77,19 +79,29 @@ class GatheredWeights(NamedTuple):
             ends += head_operations(config.model, sizes)
         layer = describe_layer(config.model, sizes, sizes.first_layer)
 
-        def unit(operations: Iterable[Operation]) -> Unit:
+        def unit(operations: Iterable[Operation], last: int = 0) -> Unit:
             parameters = [one for each in operations for one in each.parameters]
             padded = sum(_padded(one, dp_cp_size) for one in parameters)
             return Unit(
                 padded * sent,
                 padded // dp_cp_size * sent if sent != FLOAT32 else 0,
                 sum(one.num_elements for one in parameters) * sent,
+                last,
                 padded * reduced,
                 padded // dp_cp_size * FLOAT32,
             )
 
+        # torch's loop variable holds the last gradient, and that of torch's own linear layer is a
+        # view, which parallel/fsdp_buffers.py does not free.
+        untied = config.model.untie_embeddings_and_output_weights
+        is_view = sizes.tp_size == 1 and sizes.loss_chunk_size is None
+        head = (
+            sizes.padded_vocab_size * config.model.hidden_size * sent
+            if sizes.has_head and untied and is_view
+            else 0
+        )
         return cls(
-            unit(ends),
+            unit(ends, head),
             unit(layer.operations),
             config.data_parallel.torch_fsdp2_reshard_after_forward,
             accumulates,
@@ -117,24 +129,23 @@ class GatheredWeights(NamedTuple):
         return self._gather(self.layer) if self.reshards else Passage()
 
     def layer_backward(
-        self, backward: Passage, number: int, *, replays: bool, is_last: bool, is_first: bool
+        self, backward: Passage, number: int, *, is_last: bool, is_first: bool
     ) -> Passage:
         """Returns the backward of a segment of `number` layers.
 
-        replays: whether it is a unit of recomputation, whose replay gathers like a forward.
         is_last: whether no later layer has reduced its gradients. is_first: whether no layer is
         before it.
         """
         own = self.layer.gathered
-        arrives = change(own * number) if self.reshards else Passage()
-        buffers = (1 if not is_first else 0) - 1  # of the layer before, instead of its own
-        waits = own if replays and self.reshards else 0
-        prefetched = joined(arrives, change(own * buffers + waits if self.reshards else 0))
+        arrives = Passage()
+        if self.reshards:
+            # Its buffer is freed, and that of the layer before takes its place.
+            arrives = change(own * number).then(change(-own if is_first else 0))
         before = 0 if is_last else self.layer.buffer
         return joined(
-            prefetched,
+            arrives,
             backward,
-            change(-own * number - waits - before),
+            change(-own * number - before),
             *(self._reduce(self.layer) for _ in range(number)),
         )
 
@@ -145,20 +156,17 @@ class GatheredWeights(NamedTuple):
 
     def _gather(self, unit: Unit) -> Passage:
         staged = self._staged(unit.gathered)
-        return joined(
-            change(unit.cast), change(unit.gathered), change(staged), change(-staged - unit.cast)
-        )
+        most = change(unit.cast + unit.gathered + staged, "gather of weights")
+        return most.then(change(-staged - unit.cast))
 
     def _reduce(self, unit: Unit) -> Passage:
-        staged = self._staged(unit.buffer)
+        where, staged = "reduction of gradients", self._staged(unit.buffer)
         rows = 0 if self.accumulates else unit.rows
         return joined(
-            change(unit.buffer),
-            change(-unit.gradients),
-            change(unit.rows),
-            change(staged),
-            change(-staged),
-            change(rows - unit.rows),
+            change(unit.buffer, where),
+            change(unit.last - unit.gradients),
+            change(unit.rows + staged, where),
+            change(rows - unit.rows - staged - unit.last),
         )
 
     def _staged(self, num_bytes: int) -> int:

@@ -62,9 +62,9 @@ def of_course(course: Course, where: str, *, kept: int = 0, rebuilt: int = 0) ->
     return Passage(course.most, course.end, kept, Moment(where, 0, rebuilt))
 
 
-def change(num_bytes: int, *, kept: int = 0) -> Passage:
+def change(num_bytes: int, where: str = "", *, kept: int = 0) -> Passage:
     """Returns the passage of an allocation, or of tensors that are freed."""
-    return Passage(max(0, num_bytes), num_bytes, kept)
+    return Passage(max(0, num_bytes), num_bytes, kept, Moment(where))
 
 
 def joined(*passages: Passage) -> Passage:

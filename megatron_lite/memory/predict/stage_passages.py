@@ -132,7 +132,7 @@ def _runs(
                 last = 2 if group.number > 1 else 0
                 backward[last] = change(moved, kept=moved).then(backward[last])
         if gathers is not None:
-            length, replays = group.segment.num_layers, group.segment.unit
+            length = group.segment.num_layers
             befores_of = (gathers.root if number == 0 else gathers.layer, gathers.layer)
             is_first = [number == 0, False, False]
             is_last = [False, False, number == len(groups) - 1]
@@ -142,11 +142,7 @@ def _runs(
                 before = befores_of[min(place, 1)]
                 forward[place] = gathers.layer_forward(before, forward[place], length)
                 backward[place] = gathers.layer_backward(
-                    backward[place],
-                    length,
-                    replays=replays,
-                    is_last=is_last[place],
-                    is_first=is_first[place],
+                    backward[place], length, is_last=is_last[place], is_first=is_first[place]
                 )
         run = Passages(_row(forward, group.number), _row(backward, group.number, reverse=True))
         if on_host and number == len(groups) - 1:

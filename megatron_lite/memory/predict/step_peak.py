@@ -132,7 +132,7 @@ def step_peak(
     terms = (
         PeakTerm("weights", states.weights, EXACT),
         PeakTerm("main weights", states.masters, EXACT),
-        PeakTerm("gradients", states.gradients, EXACT),
+        PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         PeakTerm("optimizer states", states.optimizer, EXACT),
         PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
         PeakTerm("activations kept for backward", held.kept, EXACT),
