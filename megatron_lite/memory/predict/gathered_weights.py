@@ -141,13 +141,18 @@ class GatheredWeights(NamedTuple):
         if self.reshards:
             # Its buffer is freed, and that of the layer before takes its place.
             arrives = change(own * number).then(change(-own if is_first else 0))
-        before = 0 if is_last else self.layer.buffer
-        return joined(
-            arrives,
-            backward,
-            change(-own * number - before),
-            *(self._reduce(self.layer) for _ in range(number)),
-        )
+        before = 0 if is_last and number == 1 else self.layer.buffer
+        return joined(arrives, backward, change(-own - before), self._reduce(self.layer))
+
+    def between(self, number: int, *, is_last: bool) -> list[Passage]:
+        """Returns what happens between the backwards of the `number` layers of a unit."""
+        first = 0 if is_last else self.layer.buffer
+        return [
+            change(-self.layer.gathered - (first if place == 0 else self.layer.buffer)).then(
+                self._reduce(self.layer)
+            )
+            for place in range(number - 1)
+        ]
 
     def end_backward(self) -> Passage:
         """Returns what the root does after the backward of a stage."""

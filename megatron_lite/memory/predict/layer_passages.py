@@ -15,6 +15,7 @@ library only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -73,24 +74,33 @@ def layer_passages(
 
 
 def unit_passages(
-    model: ModelConfig, layers: Sequence[LayerDescription], sizes: Sizes, *, skip_tail: bool
+    model: ModelConfig,
+    layers: Sequence[LayerDescription],
+    sizes: Sizes,
+    *,
+    skip_tail: bool,
+    between: Sequence[Passage] = (),
 ) -> Passages:
-    """Returns the passages of a unit that keeps its whole input. layers: those of the unit."""
+    """Returns the passages of a unit that keeps its whole input.
+
+    layers: the layers of the unit.
+    between: what happens after the backward of each layer but the last one to run.
+    """
     hidden, states = layers[0].input.num_bytes, sizes.rng_state_bytes
     plain = [layer_passages(model, one, frozenset(), sizes, skip_tail=False) for one in layers]
-    runs = joined(*(one.forward for one in plain))
-    replay = _unit_replay(layers, sizes, skip_tail=skip_tail)
+    # A layer keeps nothing. The output of the layer before is freed when it has run.
+    runs = [one.forward._replace(end=0, kept=0) for one in plain]
     last = _backward(model, layers[-1], frozenset(), sizes, skip_tail, ends_replay=True)
+    backward = [last, *(one.backward for one in reversed(plain[:-1]))]
     output = 0 if skip_tail else hidden
     whole = joined(
-        replay,
-        last,
-        *(one.backward for one in reversed(plain[:-1])),
+        _unit_replay(layers, sizes, skip_tail=skip_tail),
+        *(one for pair in zip_longest(backward, between) for one in pair if one is not None),
         change(-hidden - output - states),
     )
     rebuilt = sum(sum(_kept(one, frozenset(), sizes).values()) for one in layers) - hidden
     return Passages(
-        runs._replace(end=hidden + states, kept=hidden + states),
+        joined(runs[0], change(hidden), *runs[1:], change(states))._replace(kept=hidden + states),
         whole._replace(
             kept=-hidden - states, fullest=whole.fullest._replace(kept=0, rebuilt=rebuilt)
         ),

@@ -140,6 +140,9 @@ def _runs(
                 is_last[0] = is_last[2]
             for place in range(3):
                 before = befores_of[min(place, 1)]
+                if length > 1:
+                    between = gathers.between(length, is_last=is_last[place])
+                    backward[place] = _segment(model, plan, group, sizes, between).backward
                 forward[place] = gathers.layer_forward(before, forward[place], length)
                 backward[place] = gathers.layer_backward(
                     backward[place], length, is_last=is_last[place], is_first=is_first[place]
@@ -173,14 +176,20 @@ def _treatment(segment: Segment, layers: Sequence[LayerDescription]) -> tuple[ob
     )
 
 
-def _segment(model: ModelConfig, plan: RecomputePlan, group: _Alike, sizes: Sizes) -> Passages:
+def _segment(
+    model: ModelConfig,
+    plan: RecomputePlan,
+    group: _Alike,
+    sizes: Sizes,
+    between: Sequence[Passage] = (),
+) -> Passages:
     segment, skip = group.segment, plan.skip_tail
     if segment.ops:
         return ops_passages(model, group.layers[0], segment.ops, sizes, skip_tail=skip)
     if not segment.unit:
         regions = segment.regions
         return layer_passages(model, group.layers[0], regions, sizes, skip_tail=skip)
-    one = unit_passages(model, group.layers, sizes, skip_tail=skip)
+    one = unit_passages(model, group.layers, sizes, skip_tail=skip, between=between)
     if not (segment.split or plan.contiguous):
         return one
     # The whole input is freed when the unit has run. What is kept instead is a copy.
