@@ -130,7 +130,9 @@ def _peak(profile: Any) -> MeasuredPeak:
 
 def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
     """Yields (time, address, bytes, where) of each allocation, and the marks of the step."""
-    pending = [(event, "") for event in profile.profiler.kineto_results.experimental_event_tree()]
+    roots = profile.profiler.kineto_results.experimental_event_tree()
+    main = next(event.start_tid for event in roots if event.name == STEP)
+    pending = [(event, "") for event in roots]
     while pending:
         event, where = pending.pop()
         if event.name == STEP:
@@ -138,11 +140,10 @@ def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
             yield event.end_time_ns, None, 0, "end"
         inside = f"{where} > {event.name}" if where else event.name
         pending += [(child, inside) for child in event.children]
-        is_memory = type(event.extra_fields).__name__.endswith("Allocation")
-        # Inside a collective gloo's copies are made, which its own thread frees.
-        if is_memory and not (_is_of_gloo(where) and event.extra_fields.alloc_size > 0):
-            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, where
-
-
-def _is_of_gloo(where: str) -> bool:
-    return "c10d::" in where or "gloo:" in where
+        if not type(event.extra_fields).__name__.endswith("Allocation"):
+            continue
+        size = event.extra_fields.alloc_size
+        # gloo's copies: its threads make them, or a collective does before it hands them over.
+        of_gloo = event.start_tid != main or "c10d::" in where
+        if size < 0 or not of_gloo:
+            yield event.start_time_ns, event.extra_fields.ptr, size, where

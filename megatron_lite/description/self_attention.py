@@ -296,13 +296,51 @@ def _flash(
         (call,),
         backward,
         rebuilds=(scores,),
-        workspace=Workspace(
+        workspace=_exchanging(model, sizes, results, freed)
+        if sizes.cp_size > 1
+        else Workspace(
             course(*masked, +results, -built),
             course(
                 *masked, +heads.query + 2 * heads.kv, -built - attended.num_bytes - results - freed
             ),
         ),
     )
+
+
+def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> Workspace:
+    """Returns the workspace of flash attention over context-parallel ranks.
+
+    It describes context_parallel/sharded_attention.py on the rank that reads most keys.
+
+    results: the bytes of the output and the log-sum-exp. freed: see `_flash`.
+    """
+    query, kv = Heads.of(model, sizes)
+    part, log_sum_exp = 2 * kv, results - query
+    ring = sizes.cp_comm_type == "p2p"
+    # The ring holds a part, the one that arrives and, beyond two ranks, the next one.
+    others = min(sizes.cp_size - 1, 2) * part if ring else sizes.cp_size * part
+    wide = query // sizes.element_bytes * sizes.accumulate_bytes
+    sums = wide if wide != query else 0
+    forward = course(
+        *(+part, +others, +results, +sums, +results),
+        *((+sums, -sums) if sums else ()),
+        *(+2 * log_sum_exp, -2 * log_sum_exp),
+        *((-query, -results, +query, -sums) if sums else (-results,)),
+        -part - others,
+    )
+    # The sum of the gradients travels in two tensors, or lies in one of all parts.
+    travels = 2 * part if ring else 0
+    gathered_sum = 0 if ring else sizes.cp_size * part
+    gradients, second = query + part, max(query + part // 2, query // 2 + part)
+    backward = course(
+        *(+part, +gathered_sum, +wide, +others),
+        *(+gradients, +travels, +second, -gradients),
+        part,  # the sum that arrives, or this rank's part of the reduce-scatter
+        -second - others - travels - gathered_sum - part,
+        *((+query, -wide) if sums else ()),
+        -query - results - freed,
+    )
+    return Workspace(forward, backward)
 
 
 def _unfused(
