@@ -459,10 +459,14 @@ def _unfused_forward(
     """
     heads = Heads.of(model, sizes)
     scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
-    mask = sizes.seq_length**2 * sizes.element_bytes
+    mask = sizes.own_seq_length * sizes.seq_length * sizes.element_bytes
     grouped = model.query_groups < model.num_attention_heads
-    changes: list[int | Course] = [*(_window_mask(sizes) if windowed else (+mask,))]
-    changes += [+heads.query, +heads.query] if grouped else []  # key and value for every head
+    part, ranks = 2 * heads.kv, sizes.cp_size
+    changes: list[int | Course] = []
+    changes += [+part, +ranks * part, -part] if ranks > 1 else []  # all keys and values
+    changes += [*(_window_mask(sizes) if windowed else (+mask,))]
+    repeated = ranks * heads.query  # the key, or the value, for every head
+    changes += [+repeated, +repeated, -ranks * part if ranks > 1 else 0] if grouped else []
     changes += [+scores]
     cast = softmax != scores
     # On a CPU the scores are cast before the softmax. A CUDA kernel reads them as they are.
@@ -499,20 +503,24 @@ def _unfused_backward(
     grouped = model.query_groups < model.num_attention_heads
     gradient = 0 if holds_gradient else query  # of the output
     own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
+    part, ranks = 2 * kv, sizes.cp_size
+    if ranks > 1 and not grouped:
+        own[heads[-1].name] = heads[-1].num_bytes
     value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
+    repeated = ranks * query  # the gradient of the key, or of the value, for every head
     # softmax times value: the factor that is not the softmax itself is freed, and so is the value
-    changes: list[int | Course] = [
-        +scores,
-        +query,
-        -gradient - value - (scores if cast or dropped else 0),
-    ]
+    changes: list[int | Course] = [+scores, +repeated]
+    changes += [-gradient - value - (scores if cast or dropped else 0)]
     changes += [masked(scores, sizes), -scores - elements] if dropped else []
     changes += [+softmax, -scores] if cast else []
     changes += [+softmax, -2 * softmax]
     changes += [+scores, -softmax] if cast else []
     # The gradients of query and key are products, multiplied by the scale.
-    changes += [+query, +query, -query, +query, +query, -query - scores - sum(own.values())]
-    changes += [+kv, -query, +kv, -query] if grouped else []
+    changes += [+query, +query, -query, +repeated, +repeated, -repeated]
+    changes += [-scores - sum(own.values())]
+    changes += [+ranks * kv, -repeated, +ranks * kv, -repeated] if grouped else []
+    # The gradients of all keys and values are joined and summed over the ranks.
+    changes += [+ranks * part, -ranks * part, +part, -ranks * part] if ranks > 1 else []
     return course(*changes)
 
 
