@@ -1,15 +1,17 @@
 """The fullest moment of a pipeline rank's actions, each of them a passage.
 
     held when an action begins    what earlier actions have left, the tensors that have arrived for
-                                  this action and for the next one, and one tensor that is being
-                                  sent
+                                  this action and for the next one, and tensors that are being sent
     held at the fullest moment    that, and the most of the action's passage
 
-Standard library only.
+How long a send takes depends on the other rank. Here the tensor of the action before is still being
+sent. With virtual stages those of three actions are, except on the last rank, for which the others
+wait. Standard library only.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -63,7 +65,8 @@ def fullest(
         stage = stages[action.chunk]
         return not (stage.is_last if action.kind == "forward" else stage.is_first)
 
-    held = kept = sent = 0
+    held = kept = 0
+    under_way = deque([0], maxlen=1 if len(stages) == 1 or stages[-1].is_last else 3)
     found: Fullest | None = None
     for number, action in enumerate(actions):
         passage = passage_of(action)
@@ -71,6 +74,7 @@ def fullest(
         arrived = hidden_bytes if following is not None and receives(following) else 0
         # The action's own input arrived before, and belongs to its passage from now on.
         held += hidden_bytes if receives(action) else 0
+        sent = sum(under_way)
         num_bytes = held + arrived + sent + passage.most
         if found is None or num_bytes > found.num_bytes:
             found = Fullest(
@@ -78,6 +82,6 @@ def fullest(
             )
         held += passage.end
         kept += passage.kept
-        sent = hidden_bytes if sends(action) else 0
+        under_way.append(hidden_bytes if sends(action) else 0)
     assert found is not None, "a step has actions"
     return found

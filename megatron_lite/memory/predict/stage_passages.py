@@ -143,6 +143,10 @@ def _runs(
                 if length > 1:
                     between = gathers.between(length, is_last=is_last[place])
                     backward[place] = _segment(model, plan, group, sizes, between).backward
+                if group.segment.unit and plan.skip_tail:
+                    # The replay's output is a view, which parallel/fsdp.py copies.
+                    output = group.layers[0].input.num_bytes
+                    backward[place] = joined(change(output), backward[place], change(-output))
                 forward[place] = gathers.layer_forward(before, forward[place], length)
                 backward[place] = gathers.layer_backward(
                     backward[place], length, is_last=is_last[place], is_first=is_first[place]

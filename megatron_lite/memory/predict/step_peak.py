@@ -15,7 +15,9 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -31,8 +33,8 @@ from megatron_lite.memory.predict.passages import Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
 from megatron_lite.memory.predict.stage_passages import stage_passages
-from megatron_lite.memory.predict.states import rank_states
-from megatron_lite.pipeline.order import Action, keeping_all, order
+from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
 from megatron_lite.recompute.plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -40,6 +42,7 @@ Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
 
 
 class PeakTerm(NamedTuple):
@@ -85,14 +88,39 @@ class _Run(NamedTuple):
     accumulates: bool
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """A run, of which only the settings that decide the states count in comparisons."""
+
+    key: tuple[Hashable, ...]
+    config: RunConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Layout:
+        training = config.training
+        return cls(
+            (
+                config.model,
+                config.parallel,
+                config.data_parallel,
+                config.optimizer.optimizer,
+                config.tokenizer,
+                training.precision,
+            ),
+            config,
+        )
+
+
 class _StageMemory(NamedTuple):
     """What a micro-batch does to a stage's memory.
 
-    on_host: the bytes that it keeps in host memory. tables: the bytes of the rotary tables.
+    on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
+    has for it. tables: the bytes of the rotary tables.
     """
 
     passages: Passages
     on_host: int
+    arena: int
     tables: int
 
 
@@ -115,19 +143,17 @@ def step_peak(
         --global-batch-size alone.
     """
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
-    states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
+    states = _states(_Layout.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
     run = _Run(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
     memories = [_stage_memory(run, stage, False) for stage in stages]
     held = _fullest(run, pp_rank, stages, number)
-    waiting = most_in_flight(
-        size=config.parallel.pipeline_model_parallel_size,
-        rank=pp_rank,
-        num_microbatches=number,
-        num_chunks=len(stages),
-    )
-    on_host = waiting * max(memory.on_host for memory in memories) if device == "cpu" else 0
+    waiting = [0] * len(stages)
+    if any(memory.arena or memory.on_host for memory in memories):
+        waiting = _waiting(run, pp_rank, len(stages), number)
+    arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
+    on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
     rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
     terms = (
         PeakTerm("weights", states.weights, EXACT),
@@ -139,8 +165,9 @@ def step_peak(
         PeakTerm("activations rebuilt by a replay", held.rebuilt, EXACT),
         PeakTerm(f"workspace of the {held.moment.where}", rest, BOUND),
         PeakTerm("hidden states received early", held.arrived, EXACT),
-        PeakTerm("hidden states being sent", held.sent, BOUND),
-        PeakTerm("kept tensors in host memory, which is the CPU's", on_host, BOUND),
+        PeakTerm("hidden states being sent", held.sent, ESTIMATE),
+        PeakTerm("arena of saved inputs", arena, EXACT),
+        PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )
     return StepPeak(
         pp_rank, _moment(config, held, stages), tuple(term for term in terms if term.num_bytes)
@@ -205,10 +232,14 @@ def _fullest(run: _Run, rank: int, stages: list[Stage], num_microbatches: int) -
     )
     whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
 
+    memories: dict[tuple[int, bool], _StageMemory] = {}
+
     def passage_of(action: Action) -> Passage:
-        keeps_all = action._replace(kind="forward") in whole
-        memory = _stage_memory(run, stages[action.chunk], keeps_all)
-        return memory.passages.forward if action.kind == "forward" else memory.passages.backward
+        key = action.chunk, action._replace(kind="forward") in whole
+        if key not in memories:
+            memories[key] = _stage_memory(run, stages[action.chunk], key[1])
+        passages = memories[key].passages
+        return passages.forward if action.kind == "forward" else passages.backward
 
     sizes = Sizes.of(config, device=run.device)
     return fullest(
@@ -218,6 +249,30 @@ def _fullest(run: _Run, rank: int, stages: list[Stage], num_microbatches: int) -
         hidden_bytes=sizes.local_tokens * config.model.hidden_size * sizes.element_bytes,
         overlap=parallel.overlap_p2p_comm,
     )
+
+
+def _waiting(run: _Run, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
+    """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
+    size = run.config.parallel.pipeline_model_parallel_size
+    actions = order(
+        size=size,
+        rank=rank,
+        num_microbatches=min(num_microbatches, 2 * size),
+        num_chunks=num_chunks,
+    )
+    held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+    return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
+
+
+def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
+    whole = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    slots = (
+        whole // sizes.tp_size if one.split else whole
+        for one in plan.segments
+        if one.unit and not one.on_host
+    )
+    return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
 
 
 def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> int:
@@ -240,9 +295,18 @@ def _moment(config: RunConfig, held: Fullest, stages: list[Stage]) -> str:
     return f"{where} of stage {stages[held.action.chunk].number}"
 
 
+@lru_cache(maxsize=1024)
+def _states(layout: _Layout, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
+    return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
+
+
 def _stage_memory(run: _Run, stage: Stage, keeps_all: bool) -> _StageMemory:
     config = run.config
     sizes = Sizes.in_training(config, device=run.device, stage=stage)
+    # Stages that no setting tells apart share one entry of the cache.
+    by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
+    if config.model.window_size is None and config.model.no_rope_freq is None:
+        sizes = replace(sizes, first_layer=0)
     gathers = None
     if run.shards > 1:
         # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
@@ -251,7 +315,13 @@ def _stage_memory(run: _Run, stage: Stage, keeps_all: bool) -> _StageMemory:
             config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
         )
     return _memory(
-        config.model, sizes, config.recompute, stage.num_layers, stage.number, keeps_all, gathers
+        config.model,
+        sizes,
+        config.recompute,
+        stage.num_layers,
+        stage.number if by_stage else 0,
+        keeps_all,
+        gathers,
     )
 
 
@@ -273,5 +343,6 @@ def _memory(
     return _StageMemory(
         stage_passages(model, plan, sizes, gathers),
         host_bytes(model, plan, sizes) if moves else 0,
+        _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
         tables,
     )
