@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -35,7 +35,7 @@ from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
 from megatron_lite.memory.predict.stage_passages import stage_passages
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
-from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
 Tag = Literal["exact", "bound", "estimate"]
@@ -218,7 +218,7 @@ def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
     return stage.is_first, stage.is_last, plan, kinds
 
 
-def _fullest(run: _Run, rank: int, stages: list[Stage], num_microbatches: int) -> Fullest:
+def _fullest(run: _Run, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
     """Returns the fullest moment of a rank's forwards and backwards."""
     config = run.config
     parallel = config.parallel
@@ -288,7 +288,7 @@ def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> 
     return min(most, 2 * size + repeats)
 
 
-def _moment(config: RunConfig, held: Fullest, stages: list[Stage]) -> str:
+def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
     where = f"{held.moment.where}, micro-batch {held.action.microbatch + 1}"
     if config.parallel.pipeline_model_parallel_size == 1:
         return where
