@@ -92,7 +92,7 @@ def unit_passages(
     runs = [one.forward._replace(end=0, kept=0) for one in plain]
     last = _backward(model, layers[-1], frozenset(), sizes, skip_tail, ends_replay=True)
     backward = [last, *(one.backward for one in reversed(plain[:-1]))]
-    output = 0 if skip_tail else hidden
+    output = sizes.element_bytes if skip_tail else hidden
     whole = joined(
         _unit_replay(layers, sizes, skip_tail=skip_tail),
         *(one for pair in zip_longest(backward, between) for one in pair if one is not None),

@@ -58,6 +58,7 @@ def stage_passages(
         backward += [change(-ids, kept=-ids), first.backward]
     if sizes.has_head:
         forward.append(change(ids))
+        backward.append(change(-2 * sizes.accumulate_bytes))  # the loss and its gradient
     forward += [one.forward for one in segments]
     backward += [one.backward for one in segments]
     if sizes.has_head:
