@@ -226,9 +226,9 @@ def _whole_rank(report: Report) -> Iterator[str]:
     yield ""
     yield f"  {'together':48}{unit.number(total):>12}{total:20,}"
     yield from _text(
-        f"Reached in the {step.moment}{where}. exact: to the byte. bound: it may be less. estimate: "
-        "it depends on kernels or on how fast the ranks are. What the allocator holds beside "
-        "tensors comes on top."
+        f"Reached in the {step.moment}{where}. exact: to the byte. bound: it may be less. "
+        "estimate: it depends on kernels or on how fast the ranks are. What the allocator holds "
+        "beside tensors comes on top."
     )
     sharding = report.config.data_parallel
     if ranks == 1 and (sharding.use_torch_fsdp2 or sharding.use_distributed_optimizer):
