@@ -11,10 +11,11 @@ Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.dropout import dropout_forward
-from megatron_lite.description.norm_statistics import norm_backward, norm_forward
+from megatron_lite.description.dropout import dropout_forward, masked
+from megatron_lite.description.norm_statistics import norm_backward, norm_forward, norm_parameters
 from megatron_lite.description.operations import Course, KeptTensor, Workspace, course
 from megatron_lite.description.sizes import Heads, Sizes
+from megatron_lite.description.weight_gradients import added_up
 
 
 def split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: bool) -> Workspace:
@@ -47,6 +48,7 @@ def norms_workspace(
     """
     d = model.head_dim
     queries, keys = (size // sizes.element_bytes // d for size in heads)
+    vectors = norm_parameters(model, d, partial=True)
     raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
     unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
     copies_query = unfused or samples > 1
@@ -55,8 +57,10 @@ def norms_workspace(
         course(norm_forward(model, sizes, queries, d), norm_forward(model, sizes, keys, d)),
         course(
             norm_backward(model, sizes, keys, d, copies=copies_key),
+            added_up(vectors, sizes),
             -raw_key,
             norm_backward(model, sizes, queries, d, copies=copies_query),
+            added_up(vectors, sizes),
             -raw_query,
         ),
     )
@@ -88,12 +92,50 @@ def flash_workspace(
     heads = Heads.of(model, sizes)
     output = heads.query
     results = output + log_sum_exp
-    masked = _window_mask(sizes) if windowed else ()
-    built = sum(masked)
+    if sizes.cp_size > 1:
+        return _exchanging(model, sizes, results, freed)
+    mask = _window_mask(sizes) if windowed else ()
+    built = sum(mask)
     return Workspace(
-        course(*masked, +results, -built),
-        course(*masked, +heads.query + 2 * heads.kv, -built - output - results - freed),
+        course(*mask, +results, -built),
+        course(*mask, +heads.query + 2 * heads.kv, -built - output - results - freed),
     )
+
+
+def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> Workspace:
+    """Returns the workspace of flash attention over context-parallel ranks.
+
+    It describes context_parallel/sharded_attention.py on the rank that reads most keys.
+
+    results: the bytes of the output and the log-sum-exp. freed: see `flash_workspace`.
+    """
+    query, kv = Heads.of(model, sizes)
+    part, log_sum_exp = 2 * kv, results - query
+    ring = sizes.cp_comm_type == "p2p"
+    # The ring holds a part, the one that arrives and, beyond two ranks, the next one.
+    others = min(sizes.cp_size - 1, 2) * part if ring else sizes.cp_size * part
+    wide = query // sizes.element_bytes * sizes.accumulate_bytes
+    sums = wide if wide != query else 0
+    forward = course(
+        *(+part, +others, +results, +sums, +results),
+        *((+sums, -sums) if sums else ()),
+        *(+2 * log_sum_exp, -2 * log_sum_exp),
+        *((-query, -results, +query, -sums) if sums else (-results,)),
+        -part - others,
+    )
+    # The sum of the gradients travels in two tensors, or lies in one of all parts.
+    travels = 2 * part if ring else 0
+    gathered_sum = 0 if ring else sizes.cp_size * part
+    gradients, second = query + part, max(query + part // 2, query // 2 + part)
+    backward = course(
+        *(+part, +gathered_sum, +wide, +others),
+        *(+gradients, +travels, +second, -gradients),
+        part,  # the sum that arrives, or this rank's part of the reduce-scatter
+        -second - others - travels - gathered_sum - part,
+        *((+query, -wide) if sums else ()),
+        -query - results - freed,
+    )
+    return Workspace(forward, backward)
 
 
 def unfused_workspace(
@@ -105,16 +147,23 @@ def unfused_workspace(
     freed: dict[str, int],
     *,
     windowed: bool,
+    replayed: bool = False,
 ) -> Workspace:
     """Returns the workspace of attention that builds its scores.
 
+    replayed: whether backward runs it again, without its tail, and holds the gradient of its output
+        to the end.
     elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
     heads: the tensors that it keeps of query, key and value.
     freed: the names and bytes of the inputs that no earlier operation keeps.
     """
     return Workspace(
-        _unfused_forward(model, sizes, elements, softmax_bytes, windowed=windowed),
-        _unfused_backward(model, sizes, elements, softmax_bytes, heads, freed),
+        _unfused_forward(
+            model, sizes, elements, softmax_bytes, windowed=windowed, skip_tail=replayed
+        ),
+        _unfused_backward(
+            model, sizes, elements, softmax_bytes, heads, freed, holds_gradient=replayed
+        ),
     )
 
 
@@ -149,18 +198,29 @@ def _window_mask(sizes: Sizes) -> tuple[int, int, int]:
 
 
 def _unfused_forward(
-    model: ModelConfig, sizes: Sizes, elements: int, softmax_bytes: int, *, windowed: bool
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    *,
+    windowed: bool,
+    skip_tail: bool = False,
 ) -> Course:
     """Returns the course of the forward of attention that builds its scores.
 
     elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
+    skip_tail: whether the product with the values is left out.
     """
     heads = Heads.of(model, sizes)
     scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
-    mask = sizes.seq_length**2 * sizes.element_bytes
+    mask = sizes.own_seq_length * sizes.seq_length * sizes.element_bytes
     grouped = model.query_groups < model.num_attention_heads
-    changes: list[int | Course] = [*(_window_mask(sizes) if windowed else (+mask,))]
-    changes += [+heads.query, +heads.query] if grouped else []  # key and value for every head
+    part, ranks = 2 * heads.kv, sizes.cp_size
+    changes: list[int | Course] = []
+    changes += [+part, +ranks * part, -part] if ranks > 1 else []  # all keys and values
+    changes += [*(_window_mask(sizes) if windowed else (+mask,))]
+    repeated = ranks * heads.query  # the key, or the value, for every head
+    changes += [+repeated, +repeated, -ranks * part if ranks > 1 else 0] if grouped else []
     changes += [+scores]
     cast = softmax != scores
     # On a CPU the scores are cast before the softmax. A CUDA kernel reads them as they are.
@@ -169,8 +229,8 @@ def _unfused_forward(
     changes += [+scores] if cast else []
     dropped = model.attention_dropout > 0.0
     changes += [dropout_forward(elements, scores, sizes)] if dropped else []
-    by_head = heads.query
-    changes += [+by_head, +heads.query]
+    by_head = 0 if skip_tail else heads.query
+    changes += [+by_head, +by_head]
     return course(*changes, -mask - scores - by_head - (scores if cast and dropped else 0))
 
 
@@ -181,8 +241,12 @@ def _unfused_backward(
     softmax_bytes: int,
     heads: tuple[KeptTensor, ...],
     freed: dict[str, int],
+    *,
+    holds_gradient: bool = False,
 ) -> Course:
     """Returns the course of the backward of attention that builds its scores.
+
+    holds_gradient: whether the caller of a replay holds the gradient of the output to the end.
 
     heads: the tensors that it keeps of query, key and value. freed: those of the inputs that no
     earlier operation keeps.
@@ -191,16 +255,24 @@ def _unfused_backward(
     scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
     cast, dropped = softmax != scores, model.attention_dropout > 0.0
     grouped = model.query_groups < model.num_attention_heads
-    gradient = query  # of the output; those of the repeated key and value are as large
+    gradient = 0 if holds_gradient else query  # of the output
     own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
+    part, ranks = 2 * kv, sizes.cp_size
+    if ranks > 1 and not grouped:
+        own[heads[-1].name] = heads[-1].num_bytes
     value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
+    repeated = ranks * query  # the gradient of the key, or of the value, for every head
     # softmax times value: the factor that is not the softmax itself is freed, and so is the value
-    changes = [+scores, +query, -gradient - value - (scores if cast or dropped else 0)]
-    changes += [+scores, -scores - elements] if dropped else []
+    changes: list[int | Course] = [+scores, +repeated]
+    changes += [-gradient - value - (scores if cast or dropped else 0)]
+    changes += [masked(scores, sizes), -scores - elements] if dropped else []
     changes += [+softmax, -scores] if cast else []
     changes += [+softmax, -2 * softmax]
     changes += [+scores, -softmax] if cast else []
     # The gradients of query and key are products, multiplied by the scale.
-    changes += [+query, +query, -query, +query, +query, -query - scores - sum(own.values())]
-    changes += [+kv, -query, +kv, -query] if grouped else []
+    changes += [+query, +query, -query, +repeated, +repeated, -repeated]
+    changes += [-scores - sum(own.values())]
+    changes += [+ranks * kv, -repeated, +ranks * kv, -repeated] if grouped else []
+    # The gradients of all keys and values are joined and summed over the ranks.
+    changes += [+ranks * part, -ranks * part, +part, -ranks * part] if ranks > 1 else []
     return course(*changes)

@@ -15,6 +15,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
@@ -265,6 +266,9 @@ def _unfused(
             output_only=True,
         ),
     )
+    workspace = partial(
+        unfused_workspace, model, sizes, elements, softmax, heads, freed, windowed=windowed
+    )
     return Operation(
         CORE,
         "self_attention.core_attention",
@@ -274,9 +278,8 @@ def _unfused(
         calls,
         backward,
         moved=moved,
-        workspace=unfused_workspace(
-            model, sizes, elements, softmax, heads, freed, windowed=windowed
-        ),
+        workspace=workspace(),
+        replayed=workspace(replayed=True),
     )
 
 

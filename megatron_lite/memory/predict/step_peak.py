@@ -1,34 +1,69 @@
-"""The most bytes that one rank holds at any moment of a training step. Standard library only.
+"""The whole peak of an optimizer step of one rank, term by term, in closed form.
 
-    peak = states + activations of all micro-batches in flight + workspace of the fullest operation
+    peak = what the rank holds from step to step + the fullest moment of its forwards and backwards
 
-The states are exact and so are the activations. The workspace is a bound: it is added to the
-fullest moment of the activations, although the two need not occur together.
+The first part is that of states.py, and the rotary tables. The second part follows the rank's
+actions in the order of the pipeline (pipeline_walk.py). Each forward or backward of a stage is a
+passage (stage_passages.py). Other moments of a step hold less: the update works in place, and an
+evaluation keeps nothing for backward. Muon's update is the exception (update_peak.py).
+
+A prediction costs about a millisecond: layers of one kind are described once, equal stages of
+several calls are taken from a cache, and the actions after the schedule repeats are left out.
+Standard library only.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages_of_rank
-from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_kinds
-from megatron_lite.memory.predict.pipeline_memory import rank_memory
-from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.gathered_weights import GatheredWeights
+from megatron_lite.memory.predict.kept_tensors import host_bytes
+from megatron_lite.memory.predict.layer_passages import Passages
+from megatron_lite.memory.predict.passages import Passage
+from megatron_lite.memory.predict.pipeline_memory import step_microbatches
+from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
+from megatron_lite.memory.predict.stage_passages import stage_passages
+from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.schedule import plan_stage
+
+Tag = Literal["exact", "bound", "estimate"]
+EXACT: Tag = "exact"
+BOUND: Tag = "bound"
+ESTIMATE: Tag = "estimate"
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
 
 
 class PeakTerm(NamedTuple):
-    """A part of the peak. tag: "exact", "bound" or "estimate"."""
+    """A part of the peak.
+
+    tag: "exact"; "bound" if it is the most that the part can be; or "estimate".
+    """
 
     name: str
     num_bytes: int
-    tag: str
+    tag: Tag
 
 
-class StepPeak(NamedTuple):
-    """The peak of one pipeline rank, as a sum of terms. moment: when it is reached, in words."""
+@dataclass(frozen=True)
+class StepPeak:
+    """The peak of a step on one rank.
+
+    rank: the pipeline rank.
+    moment: when the peak is reached, in words.
+    terms: its parts, without those of no bytes.
+    """
 
     rank: int
     moment: str
@@ -40,6 +75,55 @@ class StepPeak(NamedTuple):
         return sum(term.num_bytes for term in self.terms)
 
 
+class _Run(NamedTuple):
+    """A run on a device.
+
+    shards: the ranks over which FSDP2 shards everything; 1 without it.
+    accumulates: whether a step has several micro-batches.
+    """
+
+    config: RunConfig
+    device: str
+    shards: int
+    accumulates: bool
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A run, of which only the settings that decide the states count in comparisons."""
+
+    key: tuple[Hashable, ...]
+    config: RunConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Layout:
+        training = config.training
+        return cls(
+            (
+                config.model,
+                config.parallel,
+                config.data_parallel,
+                config.optimizer.optimizer,
+                config.tokenizer,
+                training.precision,
+            ),
+            config,
+        )
+
+
+class _StageMemory(NamedTuple):
+    """What a micro-batch does to a stage's memory.
+
+    on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
+    has for it. tables: the bytes of the rotary tables.
+    """
+
+    passages: Passages
+    on_host: int
+    arena: int
+    tables: int
+
+
 def step_peak(
     config: RunConfig,
     pp_rank: int,
@@ -49,58 +133,219 @@ def step_peak(
     dp_cp_rank: int = 0,
     num_microbatches: int | None = None,
 ) -> StepPeak:
-    """Returns the peak of one pipeline rank. The vocabulary size must be known.
+    """Returns the peak of a step on one rank. The vocabulary size must be known.
 
+    pp_rank: the pipeline rank.
+    device: "cpu" or "cuda". On a CPU tensors in host memory count too.
     dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
         parallelism together, and the number of this rank among them.
-    num_microbatches: the micro-batches of a step on this rank; None: those of the configuration.
+    num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
+        --global-batch-size alone.
     """
-    states = rank_states(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-    memory = rank_memory(config, device, pp_rank)
+    stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
+    states = _states(_Layout.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    number = step_microbatches(config) if num_microbatches is None else num_microbatches
+    sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
+    run = _Run(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
+    memories = [_stage_memory(run, stage, False) for stage in stages]
+    held = _fullest(run, pp_rank, stages, number)
+    waiting = [0] * len(stages)
+    if any(memory.arena or memory.on_host for memory in memories):
+        waiting = _waiting(run, pp_rank, len(stages), number)
+    arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
+    on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
+    rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
     terms = (
-        PeakTerm("weights", states.weights, "exact"),
-        PeakTerm("master weights", states.masters, "exact"),
-        PeakTerm("gradients", states.gradients, "exact"),
-        PeakTerm("optimizer states", states.optimizer, "exact"),
-        PeakTerm("activations", memory.peak_bytes, "exact"),
-        PeakTerm("workspace", _workspace(config, pp_rank, device), "bound"),
+        PeakTerm("weights", states.weights, EXACT),
+        PeakTerm("main weights", states.masters, EXACT),
+        PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
+        PeakTerm("optimizer states", states.optimizer, EXACT),
+        PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
+        PeakTerm("activations kept for backward", held.kept, EXACT),
+        PeakTerm("activations rebuilt by a replay", held.rebuilt, EXACT),
+        # What a kernel of a GPU allocates for itself was not measured.
+        PeakTerm(
+            f"workspace of the {held.moment.where}", rest, BOUND if device == "cpu" else ESTIMATE
+        ),
+        PeakTerm("hidden states received early", held.arrived, EXACT),
+        PeakTerm("hidden states being sent", held.sent, ESTIMATE),
+        PeakTerm("arena of saved inputs", arena, EXACT),
+        PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )
-    return StepPeak(pp_rank, "a backward", terms)
+    return StepPeak(
+        pp_rank, _moment(config, held, stages), tuple(term for term in terms if term.num_bytes)
+    )
 
 
 def fullest_step_peak(
     config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
 ) -> StepPeak:
-    """Returns the peak of the pipeline rank that holds the most bytes."""
-    return max(
-        (
-            step_peak(
-                config,
-                rank,
-                device=device,
-                dp_cp_size=dp_cp_size,
-                num_microbatches=num_microbatches,
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
+
+    It skips a rank whose stages are like those of an earlier rank. Such a rank has fewer
+    micro-batches in flight, so its peak is not higher.
+    """
+    seen = set()
+    found = []
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+        alike = tuple(_likeness(config, stage) for stage in own)
+        if alike not in seen:
+            seen.add(alike)
+            found.append(
+                step_peak(
+                    config,
+                    rank,
+                    device=device,
+                    dp_cp_size=dp_cp_size,
+                    num_microbatches=num_microbatches,
+                )
             )
-            for rank in range(config.parallel.pipeline_model_parallel_size)
-        ),
-        key=lambda peak: peak.num_bytes,
+    return max(found, key=lambda one: one.num_bytes)
+
+
+def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
+    """Returns a key that alike stages share."""
+    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+    kinds = (
+        tuple(
+            (
+                config.model.layer_reach(layer, config.data.seq_length),
+                config.model.layer_rotates(layer),
+            )
+            for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
+        )
+        if config.model.window_size is not None or config.model.no_rope_freq is not None
+        else ()
+    )
+    return stage.is_first, stage.is_last, plan, kinds
+
+
+def _fullest(run: _Run, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
+    """Returns the fullest moment of a rank's forwards and backwards."""
+    config = run.config
+    parallel = config.parallel
+    size, num_chunks = parallel.pipeline_model_parallel_size, len(stages)
+    num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
+    shape = dict(
+        size=size,
+        rank=rank,
+        num_microbatches=_enough(num_microbatches, size, rank, num_chunks, num_kept),
+        num_chunks=num_chunks,
+    )
+    whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
+
+    memories: dict[tuple[int, bool], _StageMemory] = {}
+
+    def passage_of(action: Action) -> Passage:
+        key = action.chunk, action._replace(kind="forward") in whole
+        if key not in memories:
+            memories[key] = _stage_memory(run, stages[action.chunk], key[1])
+        passages = memories[key].passages
+        return passages.forward if action.kind == "forward" else passages.backward
+
+    sizes = Sizes.of(config, device=run.device)
+    return fullest(
+        order(**shape),
+        passage_of,
+        stages,
+        hidden_bytes=sizes.local_tokens * config.model.hidden_size * sizes.element_bytes,
+        overlap=parallel.overlap_p2p_comm,
     )
 
 
-def _workspace(config: RunConfig, pp_rank: int, device: str) -> int:
-    """Returns the largest workspace of an operation of the rank."""
-    found = [0]
-    for stage in stages_of_rank(config.parallel, config.model.num_layers, pp_rank):
-        sizes = Sizes.of(config, device=device, stage=stage)
-        operations = [
-            *(embedding_operations(config.model, sizes) if stage.is_first else ()),
-            *(head_operations(config.model, sizes) if stage.is_last else ()),
-        ]
-        for layer, _ in describe_kinds(config.model, sizes, stage.num_layers):
-            operations += layer.operations
-        found += [
-            course.most
-            for operation in operations
-            for course in (operation.workspace.forward, operation.workspace.backward)
-        ]
-    return max(found)
+def _waiting(run: _Run, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
+    """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
+    size = run.config.parallel.pipeline_model_parallel_size
+    actions = order(
+        size=size,
+        rank=rank,
+        num_microbatches=min(num_microbatches, 2 * size),
+        num_chunks=num_chunks,
+    )
+    held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+    return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
+
+
+def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
+    whole = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    slots = (
+        whole // sizes.tp_size if one.split else whole
+        for one in plan.segments
+        if one.unit and not one.on_host
+    )
+    return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
+
+
+def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> int:
+    """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
+
+    From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
+    and windows repeat together after the least common multiple of their lengths.
+    """
+    repeats = 0
+    if num_kept:
+        window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
+        repeats = math.lcm(window, num_chunks * size) // num_chunks
+    return min(most, 2 * size + repeats)
+
+
+def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
+    where = f"{held.moment.where}, micro-batch {held.action.microbatch + 1}"
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return where
+    return f"{where} of stage {stages[held.action.chunk].number}"
+
+
+@lru_cache(maxsize=1024)
+def _states(layout: _Layout, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
+    return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
+
+
+def _stage_memory(run: _Run, stage: Stage, keeps_all: bool) -> _StageMemory:
+    config = run.config
+    sizes = Sizes.in_training(config, device=run.device, stage=stage)
+    # Stages that no setting tells apart share one entry of the cache.
+    by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
+    if config.model.window_size is None and config.model.no_rope_freq is None:
+        sizes = replace(sizes, first_layer=0)
+    gathers = None
+    if run.shards > 1:
+        # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
+        sizes = replace(sizes, sums_gradients=False, adds_in_matmul=False)
+        gathers = GatheredWeights.of(
+            config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
+        )
+    return _memory(
+        config.model,
+        sizes,
+        config.recompute,
+        stage.num_layers,
+        stage.number if by_stage else 0,
+        keeps_all,
+        gathers,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _memory(
+    model: ModelConfig,
+    sizes: Sizes,
+    recompute: RecomputeConfig,
+    num_layers: int,
+    number: int,
+    keeps_all: bool,
+    gathers: GatheredWeights | None,
+) -> _StageMemory:
+    plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
+    layers = range(sizes.first_layer, sizes.first_layer + num_layers)
+    rotates = any(model.layer_rotates(layer) for layer in layers)
+    tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0
+    moves = any(segment.on_host for segment in plan.segments)
+    return _StageMemory(
+        stage_passages(model, plan, sizes, gathers),
+        host_bytes(model, plan, sizes) if moves else 0,
+        _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
+        tables,
+    )
