@@ -1,0 +1,190 @@
+"""Measures the memory of a step of any rank of any run, without its machine: `--dry-run-memory`.
+
+The real model, recompute engine, schedule and optimizer run one step. Under torch's FakeTensorMode
+every tensor has a shape and a storage of some size, but no memory, and no operator computes. The
+rank's collectives are simulated (parallel/simulated.py). The step meter counts the storages.
+
+The closed form (memory/predict/) adds up what the description of the operations says. This way
+shares nothing with it but the configuration, so each is a check of the other.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.measure.step_meter import (
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    StepMeter,
+    StepPeakMeasured,
+)
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.simulated import simulated_rank
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
+from megatron_lite.training.batches import Batches, MicroBatch, cut
+from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """The memory of one optimizer step of one rank, in bytes.
+
+    held: the bytes between two steps, by category (memory/measure/step_meter.py). Under FSDP2 the
+        gradients are those at the end of the step.
+    host_bytes: the most bytes in host memory, which are no part of the peak.
+    num_microbatches: the micro-batches of the step.
+    """
+
+    held: dict[str, int]
+    peak: StepPeakMeasured
+    host_bytes: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRank:
+    """The dry run of one rank. seconds: how long it took."""
+
+    rank: int
+    pp_rank: int
+    dp_cp_rank: int
+    measured: MeasuredStep
+    seconds: float
+
+
+def dry_run(config: RunConfig, rank: int, *, world_size: int, num_microbatches: int) -> DryRank:
+    """Returns the memory of a step of global rank `rank` of `world_size` ranks.
+
+    The vocabulary size must be known. The process must not be in any process group.
+    Raises InputError for a setting that a run without values cannot follow.
+    """
+    check_can_run_dry(config)
+    began = time.perf_counter()
+    with simulated_rank(
+        config.parallel, rank=rank, world_size=world_size, seed=config.training.seed
+    ) as parallel:
+        check_kernels(config, parallel.device.type)
+        tokens = torch.zeros(sample_shape(config), dtype=torch.int64)
+        with FakeTensorMode() as fake:
+            measured = measure_step(
+                config, parallel, SameTokens(fake.from_tensor(tokens), num_microbatches, parallel)
+            )
+        return DryRank(
+            rank=rank,
+            pp_rank=parallel.pp_rank,
+            dp_cp_rank=parallel.dp_cp_rank,
+            measured=measured,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def check_can_run_dry(config: RunConfig) -> None:
+    """Raises InputError for a setting that a run without values cannot follow."""
+    refused = {
+        "--torch-compile": (config.training.torch_compile, "compiled code hides its tensors"),
+        "--recompute-verify": (
+            config.recompute.recompute_verify,
+            "it compares values, and a dry run has none",
+        ),
+    }
+    for flag, (is_set, reason) in refused.items():
+        if is_set:
+            raise InputError(f"--dry-run-memory cannot follow {flag}: {reason}. Leave it out")
+
+
+def sample_shape(config: RunConfig) -> tuple[int, int]:
+    """Returns the shape of a micro-batch's samples: [b, s + 1] token ids."""
+    return config.training.micro_batch_size, config.data.seq_length + 1
+
+
+class SameTokens(Batches):
+    """The micro-batches of a step that all have the same samples.
+
+    samples: [b, s + 1] token ids.
+    """
+
+    def __init__(self, samples: Tensor, num_microbatches: int, parallel: ParallelState) -> None:
+        self._samples, self._number, self._parallel = samples, num_microbatches, parallel
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, number: int, /) -> MicroBatch:
+        parallel = self._parallel
+        return cut(self._samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+
+
+def measure_step(config: RunConfig, parallel: ParallelState, batches: Batches) -> MeasuredStep:
+    """Builds the rank's model and optimizer, runs one step and returns its memory.
+
+    It is for real and simulated ranks. A real rank issues the collectives of a step.
+    """
+    with StepMeter() as meter:
+        model = build_stages(config, parallel)
+        optimizer = build_optimizer(config, parallel, model)
+        fuse_weight_gradients_(config, parallel, model, optimizer)
+        runner = _NotingRunner.of(config, model, parallel)
+        runner.meter = meter
+        _assign(meter, model, optimizer)
+        with meter.step(model):
+            train_step(runner, optimizer, batches, learning_rate=1e-6)
+        optimizer.finish()
+        # The gradients of FSDP2 and the rotary tables are made in the step, and outlive it.
+        _assign(meter, model, optimizer)
+        return MeasuredStep(
+            held=meter.held(),
+            peak=meter.peak,
+            host_bytes=meter.host_peak_bytes,
+            num_microbatches=len(batches),
+        )
+
+
+class _NotingRunner(StageRunner):
+    """Tells the meter when the backwards of a step are done."""
+
+    meter: StepMeter
+
+    def train(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().train(*args, **kwargs)
+        self.meter.begins_update()
+        return loss
+
+
+def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:
+    """Assigns the storages that outlive a step to their categories.
+
+    A float32 master may be the weight itself, so the weights come last.
+    """
+    meter.assign(OTHER, model.constants())
+    for states in optimizer.states.values():
+        meter.assign(OPTIMIZER, (state for name, state in states.items() if name != "master"))
+    meter.assign(MASTERS, (piece.master.detach() for piece in optimizer.layout.pieces))
+    gradients = optimizer.layout.gradients
+    meter.assign(
+        GRADIENTS,
+        [bucket.flat for bucket in gradients.buckets]
+        if isinstance(gradients, GradBuffer)
+        else [piece.grad for piece in optimizer.layout.pieces if piece.master.grad is not None],
+    )
+    meter.assign(WEIGHTS, (_own_rows(parameter) for parameter in model.parameters()))
+
+
+def _own_rows(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
