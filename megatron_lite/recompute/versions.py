@@ -37,7 +37,10 @@ def has_values(tensor: Tensor) -> bool:
 
     A tensor on the meta device and a fake tensor have none.
     """
+    return tensor.device.type != "meta" and not is_fake(tensor)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor is one of torch's FakeTensorMode."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.device.type != "meta" and (
-        fake is None or not isinstance(tensor, fake.FakeTensor)
-    )
+    return fake is not None and isinstance(tensor, fake.FakeTensor)

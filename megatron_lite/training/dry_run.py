@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.checks import InputError
@@ -33,7 +32,7 @@ from megatron_lite.memory.measure.step_meter import (
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.simulated import simulated_rank
+from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
 from megatron_lite.training.batches import Batches, MicroBatch, cut
@@ -76,15 +75,17 @@ def dry_run(config: RunConfig, rank: int, *, world_size: int, num_microbatches: 
     Raises InputError for a setting that a run without values cannot follow.
     """
     check_can_run_dry(config)
-    began = time.perf_counter()
+    began, fake = time.perf_counter(), SimulatedTensors()
+    # The samples are made outside of the mode. The meter does not count them, nor does it count
+    # those that a real run reads from its data.
+    samples = fake.from_tensor(torch.zeros(sample_shape(config), dtype=torch.int64))
     with simulated_rank(
-        config.parallel, rank=rank, world_size=world_size, seed=config.training.seed
+        config.parallel, fake, rank=rank, world_size=world_size, seed=config.training.seed
     ) as parallel:
         check_kernels(config, parallel.device.type)
-        tokens = torch.zeros(sample_shape(config), dtype=torch.int64)
-        with FakeTensorMode() as fake:
+        with fake:
             measured = measure_step(
-                config, parallel, SameTokens(fake.from_tensor(tokens), num_microbatches, parallel)
+                config, parallel, SameTokens(samples, num_microbatches, parallel)
             )
         return DryRank(
             rank=rank,
