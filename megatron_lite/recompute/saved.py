@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_lite.recompute.versions import check_unwritten, is_fake, version_of
+from megatron_lite.parallel.fake_tensors import is_fake
+from megatron_lite.recompute.versions import check_unwritten, version_of
 
 
 class SavedHandle(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch import Tensor
+
+from megatron_lite.parallel.fake_tensors import is_fake
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -38,9 +38,3 @@ def has_values(tensor: Tensor) -> bool:
     A tensor on the meta device and a fake tensor have none.
     """
     return tensor.device.type != "meta" and not is_fake(tensor)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor is one of torch's FakeTensorMode."""
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return fake is not None and isinstance(tensor, fake.FakeTensor)
