@@ -1,6 +1,7 @@
-"""The output of `--dump-config` and `--explain-recompute`, which print instead of training.
+"""The output of the flags that print instead of training.
 
-The module does not import torch, which would take seconds.
+They are `--dump-config`, `--explain-recompute` and `--dry-run-memory`. The module imports torch,
+which takes seconds, for the last one only.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.dry_run import DryRunConfig
 from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
@@ -48,3 +50,31 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     except ValueError as error:
         raise InputError(str(error)) from error
     return [*(notice for notice in notices if notice not in told_in_report), report_text(report)]
+
+
+def print_dry_run_memory(
+    config: RunConfig, settings: DryRunConfig, notices: Sequence[str], launch: Launch
+) -> None:
+    """Prints the report of a dry run, on rank 0 only.
+
+    The configuration needs only the fields that decide sizes, not those that training needs.
+
+    Raises InputError for a fault in the tokenizer's files, for a rank beyond the world, for a batch
+    that the run would refuse, and for a setting that a dry run cannot follow.
+    """
+    if launch.rank != 0:
+        return
+    config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    try:
+        world_size = settings.world_size(config.parallel, launched=launch.world_size)
+        ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
+        config.training.batch_schedule(config.parallel.data_parallel_size(world_size))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    device = settings.dry_run_device or likely_device(config.parallel.distributed_backend)
+    # Imported late: these modules import torch.
+    from megatron_lite.training.dry_run import dry_run
+    from megatron_lite.training.dry_run_text import dry_run_text
+
+    measured = [dry_run(config, rank, world_size=world_size) for rank in ranks]
+    print(*notices, dry_run_text(config, measured, device=device), sep="\n")

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.memory.explain.report import of_one_replica
 from megatron_lite.memory.measure.step_meter import (
     GRADIENTS,
     MASTERS,
@@ -29,6 +31,8 @@ from megatron_lite.memory.measure.step_meter import (
     StepMeter,
     StepPeakMeasured,
 )
+from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
+from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
@@ -39,6 +43,8 @@ from megatron_lite.training.batches import Batches, MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
+
+STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +65,38 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRank:
-    """The dry run of one rank. seconds: how long it took."""
+    """The dry run of one rank.
+
+    num_microbatches: the micro-batches of a step of the run. The dry run may have had fewer, since
+        from some number on more of them do not change the peak.
+    states: the closed form of the bytes between two steps.
+    predicted_peak: the closed form of the peak; None if it has none.
+    seconds: how long the dry run took.
+    """
 
     rank: int
+    world_size: int
     pp_rank: int
     dp_cp_rank: int
+    num_microbatches: int
     measured: MeasuredStep
+    states: RankStates
+    predicted_peak: int | None
     seconds: float
 
+    @property
+    def held_bytes(self) -> int:
+        """The measured bytes of the four kinds of states that `states` has."""
+        return sum(self.measured.held[kind] for kind in STATES)
 
-def dry_run(config: RunConfig, rank: int, *, world_size: int, num_microbatches: int) -> DryRank:
+
+def dry_run(
+    config: RunConfig, rank: int, *, world_size: int, num_microbatches: int | None = None
+) -> DryRank:
     """Returns the memory of a step of global rank `rank` of `world_size` ranks.
 
     The vocabulary size must be known. The process must not be in any process group.
+    num_microbatches: the micro-batches to run; None: as many as reach the peak of a step.
     Raises InputError for a setting that a run without values cannot follow.
     """
     check_can_run_dry(config)
@@ -83,15 +108,21 @@ def dry_run(config: RunConfig, rank: int, *, world_size: int, num_microbatches: 
         config.parallel, fake, rank=rank, world_size=world_size, seed=config.training.seed
     ) as parallel:
         check_kernels(config, parallel.device.type)
+        replica = of_one_replica(config, parallel.dp_size)
+        stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
+        number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
         with fake:
-            measured = measure_step(
-                config, parallel, SameTokens(samples, num_microbatches, parallel)
-            )
+            measured = measure_step(config, parallel, SameTokens(samples, number, parallel))
+        place = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
         return DryRank(
             rank=rank,
+            world_size=world_size,
             pp_rank=parallel.pp_rank,
             dp_cp_rank=parallel.dp_cp_rank,
+            num_microbatches=step_microbatches(replica),
             measured=measured,
+            states=rank_states(config, parallel.pp_rank, **place),
+            predicted_peak=None,
             seconds=time.perf_counter() - began,
         )
 

@@ -1,0 +1,114 @@
+"""The report of `--dry-run-memory` as text of at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.explain.units import ByteUnit, size
+from megatron_lite.memory.measure.step_meter import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    OTHER,
+    REPLAY,
+    UPDATE,
+    WEIGHTS,
+)
+from megatron_lite.training.dry_run import DryRank
+
+LABEL_WIDTH, WIDTH, RANKS_ABREAST = 28, 18, 4
+LABELS = {
+    WEIGHTS: "weights",
+    MASTERS: "main weights",
+    GRADIENTS: "gradients",
+    OPTIMIZER: "optimizer",
+    OTHER: "other",
+    FORWARD: "made in forward",
+    REPLAY: "made in replays",
+    BACKWARD: "made in backward",
+    UPDATE: "made in the update",
+}
+
+
+def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) -> str:
+    """Returns the report on some ranks of one world.
+
+    device: the device on which the run would train.
+    """
+    parallel, world_size = config.parallel, ranks[0].world_size
+    lines = [
+        "Dry run of one optimizer step: the memory of a rank, counted on tensors without values",
+        f"{world_size} rank(s): tensor-parallel {parallel.tensor_model_parallel_size}, "
+        f"context-parallel {parallel.context_parallel_size}, pipeline-parallel "
+        f"{parallel.pipeline_model_parallel_size}, data-parallel "
+        f"{parallel.data_parallel_size(world_size)}; on cpu",
+    ]
+    if device != "cpu":
+        lines += [
+            f"The run would use {device}. This torch cannot run kernels of {device} on tensors "
+            "without values, so",
+            "the figures are those of the same run on a CPU. Its kernels may keep or allocate "
+            "other tensors.",
+        ]
+    for first in range(0, len(ranks), RANKS_ABREAST):
+        lines += ["", *_table(ranks[first : first + RANKS_ABREAST])]
+    lines += ["", "The moment of the peak:"]
+    for rank in ranks:
+        lines += _moment(rank)
+    return "\n".join(lines)
+
+
+def _table(ranks: Sequence[DryRank]) -> Iterator[str]:
+    unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in ranks))
+
+    def row(label: str, cell: Callable[[DryRank], str]) -> str:
+        return label.ljust(LABEL_WIDTH) + "".join(cell(rank).rjust(WIDTH) for rank in ranks)
+
+    def amounts(label: str, figure: Callable[[DryRank], int]) -> str:
+        return row(label, lambda rank: unit.number(figure(rank)))
+
+    def in_bytes(label: str, figure: Callable[[DryRank], int]) -> str:
+        return row(label, lambda rank: f"{figure(rank):,}")
+
+    yield row(f"in {unit.name}", lambda rank: f"rank {rank.rank}")
+    yield row("pipeline rank", lambda rank: str(rank.pp_rank))
+    yield "held between steps"
+    for kind in (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER):
+        yield amounts(f"  {LABELS[kind]}", lambda rank, kind=kind: rank.measured.held[kind])
+    yield in_bytes("  without other, bytes", lambda rank: rank.held_bytes)
+    yield in_bytes("  closed form, bytes", lambda rank: rank.states.total)
+    yield row("  difference", lambda rank: f"{rank.held_bytes - rank.states.total:+,}")
+    yield "alive at the peak"
+    for kind, label in LABELS.items():
+        if any(rank.measured.peak.by_category[kind] for rank in ranks):
+            yield amounts(
+                f"  {label}", lambda rank, kind=kind: rank.measured.peak.by_category[kind]
+            )
+    yield amounts("  peak", lambda rank: rank.measured.peak.num_bytes)
+    yield in_bytes("  peak, bytes", lambda rank: rank.measured.peak.num_bytes)
+    if any(rank.predicted_peak is not None for rank in ranks):
+        yield row("  closed form, bytes", lambda rank: _or_none(rank.predicted_peak, "{:,}"))
+        yield row(
+            "  difference",
+            lambda rank: _or_none(
+                rank.predicted_peak and rank.measured.peak.num_bytes - rank.predicted_peak, "{:+,}"
+            ),
+        )
+    if any(rank.measured.host_bytes for rank in ranks):
+        yield amounts("most in host memory", lambda rank: rank.measured.host_bytes)
+
+
+def _or_none(number: int | None, form: str) -> str:
+    return "-" if number is None else form.format(number)
+
+
+def _moment(rank: DryRank) -> Iterator[str]:
+    peak, moment = rank.measured.peak, rank.measured.peak.moment
+    where = f" of {moment.module}" if moment.module else ""
+    yield f"  rank {rank.rank}, {size(peak.num_bytes)}: {moment.phase}{where}, {moment.operator}"
+    run, all_of_them = rank.measured.num_microbatches, rank.num_microbatches
+    more = f"; the other {all_of_them - run} change nothing" if run < all_of_them else ""
+    yield f"    {run} micro-batch(es){more}; took {rank.seconds:.0f} s"
