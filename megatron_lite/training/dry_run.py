@@ -11,6 +11,8 @@ shares nothing with it but the configuration, so each is a check of the other.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +113,7 @@ def dry_run(
         replica = of_one_replica(config, parallel.dp_size)
         stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
         number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
-        with fake:
+        with fake, _told_of_sizes():
             measured = measure_step(config, parallel, SameTokens(samples, number, parallel))
         place = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
         return DryRank(
@@ -139,6 +141,20 @@ def check_can_run_dry(config: RunConfig) -> None:
     for flag, (is_set, reason) in refused.items():
         if is_set:
             raise InputError(f"--dry-run-memory cannot follow {flag}: {reason}. Leave it out")
+
+
+@contextmanager
+def _told_of_sizes() -> Iterator[None]:
+    """Turns torch's error about a size beyond 64 bits into an InputError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise InputError(
+            f"no tensor can have these sizes ({str(error).splitlines()[0]}): give smaller sizes, "
+            "or more ranks"
+        ) from error
 
 
 def sample_shape(config: RunConfig) -> tuple[int, int]:
