@@ -110,5 +110,9 @@ def _moment(rank: DryRank) -> Iterator[str]:
     where = f" of {moment.module}" if moment.module else ""
     yield f"  rank {rank.rank}, {size(peak.num_bytes)}: {moment.phase}{where}, {moment.operator}"
     run, all_of_them = rank.measured.num_microbatches, rank.num_microbatches
-    more = f"; the other {all_of_them - run} change nothing" if run < all_of_them else ""
-    yield f"    {run} micro-batch(es){more}; took {rank.seconds:.0f} s"
+    more = (
+        f" of {all_of_them}; each of the others adds its loss at most, 4 bytes"
+        if run < all_of_them
+        else ""
+    )
+    yield f"    {run} micro-batch(es){more}. The dry run took {rank.seconds:.0f} s"

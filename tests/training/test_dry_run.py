@@ -132,18 +132,26 @@ def test_each_rank_has_the_memory_of_a_real_one(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags"), [(1, ""), (2, f"{PP} --bf16"), (2, "--use-torch-fsdp2 --bf16")]
+    ("world_size", "rank", "flags", "loss_bytes"),
+    [
+        (1, 0, "", 4),
+        (2, 0, f"{PP} --bf16", 0),
+        pytest.param(2, 1, f"{PP} --bf16", 4, marks=pytest.mark.long),
+        pytest.param(2, 0, "--use-torch-fsdp2 --bf16", 4, marks=pytest.mark.long),
+        pytest.param(2, 1, f"{VP} --bf16 --recompute-activations", 4, marks=pytest.mark.long),
+    ],
 )
-def test_more_micro_batches_than_it_runs_by_itself_have_the_same_peak(
-    world_size: int, flags: str
+def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
+    world_size: int, rank: int, flags: str, loss_bytes: int
 ) -> None:
     config = config_of(f"{flags} --global-batch-size 48")
-    own = dry_run(config, 0, world_size=world_size)
-    assert own.measured.num_microbatches < own.num_microbatches
-    more = dry_run(
-        config, 0, world_size=world_size, num_microbatches=own.measured.num_microbatches + 2
-    )
-    assert more.measured.peak == own.measured.peak
+    own = dry_run(config, rank, world_size=world_size)
+    number = own.measured.num_microbatches
+    assert number < own.num_microbatches
+    more = dry_run(config, rank, world_size=world_size, num_microbatches=number + 2)
+    peaks = own.measured.peak, more.measured.peak
+    assert peaks[1].num_bytes - peaks[0].num_bytes == 2 * loss_bytes
+    assert peaks[1].moment == peaks[0].moment
 
 
 def test_a_loop_over_blocks_has_the_peak_of_all_its_blocks() -> None:
