@@ -7,9 +7,10 @@ states. So shapes and memory are those of a real rank, and values do not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -67,13 +68,13 @@ class SimulatedTensors(FakeTensorMode):
         self,
         func: Any,
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> object:
         remembers = self.cache_enabled
         self.cache_enabled = remembers and func not in TAKES_STORAGE
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = remembers
 

@@ -91,6 +91,13 @@ class DryRank:
         """The measured bytes of the four kinds of states that `states` has."""
         return sum(self.measured.held[kind] for kind in STATES)
 
+    @property
+    def peak_difference(self) -> int | None:
+        """The measured peak minus the closed form; None without a closed form."""
+        if self.predicted_peak is None:
+            return None
+        return self.measured.peak.num_bytes - self.predicted_peak
+
 
 def dry_run(
     config: RunConfig, rank: int, *, world_size: int, num_microbatches: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import ByteUnit, size
@@ -77,28 +78,29 @@ def _table(ranks: Sequence[DryRank]) -> Iterator[str]:
     yield row("pipeline rank", lambda rank: str(rank.pp_rank))
     yield "held between steps"
     for kind in (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER):
-        yield amounts(f"  {LABELS[kind]}", lambda rank, kind=kind: rank.measured.held[kind])
+        yield amounts(f"  {LABELS[kind]}", partial(_held, kind))
     yield in_bytes("  without other, bytes", lambda rank: rank.held_bytes)
     yield in_bytes("  closed form, bytes", lambda rank: rank.states.total)
     yield row("  difference", lambda rank: f"{rank.held_bytes - rank.states.total:+,}")
     yield "alive at the peak"
     for kind, label in LABELS.items():
-        if any(rank.measured.peak.by_category[kind] for rank in ranks):
-            yield amounts(
-                f"  {label}", lambda rank, kind=kind: rank.measured.peak.by_category[kind]
-            )
+        if any(_alive(kind, rank) for rank in ranks):
+            yield amounts(f"  {label}", partial(_alive, kind))
     yield amounts("  peak", lambda rank: rank.measured.peak.num_bytes)
     yield in_bytes("  peak, bytes", lambda rank: rank.measured.peak.num_bytes)
     if any(rank.predicted_peak is not None for rank in ranks):
         yield row("  closed form, bytes", lambda rank: _or_none(rank.predicted_peak, "{:,}"))
-        yield row(
-            "  difference",
-            lambda rank: _or_none(
-                rank.predicted_peak and rank.measured.peak.num_bytes - rank.predicted_peak, "{:+,}"
-            ),
-        )
+        yield row("  difference", lambda rank: _or_none(rank.peak_difference, "{:+,}"))
     if any(rank.measured.host_bytes for rank in ranks):
         yield amounts("most in host memory", lambda rank: rank.measured.host_bytes)
+
+
+def _held(kind: str, rank: DryRank) -> int:
+    return rank.measured.held[kind]
+
+
+def _alive(kind: str, rank: DryRank) -> int:
+    return rank.measured.peak.by_category[kind]
 
 
 def _or_none(number: int | None, form: str) -> str:

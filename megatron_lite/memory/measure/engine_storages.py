@@ -46,5 +46,6 @@ def _engine_is_caller() -> bool:
 
 
 def _only_reference(tensor: Tensor) -> bool:
-    counts = (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    counts = (tensor._use_count(), users)  # type: ignore[attr-defined]
     return counts == ONLY_REFERENCE and is_non_overlapping_and_dense_or_false(tensor)

@@ -144,7 +144,7 @@ class LiveStorages(TorchDispatchMode):
         if known is not None and known() is storage:
             self._read(known)
             return
-        new = LiveStorage(storage, self._died.append)  # type: ignore[arg-type]
+        new = LiveStorage(storage, self._died.append)
         new.address, new.number, new.category = storage._cdata, self._num_created, self.category()
         new.num_bytes = storage.nbytes()
         self._num_created += 1
