@@ -76,5 +76,5 @@ def print_dry_run_memory(
     from megatron_lite.training.dry_run import dry_run
     from megatron_lite.training.dry_run_text import dry_run_text
 
-    measured = [dry_run(config, rank, world_size=world_size) for rank in ranks]
+    measured = [dry_run(config, rank, world_size=world_size, device=device) for rank in ranks]
     print(*notices, dry_run_text(config, measured, device=device), sep="\n")

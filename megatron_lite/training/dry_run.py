@@ -55,7 +55,7 @@ class MeasuredStep:
 
     held: the bytes between two steps, by category (memory/measure/step_meter.py). Under FSDP2 the
         gradients are those at the end of the step.
-    host_bytes: the most bytes in host memory, which are no part of the peak.
+    host_bytes: the most bytes in host memory.
     num_microbatches: the micro-batches of the step.
     """
 
@@ -100,11 +100,18 @@ class DryRank:
 
 
 def dry_run(
-    config: RunConfig, rank: int, *, world_size: int, num_microbatches: int | None = None
+    config: RunConfig,
+    rank: int,
+    *,
+    world_size: int,
+    device: str = "cpu",
+    num_microbatches: int | None = None,
 ) -> DryRank:
     """Returns the memory of a step of global rank `rank` of `world_size` ranks.
 
     The vocabulary size must be known. The process must not be in any process group.
+    device: "cpu" or "cuda". The operators are those of a CPU on both. Host memory counts in the
+        peak on a CPU only.
     num_microbatches: the micro-batches to run; None: as many as reach the peak of a step.
     Raises InputError for a setting that a run without values cannot follow.
     """
@@ -121,7 +128,9 @@ def dry_run(
         stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
         number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
         with fake, _told_of_sizes():
-            measured = measure_step(config, parallel, SameTokens(samples, number, parallel))
+            measured = measure_step(
+                config, parallel, SameTokens(samples, number, parallel), host_apart=device != "cpu"
+            )
         place = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
         return DryRank(
             rank=rank,
@@ -186,12 +195,15 @@ class SameTokens(Batches):
         return cut(self._samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
 
 
-def measure_step(config: RunConfig, parallel: ParallelState, batches: Batches) -> MeasuredStep:
+def measure_step(
+    config: RunConfig, parallel: ParallelState, batches: Batches, *, host_apart: bool = False
+) -> MeasuredStep:
     """Builds the rank's model and optimizer, runs one step and returns its memory.
 
     It is for real and simulated ranks. A real rank issues the collectives of a step.
+    host_apart: whether host memory for offloaded tensors is no part of the peak.
     """
-    with StepMeter() as meter:
+    with StepMeter(host_apart=host_apart) as meter:
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
         fuse_weight_gradients_(config, parallel, model, optimizer)

@@ -11,6 +11,7 @@ from megatron_lite.memory.measure.step_meter import (
     BACKWARD,
     FORWARD,
     GRADIENTS,
+    HOST,
     MASTERS,
     OPTIMIZER,
     OTHER,
@@ -31,6 +32,7 @@ LABELS = {
     REPLAY: "made in replays",
     BACKWARD: "made in backward",
     UPDATE: "made in the update",
+    HOST: "offloaded, host memory",
 }
 
 
@@ -51,8 +53,8 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
         lines += [
             f"The run would use {device}. This torch cannot run kernels of {device} on tensors "
             "without values, so",
-            "the figures are those of the same run on a CPU. Its kernels may keep or allocate "
-            "other tensors.",
+            "the operators are those of a CPU. The kernels of the run may keep or allocate other "
+            "tensors.",
         ]
     for first in range(0, len(ranks), RANKS_ABREAST):
         lines += ["", *_table(ranks[first : first + RANKS_ABREAST])]
@@ -92,7 +94,7 @@ def _table(ranks: Sequence[DryRank]) -> Iterator[str]:
         yield row("  closed form, bytes", lambda rank: _or_none(rank.predicted_peak, "{:,}"))
         yield row("  difference", lambda rank: _or_none(rank.peak_difference, "{:+,}"))
     if any(rank.measured.host_bytes for rank in ranks):
-        yield amounts("most in host memory", lambda rank: rank.measured.host_bytes)
+        yield amounts("host memory, at most", lambda rank: rank.measured.host_bytes)
 
 
 def _held(kind: str, rank: DryRank) -> int:
@@ -100,7 +102,7 @@ def _held(kind: str, rank: DryRank) -> int:
 
 
 def _alive(kind: str, rank: DryRank) -> int:
-    return rank.measured.peak.by_category[kind]
+    return rank.measured.peak.by_category.get(kind, 0)
 
 
 def _or_none(number: int | None, form: str) -> str:

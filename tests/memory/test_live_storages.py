@@ -79,7 +79,7 @@ def test_a_resize_outside_of_operators_counts_once_it_is_read_again() -> None:
 
 def test_a_peak_has_the_storages_that_were_alive_by_their_categories_and_its_moment() -> None:
     model = nn.Linear(10, 10, bias=False)
-    with StepMeter() as meter:
+    with StepMeter(host_apart=True) as meter:
         weight, lost = model.weight.detach().clone(), torch.empty(3)
         meter.assign(WEIGHTS, [weight])
         del lost

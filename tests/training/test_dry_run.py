@@ -14,7 +14,7 @@ from megatron_lite.config.dry_run import DryRunConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.step_meter import HELD, PHASES
+from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES
 from megatron_lite.model.activations import tanh_gelu
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
@@ -45,16 +45,17 @@ LLAMA = (
 TP, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
 PP, FULL = "--pipeline-model-parallel-size 2", "--recompute-granularity full --recompute-method"
 VP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+ZERO1 = "--use-distributed-optimizer --num-layers 2"
 # Each case: the ranks, the micro-batches of a step on each rank, the flags.
 CASES = [
     (1, 2, ""),
     (1, 1, f"--bf16 {LLAMA}"),
     (1, 2, f"--bf16 --loss-chunk-size 8 {FULL} uniform --recompute-num-layers 2"),
     (1, 2, "--bf16 --recompute-policy 0:full@host;*:none@host"),
-    (2, 2, f"{SP} --bf16 --recompute-activations"),
-    (2, 2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    (2, 4, f"{PP} --bf16"),
-    (2, 2, "--use-torch-fsdp2 --bf16"),
+    (2, 2, f"{SP} --bf16 --recompute-activations --num-layers 2"),
+    (2, 2, f"{ZERO1} --bf16 --overlap-grad-reduce --overlap-param-gather"),
+    (2, 3, f"{PP} --bf16 --num-layers 2"),
+    (2, 1, "--use-torch-fsdp2 --bf16 --num-layers 2"),
 ]
 LONG_CASES = [
     (1, 2, "--bf16 --attention-dropout 0 --hidden-dropout 0"),
@@ -69,6 +70,8 @@ LONG_CASES = [
     (1, 1, "--hidden-size 256 --micro-batch-size 40"),
     (1, 1, f"--hidden-size 256 --micro-batch-size 40 --vocab-size 3000 --bf16 {LLAMA}"),
     (2, 2, TP),
+    (2, 4, f"{PP} --bf16"),
+    (2, 2, "--use-torch-fsdp2 --bf16"),
     (2, 2, f"{SP} --bf16 --loss-chunk-size 8 {FULL} block --recompute-num-layers 3"),
     (2, 2, f"{TP} {FULL} uniform --distribute-saved-activations"),
     (2, 2, "--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce"),
@@ -92,7 +95,9 @@ def config_of(flags: str) -> RunConfig:
     return parse_args(f"{SMALL} {flags}".split()).config
 
 
-def real_steps(config: RunConfig, world_size: int, num_microbatches: int) -> list[MeasuredStep]:
+def real_steps(
+    config: RunConfig, world_size: int, num_microbatches: int, *, host_apart: bool = False
+) -> list[MeasuredStep]:
     """The memory of a step of every rank, in a run with values and gloo."""
 
     def run(rank: int, world_size: int) -> MeasuredStep:
@@ -105,7 +110,8 @@ def real_steps(config: RunConfig, world_size: int, num_microbatches: int) -> lis
         ):
             patch.setattr(Links, "forget_sent", Links.wait_sent)
             samples = torch.randint(0, 98, sample_shape(config))
-            return measure_step(config, parallel, SameTokens(samples, num_microbatches, parallel))
+            batches = SameTokens(samples, num_microbatches, parallel)
+            return measure_step(config, parallel, batches, host_apart=host_apart)
 
     return run_ranks(run, world_size)
 
@@ -128,14 +134,25 @@ def test_each_rank_has_the_memory_of_a_real_one(
         assert tuple(held.values()) == one.states
         peak = one.measured.peak
         assert sum(peak.by_category.values()) == peak.num_bytes > sum(held.values())
-        assert set(peak.by_category) == {*HELD, *PHASES}
+        assert set(peak.by_category) == {*HELD, *PHASES, HOST}
+
+
+def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
+    config = config_of("--bf16 --num-layers 2 --recompute-policy *:none@host")
+    (whole, apart) = (
+        dry_run(config, 0, world_size=1, device=device, num_microbatches=1).measured
+        for device in ("cpu", "cuda")
+    )
+    assert [apart] == real_steps(config, 1, 1, host_apart=True)
+    assert HOST not in apart.peak.by_category and apart.host_bytes == whole.host_bytes
+    assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
 
 
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags", "loss_bytes"),
     [
         (1, 0, "", 4),
-        (2, 0, f"{PP} --bf16", 0),
+        (2, 0, f"{PP} --bf16 --num-layers 2", 0),
         pytest.param(2, 1, f"{PP} --bf16", 4, marks=pytest.mark.long),
         pytest.param(2, 0, "--use-torch-fsdp2 --bf16", 4, marks=pytest.mark.long),
         pytest.param(2, 1, f"{VP} --bf16 --recompute-activations", 4, marks=pytest.mark.long),
@@ -255,14 +272,14 @@ def test_the_report_has_every_figure_and_the_moment(capsys: pytest.CaptureFixtur
     )
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
-    rank = dry_run(arguments.config, 0, world_size=1)
+    rank = dry_run(arguments.config, 0, world_size=1, device="cuda")
     peak = rank.measured.peak
     assert "This torch cannot run kernels of cuda on tensors without values" in text
     rows = {line[:28].strip(): line[28:].strip() for line in text.splitlines()}
     assert rows["peak, bytes"] == f"{peak.num_bytes:,}"
     assert rows["closed form, bytes"] == rows["without other, bytes"] == f"{rank.states.total:,}"
     assert rows["difference"] == "+0"
-    assert rows["most in host memory"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
+    assert rows["host memory, at most"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
     assert f": {peak.moment.phase} of {peak.moment.module}, {peak.moment.operator}" in text
 
 

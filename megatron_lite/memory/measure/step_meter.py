@@ -10,7 +10,7 @@
 
 Every storage has a category. A storage that exists before the step has the category that `assign`
 gave it. Any other storage has the phase in which it was created. Host memory for offloaded tensors
-is counted apart: it is no part of the peak.
+is a category of its own. Beside a GPU it is other memory, and no part of the peak.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
 OTHER, HOST = "other", "host"
 FORWARD, REPLAY, BACKWARD, UPDATE = "forward", "replay", "backward", "update"
-# The categories of memory on the device: those that are held between steps, and by phase those
-# that a step creates.
+# The categories besides HOST: those that are held between steps, and by phase those that a step
+# creates.
 HELD = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER)
 PHASES = (FORWARD, REPLAY, BACKWARD, UPDATE)
 
@@ -50,7 +50,7 @@ class Moment(NamedTuple):
 
 
 class StepPeakMeasured(NamedTuple):
-    """The most bytes that were alive on the device in a step.
+    """The most bytes that were alive at once in a step.
 
     by_category: the bytes by category, which add up to `num_bytes`.
     """
@@ -61,10 +61,15 @@ class StepPeakMeasured(NamedTuple):
 
 
 class StepMeter(EngineStorages):
-    """Follows all storages of a rank from the building of its model to the end of a step."""
+    """Follows all storages of a rank from the building of its model to the end of a step.
 
-    def __init__(self) -> None:
+    host_apart: whether host memory is no part of the peak.
+    host_peak_bytes: the most bytes of host memory in a step.
+    """
+
+    def __init__(self, *, host_apart: bool = False) -> None:
         super().__init__()
+        self._host_apart = host_apart
         self.host_peak_bytes = 0
         self._in_step = self._in_update = False
         self._running: list[str] = []
@@ -80,7 +85,8 @@ class StepMeter(EngineStorages):
     def peak(self) -> StepPeakMeasured:
         """The peak of the step so far."""
         phase, module, func = self._peak_place
-        categories = {one: self._peak_categories[one] for one in (*HELD, *PHASES)}
+        counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
+        categories = {one: self._peak_categories[one] for one in counted}
         return StepPeakMeasured(
             self._peak_bytes, categories, Moment(phase, module, str(func).rpartition(".")[0])
         )
@@ -100,9 +106,9 @@ class StepMeter(EngineStorages):
             self.move(storage, category)
 
     def held(self) -> dict[str, int]:
-        """Returns the bytes that are alive on the device now, by the categories of HELD.
+        """Returns the bytes that are alive now, by the categories of HELD.
 
-        All that was not assigned is OTHER.
+        All that was not assigned is OTHER, except host memory, which does not count.
         """
         self.total_bytes()
         held = {category: self.bytes_by_category[category] for category in HELD}
@@ -136,22 +142,21 @@ class StepMeter(EngineStorages):
 
     def after(self, func: Any) -> None:
         """Compares the live bytes with the peak."""
+        self.host_peak_bytes = max(self.host_peak_bytes, self.bytes_by_category[HOST])
         if not self._in_step or not self._is_above():
             return
         self.total_bytes()
         if self._is_above():
-            self._peak_bytes = self._device_bytes()
+            self._peak_bytes = self._total - self._apart()
             self._peak_number = self._num_created
             self._peak_categories = Counter(self.bytes_by_category)
             self._peak_place = (self._phase(), self._module(), func)
 
     def _is_above(self) -> bool:
-        host = self.bytes_by_category[HOST]
-        self.host_peak_bytes = max(self.host_peak_bytes, host)
-        return self.sum_is_above(self._peak_bytes + host)
+        return self.sum_is_above(self._peak_bytes + self._apart())
 
-    def _device_bytes(self) -> int:
-        return self._total - self.bytes_by_category[HOST]
+    def _apart(self) -> int:
+        return self.bytes_by_category[HOST] if self._host_apart else 0
 
     def _phase(self) -> str:
         if self._in_update:
