@@ -56,6 +56,12 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
             "the operators are those of a CPU. The kernels of the run may keep or allocate other "
             "tensors.",
         ]
+        if config.model.builds_scores("cpu") and not config.model.builds_scores(device):
+            dropout = config.model.attention_dropout
+            lines += [
+                f"WARNING: with --attention-dropout {dropout} a CPU builds and keeps attention scores,",
+                f"and {device} does not. The figures are too high: add --attention-dropout 0 here.",
+            ]
     for first in range(0, len(ranks), RANKS_ABREAST):
         lines += ["", *_table(ranks[first : first + RANKS_ABREAST])]
     lines += ["", "The moment of the peak:"]
@@ -115,8 +121,8 @@ def _moment(rank: DryRank) -> Iterator[str]:
     yield f"  rank {rank.rank}, {size(peak.num_bytes)}: {moment.phase}{where}, {moment.operator}"
     run, all_of_them = rank.measured.num_microbatches, rank.num_microbatches
     more = (
-        f" of {all_of_them}; each of the others adds its loss at most, 4 bytes"
+        f" of {all_of_them} (each of the others adds at most its loss, 4 bytes)"
         if run < all_of_them
         else ""
     )
-    yield f"    {run} micro-batch(es){more}. The dry run took {rank.seconds:.0f} s"
+    yield f"    {run} micro-batch(es){more}, in {rank.seconds:.0f} s"
