@@ -59,8 +59,9 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
         if config.model.builds_scores("cpu") and not config.model.builds_scores(device):
             dropout = config.model.attention_dropout
             lines += [
-                f"WARNING: with --attention-dropout {dropout} a CPU builds and keeps attention scores,",
-                f"and {device} does not. The figures are too high: add --attention-dropout 0 here.",
+                f"WARNING: with --attention-dropout {dropout} a CPU builds and keeps the scores of",
+                f"attention, and {device} does not: these figures are too high. Add "
+                "--attention-dropout 0 here.",
             ]
     for first in range(0, len(ranks), RANKS_ABREAST):
         lines += ["", *_table(ranks[first : first + RANKS_ABREAST])]

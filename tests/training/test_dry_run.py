@@ -275,7 +275,7 @@ def test_the_report_has_every_figure_and_the_moment(capsys: pytest.CaptureFixtur
     rank = dry_run(arguments.config, 0, world_size=1, device="cuda")
     peak = rank.measured.peak
     assert "This torch cannot run kernels of cuda on tensors without values" in text
-    assert "WARNING: with --attention-dropout 0.1 a CPU builds and keeps attention scores" in text
+    assert "WARNING: with --attention-dropout 0.1 a CPU builds and keeps the scores" in text
     rows = {line[:28].strip(): line[28:].strip() for line in text.splitlines()}
     assert rows["peak, bytes"] == f"{peak.num_bytes:,}"
     assert rows["closed form, bytes"] == rows["without other, bytes"] == f"{rank.states.total:,}"
