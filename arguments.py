@@ -20,6 +20,8 @@ from megatron_lite.config import alternatives, checks, flags
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
+from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
+from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
@@ -67,6 +69,7 @@ class ParsedArguments:
     config: the configuration of the run.
     dump_config: whether to print the configuration and stop.
     explain_recompute: whether to print the effect of recomputation and stop.
+    dry_run: the ranks whose memory to measure without training, and stop; None: no dry run.
     notices: lines for the user about flags with no effect, or less effect than their names promise.
     local_rank: the number of this process on its node, if a launcher passes it as a flag. It is no
         part of the configuration, since each process has its own.
@@ -75,6 +78,7 @@ class ParsedArguments:
     config: RunConfig
     dump_config: bool
     explain_recompute: bool
+    dry_run: DryRunConfig | None
     notices: tuple[str, ...]
     local_rank: int | None = None
 
@@ -93,12 +97,18 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
-    if dump_config and explain_recompute:
+    printing = {
+        "--dump-config": dump_config,
+        "--explain-recompute": explain_recompute,
+        "--dry-run-memory": "dry_run_memory" in given,
+    }
+    first, *others = [name for name, is_given in printing.items() if is_given] or [""]
+    if others:
         parser.error(
-            "--dump-config and --explain-recompute each print something else and stop: leave "
-            "one of them out"
+            f"{first} and {others[0]} each print something else and stop: leave one of them out"
         )
     try:
+        dry_run = take_dry_run(given)
         notices += _without_effect(given)
         notices += _translate_values(given)
         config = _build_config(given, config_json, notices)
@@ -108,7 +118,9 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     notices += setting_notices(
         config, [name for name, value in given.items() if value is not False]
     )
-    return ParsedArguments(config, dump_config, explain_recompute, tuple(notices), local_rank)
+    return ParsedArguments(
+        config, dump_config, explain_recompute, dry_run, tuple(notices), local_rank
+    )
 
 
 def topics() -> dict[str, type]:
@@ -220,6 +232,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="print, layer by layer, what is kept for "
         "backward, rebuilt and sent, and what other recompute flags would do, and stop",
     )
+    _add_dry_run_arguments(parser)
     parser.add_argument(
         "--config-json",
         metavar="FILE",
@@ -249,6 +262,33 @@ def build_parser() -> argparse.ArgumentParser:
     _add_logging_arguments(parser)
     _add_arguments_without_effect(parser)
     return parser
+
+
+def _add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run-memory",
+        action="store_true",
+        help="run one step of some ranks without their machines, on tensors without values; print "
+        "the memory that each rank needs, and stop",
+    )
+    parser.add_argument(
+        "--dry-run-ranks",
+        metavar="RANK,..",
+        help="global ranks of --dry-run-memory (default: one of each kind of pipeline rank)",
+    )
+    parser.add_argument(
+        "--dry-run-world-size",
+        type=int,
+        metavar="N",
+        help="number of ranks of the run of --dry-run-memory (default: those that the launcher "
+        "started, or those of one model)",
+    )
+    parser.add_argument(
+        "--dry-run-device",
+        metavar="{" + ",".join(DRY_RUN_DEVICES) + "}",
+        help="device of the run of --dry-run-memory (default: the one that the run would use); "
+        "cuda cannot be simulated yet, and the report says so",
+    )
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -75,6 +75,22 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
     return model
 
 
+def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStages) -> Optimizer:
+    """Returns the optimizer of a run, with its loss scale and its guard against spikes."""
+    training, ratio = config.training, config.training.skip_update_on_spike
+    optimizer = Optimizer(
+        model,
+        config.optimizer,
+        parallel,
+        config.data_parallel,
+        loss_scale=LossScale(config.loss_scaling, parallel.device) if training.fp16 else None,
+        spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
+    )
+    if training.check_for_nan_in_loss_and_grad:
+        optimizer.measure_own_grad_norm()
+    return optimizer
+
+
 def use_deterministic_algorithms() -> None:
     """Makes every later operation of this process repeatable bit for bit.
 
@@ -144,18 +160,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         num_samples=(train_samples, evaluation_samples, evaluation_samples),
     )
     model = build_stages(config, parallel)
-    loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
-    ratio = training.skip_update_on_spike
-    optimizer = Optimizer(
-        model,
-        config.optimizer,
-        parallel,
-        config.data_parallel,
-        loss_scale=loss_scale,
-        spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
-    )
-    if training.check_for_nan_in_loss_and_grad:
-        optimizer.measure_own_grad_norm()
+    optimizer = build_optimizer(config, parallel, model)
     accumulation = fuse_weight_gradients_(config, parallel, model, optimizer)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(

@@ -17,11 +17,12 @@ from torch import Tensor
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import CPU_RNG_STATE, NUM_STREAMS, Sizes
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.memory.predict.micro_batch_peak import micro_batch_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.pipeline.handoff import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, SHARE, Case, wrong_each_time
-from tests.support.courses import EngineStorages, gloo_has_freed
+from tests.support.courses import gloo_has_freed
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks

@@ -76,7 +76,7 @@ def a_step_always_fills_the_pipeline(_, config):
     return 2 * config.parallel.pipeline_model_parallel_size
 
 
-@replaces("_enough_microbatches", pipeline)
+@replaces("enough_microbatches", pipeline)
 def the_windows_repeat_with_the_schedule(_, config, rank, num_chunks):
     return 2 * 3
 

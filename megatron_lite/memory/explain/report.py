@@ -156,7 +156,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     dp_size: the number of data-parallel ranks that split --global-batch-size.
     ValueError: the run cannot split this batch.
     """
-    run, config = config, _of_one_replica(config, dp_size)
+    run, config = config, of_one_replica(config, dp_size)
     pipeline_size, model = config.parallel.pipeline_model_parallel_size, config.model
     dp_cp_size = dp_size * config.parallel.context_parallel_size
     own, without = price(config, device), price(with_flags(config), device)
@@ -216,7 +216,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     )
 
 
-def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
+def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
     """Returns the run of one data-parallel rank, with its part of the batch.
 
     ValueError: that part is not a whole number of micro-batches.
