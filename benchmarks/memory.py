@@ -41,6 +41,10 @@ LLAMA = (
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--loss-chunk-size 64"
+# The fullest moment is the update.
+FEW_TOKENS = (
+    "--num-layers 2 --hidden-size 512 --seq-length 16 --micro-batch-size 1 --vocab-size 255"
+)
 
 
 class Case(NamedTuple):
@@ -98,7 +102,8 @@ ONE_RANK = (
     Case("full/1@host", f"{CHUNKS} {policy('*:full/1@host')}"),
     Case("mlp@host", f"{CHUNKS} {policy('*:mlp@host')}"),
     Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),
-    Case("muon", f"{CHUNKS} --optimizer muon {policy('*:full/1')}"),
+    Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
+    Case("few tokens, AdamW", FEW_TOKENS),
 )
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
 PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
@@ -119,6 +124,7 @@ TWO_RANKS = (
     Case("DP 2", "", 2),
     Case("DP 2, ZeRO-1", ZERO1, 2),
     Case("DP 2, ZeRO-1, bf16, overlap", f"{ZERO1} --bf16 --overlap-grad-reduce", 2),
+    Case("DP 2, gradients sent in bf16", f"{FEW_TOKENS} --bf16 --grad-reduce-in-bf16", 2),
     Case("FSDP 2", FSDP, 2),
     Case("FSDP 2, 1 micro-batch", FSDP, 2, 1),
     Case("FSDP 2, bf16, untied", f"{FSDP} --bf16 --untie-embeddings-and-output-weights", 2),

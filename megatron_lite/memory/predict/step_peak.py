@@ -4,8 +4,9 @@
 
 The first part is that of states.py, and the rotary tables. The second part follows the rank's
 actions in the order of the pipeline (pipeline_walk.py). Each forward or backward of a stage is a
-passage (stage_passages.py). Other moments of a step hold less: the update works in place, and an
-evaluation keeps nothing for backward. Muon's update is the exception (update_peak.py).
+passage (stage_passages.py). After the last backward the update can hold more if the batch is small
+(update_memory.py). An evaluation keeps nothing for backward, and a save gathers one tensor at a
+time: they hold less.
 
 A prediction costs about a millisecond: layers of one kind are described once, equal stages of
 several calls are taken from a cache, and the actions after the schedule repeats are left out.
@@ -29,11 +30,12 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.layer_passages import Passages
-from megatron_lite.memory.predict.passages import Passage
+from megatron_lite.memory.predict.passages import Moment, Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
 from megatron_lite.memory.predict.stage_passages import stage_passages
 from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -154,6 +156,12 @@ def step_peak(
         waiting = _waiting(run, pp_rank, len(stages), number)
     arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
     on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
+    update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size)
+    # What a kernel of a GPU allocates for itself was not measured.
+    sure = BOUND if device == "cpu" else ESTIMATE
+    if update.num_bytes > held.num_bytes:
+        held = Fullest(held.action, Moment(update.where), update.num_bytes, 0)
+        sure = EXACT if update.is_exact else ESTIMATE
     rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
     terms = (
         PeakTerm("weights", states.weights, EXACT),
@@ -163,17 +171,17 @@ def step_peak(
         PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
         PeakTerm("activations kept for backward", held.kept, EXACT),
         PeakTerm("activations rebuilt by a replay", held.rebuilt, EXACT),
-        # What a kernel of a GPU allocates for itself was not measured.
-        PeakTerm(
-            f"workspace of the {held.moment.where}", rest, BOUND if device == "cpu" else ESTIMATE
-        ),
+        PeakTerm(f"workspace of the {held.moment.where}", rest, sure),
         PeakTerm("hidden states received early", held.arrived, EXACT),
         PeakTerm("hidden states being sent", held.sent, ESTIMATE),
         PeakTerm("arena of saved inputs", arena, EXACT),
         PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )
+    at_update = held.moment.where == update.where
     return StepPeak(
-        pp_rank, _moment(config, held, stages), tuple(term for term in terms if term.num_bytes)
+        pp_rank,
+        f"{update.where} after the last backward" if at_update else _moment(config, held, stages),
+        tuple(term for term in terms if term.num_bytes),
     )
 
 
