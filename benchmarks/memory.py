@@ -41,7 +41,10 @@ LLAMA = (
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--loss-chunk-size 64"
-# The fullest moment is the update.
+WINDOWS = "--window-size 32,0 --window-attn-skip-freq 2"
+# The fullest moment is in a layer.
+SMALL = "--vocab-size 255"
+# The fullest moment is the update, or near it.
 FEW_TOKENS = (
     "--num-layers 2 --hidden-size 512 --seq-length 16 --micro-batch-size 1 --vocab-size 255"
 )
@@ -102,6 +105,15 @@ ONE_RANK = (
     Case("full/1@host", f"{CHUNKS} {policy('*:full/1@host')}"),
     Case("mlp@host", f"{CHUNKS} {policy('*:mlp@host')}"),
     Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),
+    Case("small vocabulary, dropout", f"{SMALL} {DROPOUT}"),
+    Case("small vocabulary, llama", f"{SMALL} {LLAMA}"),
+    Case("small vocabulary, core_attn", f"{SMALL} {DROPOUT} {policy('*:core_attn')}"),
+    Case("small vocabulary, pointwise", f"{SMALL} {policy('*:pointwise')}"),
+    Case("small vocabulary, mlp", f"{SMALL} {LLAMA} {policy('*:mlp')}"),
+    Case("small vocabulary, full/1", f"{SMALL} {DROPOUT} {policy('*:full/1')}"),
+    Case("small vocabulary, ops(matmul/2)", f"{SMALL} {policy('*:ops(matmul/2)')}"),
+    Case("small vocabulary, verified", f"{SMALL} {policy('*:mlp')} --recompute-verify"),
+    Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
     Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
     Case("few tokens, AdamW", FEW_TOKENS),
 )
@@ -134,6 +146,12 @@ TWO_RANKS = (
     Case("CP 2", CP, 2),
     Case("CP 2, chunks, full/1", f"{CP} {CHUNKS} {policy('*:full/1')}", 2),
     Case("CP 2, all-gather", f"{CP} {CHUNKS} --cp-comm-type allgather {policy('*:full/1')}", 2),
+    Case("CP 2, small vocabulary, full/1", f"{CP} {SMALL} {policy('*:full/1')}", 2),
+    Case("CP 2, small vocabulary", f"{CP} {SMALL} --cp-comm-type allgather", 2),
+    Case("FSDP 2, small vocabulary, bf16", f"{FSDP} {SMALL} --bf16", 2),
+    Case("FSDP 2, small vocabulary, mlp", f"{FSDP} {SMALL} {policy('*:mlp')}", 2),
+    Case("TP 2, small vocabulary, pointwise", f"{TP} {SMALL} {DROPOUT} {policy('*:pointwise')}", 2),
+    Case("PP 2, small vocabulary, pointwise", f"{PP} {SMALL} {policy('*:pointwise')}", 2, 4),
     Case("CP 2, unfused, ZeRO-1", f"{CP} {CHUNKS} {ZERO1} --attention-backend unfused", 2),
 )
 CASES = (*ONE_RANK, *TWO_RANKS)
