@@ -6,8 +6,10 @@ Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 
@@ -139,6 +141,26 @@ class Sizes:
     def stream_state_bytes(self) -> int:
         """The bytes of the state of one random-number stream."""
         return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE
+
+
+class Heads(NamedTuple):
+    """The bytes of the query and of the key on one rank. The value has the bytes of the key.
+
+    query: s/c b a/t d elements.
+    kv: s/c b g/t d elements.
+    """
+
+    query: int
+    kv: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, sizes: Sizes) -> Heads:
+        """Returns the bytes for one micro-batch of a model."""
+        per_channel = sizes.tokens * sizes.element_bytes
+        return cls(
+            per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
+            per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
+        )
 
 
 def rows_at_a_time(width: int, device: str) -> int:

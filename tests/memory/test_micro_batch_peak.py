@@ -106,7 +106,7 @@ def wrong(
 @pytest.mark.parametrize("layers", [pytest.param((3,), marks=pytest.mark.long), (1, 1, 1)])
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+    [(1, False), *(pytest.param(2, split, marks=pytest.mark.long) for split in (False, True))],
 )
 def test_the_peak_of_a_micro_batch_is_predicted_to_the_byte(
     tp_size: int, sequence_parallel: bool, layers: tuple[int, ...]

@@ -3,6 +3,7 @@ where it holds, and only there."""
 
 from __future__ import annotations
 
+import functools
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,8 @@ def config_of(words: str) -> RunConfig:
     return parse_args(words.split()).config
 
 
+@functools.cache
+@functools.cache
 def report_of(words: str, device: str = "cuda") -> Report:
     return explain(config_of(words), device)
 

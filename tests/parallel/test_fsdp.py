@@ -27,7 +27,7 @@ from tests.support.equality import difference
 from tests.support.hf import PEERS
 from tests.support.layouts import LAYOUTS, backward, build
 from tests.support.models import sample_tokens, tp_state
-from tests.support.pairs import pairs
+from tests.support.pairs import only, pairs
 from tests.support.ranks import run_ranks
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
@@ -177,7 +177,7 @@ VOCABULARY = 65536
 WORDS = VOCABULARY * 32 * 2  # bytes of the vocabulary in bf16
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2, memory-efficient"])
+@pytest.mark.parametrize("layout", only(["fsdp2", "fsdp2, memory-efficient"], 0))
 def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
