@@ -41,6 +41,13 @@ LLAMA = (
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--loss-chunk-size 64"
+WINDOWS = "--window-size 32,0 --window-attn-skip-freq 2"
+# The fullest moment is in a layer.
+SMALL = "--vocab-size 255"
+# The fullest moment is the update, or near it.
+FEW_TOKENS = (
+    "--num-layers 2 --hidden-size 512 --seq-length 16 --micro-batch-size 1 --vocab-size 255"
+)
 
 
 class Case(NamedTuple):
@@ -98,7 +105,17 @@ ONE_RANK = (
     Case("full/1@host", f"{CHUNKS} {policy('*:full/1@host')}"),
     Case("mlp@host", f"{CHUNKS} {policy('*:mlp@host')}"),
     Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),
-    Case("muon", f"{CHUNKS} --optimizer muon {policy('*:full/1')}"),
+    Case("small vocabulary, dropout", f"{SMALL} {DROPOUT}"),
+    Case("small vocabulary, llama", f"{SMALL} {LLAMA}"),
+    Case("small vocabulary, core_attn", f"{SMALL} {DROPOUT} {policy('*:core_attn')}"),
+    Case("small vocabulary, pointwise", f"{SMALL} {policy('*:pointwise')}"),
+    Case("small vocabulary, mlp", f"{SMALL} {LLAMA} {policy('*:mlp')}"),
+    Case("small vocabulary, full/1", f"{SMALL} {DROPOUT} {policy('*:full/1')}"),
+    Case("small vocabulary, ops(matmul/2)", f"{SMALL} {policy('*:ops(matmul/2)')}"),
+    Case("small vocabulary, verified", f"{SMALL} {policy('*:mlp')} --recompute-verify"),
+    Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
+    Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
+    Case("few tokens, AdamW", FEW_TOKENS),
 )
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
 PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
@@ -119,6 +136,7 @@ TWO_RANKS = (
     Case("DP 2", "", 2),
     Case("DP 2, ZeRO-1", ZERO1, 2),
     Case("DP 2, ZeRO-1, bf16, overlap", f"{ZERO1} --bf16 --overlap-grad-reduce", 2),
+    Case("DP 2, gradients sent in bf16", f"{FEW_TOKENS} --bf16 --grad-reduce-in-bf16", 2),
     Case("FSDP 2", FSDP, 2),
     Case("FSDP 2, 1 micro-batch", FSDP, 2, 1),
     Case("FSDP 2, bf16, untied", f"{FSDP} --bf16 --untie-embeddings-and-output-weights", 2),
@@ -128,6 +146,12 @@ TWO_RANKS = (
     Case("CP 2", CP, 2),
     Case("CP 2, chunks, full/1", f"{CP} {CHUNKS} {policy('*:full/1')}", 2),
     Case("CP 2, all-gather", f"{CP} {CHUNKS} --cp-comm-type allgather {policy('*:full/1')}", 2),
+    Case("CP 2, small vocabulary, full/1", f"{CP} {SMALL} {policy('*:full/1')}", 2),
+    Case("CP 2, small vocabulary", f"{CP} {SMALL} --cp-comm-type allgather", 2),
+    Case("FSDP 2, small vocabulary, bf16", f"{FSDP} {SMALL} --bf16", 2),
+    Case("FSDP 2, small vocabulary, mlp", f"{FSDP} {SMALL} {policy('*:mlp')}", 2),
+    Case("TP 2, small vocabulary, pointwise", f"{TP} {SMALL} {DROPOUT} {policy('*:pointwise')}", 2),
+    Case("PP 2, small vocabulary, pointwise", f"{PP} {SMALL} {policy('*:pointwise')}", 2, 4),
     Case("CP 2, unfused, ZeRO-1", f"{CP} {CHUNKS} {ZERO1} --attention-backend unfused", 2),
 )
 CASES = (*ONE_RANK, *TWO_RANKS)

@@ -94,11 +94,40 @@ def flash_workspace(
     results = output + log_sum_exp
     if sizes.cp_size > 1:
         return _exchanging(model, sizes, results, freed)
-    mask = _window_mask(sizes) if windowed else ()
-    built = sum(mask)
+    window = _window_mask(sizes) if windowed else ()
+    built = sum(window)
     return Workspace(
-        course(*mask, +results, -built),
-        course(*mask, +heads.query + 2 * heads.kv, -built - output - results - freed),
+        course(*window, +results, -built),
+        course(*window, +heads.query + 2 * heads.kv, -built - output - results - freed),
+    )
+
+
+def unfused_workspace(
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    heads: tuple[KeptTensor, ...],
+    freed: dict[str, int],
+    *,
+    windowed: bool,
+    in_replay: bool = False,
+) -> Workspace:
+    """Returns the workspace of attention that builds its scores.
+
+    elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
+    heads: the tensors that it keeps of query, key and value.
+    freed: the names and bytes of the inputs that no earlier operation keeps.
+    in_replay: whether it ends a replay, which leaves the product with the values out and holds the
+        gradient of the output to the end.
+    """
+    return Workspace(
+        _unfused_forward(
+            model, sizes, elements, softmax_bytes, windowed=windowed, skip_tail=in_replay
+        ),
+        _unfused_backward(
+            model, sizes, elements, softmax_bytes, heads, freed, holds_gradient=in_replay
+        ),
     )
 
 
@@ -136,35 +165,6 @@ def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> W
         -query - results - freed,
     )
     return Workspace(forward, backward)
-
-
-def unfused_workspace(
-    model: ModelConfig,
-    sizes: Sizes,
-    elements: int,
-    softmax_bytes: int,
-    heads: tuple[KeptTensor, ...],
-    freed: dict[str, int],
-    *,
-    windowed: bool,
-    replayed: bool = False,
-) -> Workspace:
-    """Returns the workspace of attention that builds its scores.
-
-    replayed: whether backward runs it again, without its tail, and holds the gradient of its output
-        to the end.
-    elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
-    heads: the tensors that it keeps of query, key and value.
-    freed: the names and bytes of the inputs that no earlier operation keeps.
-    """
-    return Workspace(
-        _unfused_forward(
-            model, sizes, elements, softmax_bytes, windowed=windowed, skip_tail=replayed
-        ),
-        _unfused_backward(
-            model, sizes, elements, softmax_bytes, heads, freed, holds_gradient=replayed
-        ),
-    )
 
 
 def _rotate(heads: int, part: float) -> Course:

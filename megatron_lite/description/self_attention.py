@@ -15,7 +15,6 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
@@ -266,9 +265,6 @@ def _unfused(
             output_only=True,
         ),
     )
-    workspace = partial(
-        unfused_workspace, model, sizes, elements, softmax, heads, freed, windowed=windowed
-    )
     return Operation(
         CORE,
         "self_attention.core_attention",
@@ -278,8 +274,12 @@ def _unfused(
         calls,
         backward,
         moved=moved,
-        workspace=workspace(),
-        replayed=workspace(replayed=True),
+        workspace=unfused_workspace(
+            model, sizes, elements, softmax, heads, freed, windowed=windowed
+        ),
+        replayed=unfused_workspace(
+            model, sizes, elements, softmax, heads, freed, windowed=windowed, in_replay=True
+        ),
     )
 
 
