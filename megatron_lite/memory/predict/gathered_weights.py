@@ -13,7 +13,9 @@ A unit is one layer; the root unit is everything else. With reshard after forwar
     reduce     copy the gradients into one buffer, free them, sum the buffer over the ranks. The
                buffer lives until the next reduction.
 
-The facts are those of torch 2.13 and of parallel/fsdp_buffers.py. Standard library only.
+The facts are those of torch 2.13 and of parallel/fsdp_buffers.py. Units of the embedding and of the
+output layer (--fsdp-memory-efficient-wrapping) count as parts of the root, which is the most that
+they can hold. Standard library only.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class GatheredWeights(NamedTuple):
 
     reshards: whether a layer's weights are freed after its forward.
     accumulates: whether rows' gradients of an earlier micro-batch exist already.
-    stages_through: the bytes of buffers through which a CPU's ranks exchange a large tensor.
+    on_cpu: whether the ranks exchange large tensors through buffers of a bounded size.
     """
 
     root: Unit
@@ -117,7 +119,6 @@ class GatheredWeights(NamedTuple):
         own = self.layer.gathered
         gather = joined(self._gather(self.layer), change(-before.gathered), change(own))
         kept = 0 if self.reshards else own
-        # The forward of each layer of a segment finds its own weights only.
         return joined(gather, forward, change(kept * number - own))
 
     def end(self) -> Passage:
