@@ -38,7 +38,7 @@ from megatron_lite.plan.step_time import StepTime, step_time
 SMALLEST_TRIED = 4
 STEP = 0.98  # from one budget to the next one, in the search for the smallest peak
 NEAREST = 64  # faster layouts of which the smallest is looked for
-SLOWEST = 1.25  # times the step time of the best plan: a slower one is not worth a row
+SLOWEST = 1.1  # times the step time of the best plan: a slower one is not worth a row
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
 HANDICAP = 0.0005  # of the step time, for each further kind of parallelism: of two plans that are
 # equally fast the simpler one wins
