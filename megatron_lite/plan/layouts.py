@@ -84,7 +84,7 @@ def refusal(problem: Problem, num_ranks: int) -> str:
         )
         recompute = problem.recompute or base.recompute
         config = replace(base, parallel=parallel, training=training, recompute=recompute)
-        config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
+        config.training.batch_schedule(parallel.data_parallel_size(num_ranks))
     except ValueError as error:
         return str(error)
     return (
@@ -105,6 +105,8 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
                         training = replace(
                             base.training, micro_batch_size=size, loss_chunk_size=chunk
                         )
+                        # A batch-size ramp must divide over the ranks from its start on.
+                        training.batch_schedule(dp_size)
                         yield replace(
                             base,
                             parallel=parallel,
