@@ -61,6 +61,7 @@ def test_no_line_is_longer_than_100_columns(capsys: pytest.CaptureFixture[str]) 
     assert max(map(len, policy_rows)) <= 100
 
 
+@pytest.mark.slow
 def test_the_printed_command_is_parsed_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--fix", "pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
     fixed += ["--fix", "tensor-model-parallel-size=2", "--context-parallel-size", "1"]
