@@ -32,6 +32,7 @@ from megatron_lite.plan.policies import Choice, Mix, Room, best_mix, layer_order
 from megatron_lite.plan.stage_time import stage_time
 from megatron_lite.recompute.plan import Store, keep_everything
 
+HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
 ROUNDS = 6  # corrections of the space; two are usual
 GIB = 2**30
 
@@ -318,7 +319,7 @@ class _RankSearch:
             most = stage.num_layers
             if hosted.moved:
                 most = min(most, self.run.host_bytes // (hosted.moved * room.in_flight))
-            for count in range(1, most + 1):
+            for count in _steps(most):
                 wait = self._wait(stage, hosted, count)
                 if wait + count * hosted.price.seconds >= below:
                     break
@@ -446,6 +447,12 @@ class _RankSearch:
                     break
                 found.append(Chosen(config, peak))
         return min(found, key=lambda one: one.peak.num_bytes)
+
+
+def _steps(most: int) -> list[int]:
+    """Returns numbers from 1 to `most`, at most HOST_STEPS of them, in equal steps."""
+    steps = min(most, HOST_STEPS)
+    return [most * step // steps for step in range(1, steps + 1)]
 
 
 def _prices(mix: _StageMix) -> list[Choice]:

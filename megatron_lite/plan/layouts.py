@@ -84,7 +84,7 @@ def refusal(problem: Problem, num_ranks: int) -> str:
         )
         recompute = problem.recompute or base.recompute
         config = replace(base, parallel=parallel, training=training, recompute=recompute)
-        config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
+        config.training.batch_schedule(parallel.data_parallel_size(num_ranks))
     except ValueError as error:
         return str(error)
     return (
@@ -98,13 +98,15 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
     base = problem.base
     for parallel in _parallel(problem, num_ranks):
         dp_size = parallel.data_parallel_size(num_ranks)
-        for data_parallel in _data_parallel(problem, dp_size * parallel.context_parallel_size):
+        for data_parallel in _data_parallel(problem, parallel, dp_size):
             for size in _micro_batch_sizes(problem, parallel, dp_size):
                 for chunk in _options(problem, LOSS_CHUNK, LOSS_CHUNKS):
                     try:
                         training = replace(
                             base.training, micro_batch_size=size, loss_chunk_size=chunk
                         )
+                        # A batch-size ramp must divide over the ranks from its start on.
+                        training.batch_schedule(dp_size)
                         yield replace(
                             base,
                             parallel=parallel,
@@ -167,12 +169,22 @@ def _cuts(problem: Problem, pp_size: int) -> Iterator[dict[str, Any]]:
             yield one
 
 
-def _data_parallel(problem: Problem, dp_cp_size: int) -> Iterator[DataParallelConfig]:
+def _data_parallel(
+    problem: Problem, parallel: ParallelConfig, dp_size: int
+) -> Iterator[DataParallelConfig]:
+    """Yields the kinds of data parallelism.
+
+    FSDP2 gathers the weights of a stage again for each micro-batch of a pipeline. The two are
+    tried together only if the user fixes the pipeline.
+    """
     base = problem.base.data_parallel
-    if DATA_PARALLEL & problem.fixed.keys() or dp_cp_size == 1:
+    if DATA_PARALLEL & problem.fixed.keys() or dp_size * parallel.context_parallel_size == 1:
         yield base
         return
-    for flags in KINDS.values():
+    in_pipeline = parallel.pipeline_model_parallel_size > 1
+    for kind, flags in KINDS.items():
+        if kind == FSDP2 and in_pipeline and PIPELINE not in problem.fixed:
+            continue
         try:
             yield replace(base, **flags)
         except ValueError:

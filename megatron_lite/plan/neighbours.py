@@ -5,6 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -88,8 +89,9 @@ def _changes(search: Search, plan: Plan) -> Iterator[tuple[str, RunConfig, int]]
         off = {name: False for flags in KINDS.values() for name in flags}
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
-                data_parallel = replace(base.data_parallel, **{**off, **flags})
-                yield kind, replace(base, data_parallel=data_parallel), ranks
+                with contextlib.suppress(ValueError):  # it contradicts a setting of the user
+                    data_parallel = replace(base.data_parallel, **{**off, **flags})
+                    yield kind, replace(base, data_parallel=data_parallel), ranks
     node = search.problem.hardware.ranks_per_node
     more = ranks + node if ranks >= node else 2 * ranks
     for count in (more, 2 * ranks):

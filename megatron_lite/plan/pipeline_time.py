@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.stages import warmup_forwards
-from megatron_lite.pipeline.order import Action, order
+from megatron_lite.pipeline.order import Action, orders
 
 # The periods that must follow one another after the same time. No action needs an input that is
 # older than two periods.
@@ -144,10 +144,8 @@ class _Simulation(NamedTuple):
 def _simulate(
     durations: Durations, size: int, num_microbatches: int, num_chunks: int
 ) -> _Simulation:
-    actions = [
-        order(size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks)
-        for rank in range(size)
-    ]
+    actions = orders(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    table: dict[tuple[int, int, str], float] = {}
     ends: list[list[float]] = [[] for _ in range(size)]
     free, busy = [0.0] * size, [0.0] * size
     done: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
@@ -162,7 +160,13 @@ def _simulate(
             arrives = _arrival(action, stage, size * num_chunks, done, durations, free[rank])
             if arrives is None:
                 break
-            spent = durations.duration(rank, action)
+            key = (rank, action.chunk, action.kind)
+            if not durations.alike:
+                spent = durations.duration(rank, action)
+            elif key in table:
+                spent = table[key]
+            else:
+                spent = table[key] = durations.duration(rank, action)
             free[rank] = max(free[rank], arrives) + spent
             busy[rank] += spent
             done[action.kind, action.microbatch, stage] = free[rank]

@@ -6,8 +6,8 @@ fastest of all.
 
     1  no recomputation, and the shortest way through the pipeline
     2  the fastest policy if only states and activations took memory
-    3  the fastest policy by the full prediction of the peak, and its time
-    4  a plan
+    3  the fastest policy by the full prediction of the peak
+    4  the simulation of its pipeline: a plan
 
 Standard library only.
 """
@@ -38,6 +38,7 @@ from megatron_lite.plan.step_time import StepTime, step_time
 SMALLEST_TRIED = 4
 STEP = 0.98  # from one budget to the next one, in the search for the smallest peak
 NEAREST = 64  # faster layouts of which the smallest is looked for
+SLOWEST = 1.1  # times the step time of the best plan: a slower one is not worth a row
 BETTER = 0.999  # of the step time: a plan that is not clearly faster is no better plan
 HANDICAP = 0.0005  # of the step time, for each further kind of parallelism: of two plans that are
 # equally fast the simpler one wins
@@ -68,10 +69,15 @@ class Found(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A layout on its way. station: as in the module's docstring."""
+    """A layout on its way.
+
+    station: the last one that it has passed, as in the module's docstring.
+    config: the layout. chosen: with its policy, from station 3 on. plan: from station 4 on.
+    """
 
     station: int
     config: RunConfig
+    chosen: Chosen | None = None
     plan: Plan | None = None
 
 
@@ -135,7 +141,9 @@ class Search:
         too_large: list[RunConfig] = []
         seen = set()
         while heap and len(plans) < most:
-            _, _, candidate = heapq.heappop(heap)
+            bound, _, candidate = heapq.heappop(heap)
+            if plans and bound > SLOWEST * plans[0].time.seconds:
+                break
             if shape(candidate.config) in seen:
                 continue
             if candidate.plan is not None:
@@ -159,11 +167,13 @@ class Search:
             if quick is None:
                 return None
             return self.bound(quick, num_ranks), candidate._replace(station=2)
+        if candidate.chosen is not None:
+            plan = self.plan(candidate.chosen, num_ranks)
+            return plan.time.seconds, candidate._replace(station=4, plan=plan)
         chosen = self.fit(candidate.config, num_ranks, budget_bytes)
         if isinstance(chosen, Unreachable):
             return None
-        plan = self.plan(chosen, num_ranks)
-        return plan.time.seconds, _Candidate(3, candidate.config, plan)
+        return self.bound(chosen.config, num_ranks), candidate._replace(station=3, chosen=chosen)
 
     def _smallest(self, too_large: list[RunConfig], num_ranks: int) -> Plan | None:
         """Returns the plan with the smallest peak among the most promising layouts."""

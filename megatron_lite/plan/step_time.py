@@ -217,13 +217,11 @@ class _Times:
         recompute, memo, layers = self._config.recompute, self._memo, stage.num_layers
         if keeps_all or not layers:
             return memo.once(("keep", layers), lambda: keep_everything(layers))
-        differ = memo.once(
-            ("stages differ", recompute),
-            lambda: any(rule.stage is not None for rule in recompute.policy.rules),
-        )
-        number = stage.number if differ else 0
+        policy = memo.once(("policy", recompute), lambda: recompute.policy)
+        number = stage.number if any(rule.stage is not None for rule in policy.rules) else 0
         return memo.once(
-            ("plan", recompute, layers, number), lambda: plan_stage(recompute, layers, number)
+            ("plan", recompute, layers, number),
+            lambda: plan_stage(recompute, layers, number, policy=policy),
         )
 
     def duration(self, rank: int, action: Action) -> float:
