@@ -20,6 +20,8 @@ from megatron_lite.config import alternatives, checks, flags
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
+from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
+from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
@@ -67,6 +69,7 @@ class ParsedArguments:
     config: the configuration of the run.
     dump_config: whether to print the configuration and stop.
     explain_recompute: whether to print the effect of recomputation and stop.
+    dry_run: the ranks whose memory to measure without training, and stop; None: no dry run.
     notices: lines for the user about flags with no effect, or less effect than their names promise.
     local_rank: the number of this process on its node, if a launcher passes it as a flag. It is no
         part of the configuration, since each process has its own.
@@ -75,6 +78,7 @@ class ParsedArguments:
     config: RunConfig
     dump_config: bool
     explain_recompute: bool
+    dry_run: DryRunConfig | None
     notices: tuple[str, ...]
     local_rank: int | None = None
 
@@ -93,12 +97,18 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
-    if dump_config and explain_recompute:
+    printing = {
+        "--dump-config": dump_config,
+        "--explain-recompute": explain_recompute,
+        "--dry-run-memory": "dry_run_memory" in given,
+    }
+    first, *others = [name for name, is_given in printing.items() if is_given] or [""]
+    if others:
         parser.error(
-            "--dump-config and --explain-recompute each print something else and stop: leave "
-            "one of them out"
+            f"{first} and {others[0]} each print something else and stop: leave one of them out"
         )
     try:
+        dry_run = take_dry_run(given)
         notices += _without_effect(given)
         notices += _translate_values(given)
         config = _build_config(given, config_json, notices)
@@ -108,7 +118,9 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     notices += setting_notices(
         config, [name for name, value in given.items() if value is not False]
     )
-    return ParsedArguments(config, dump_config, explain_recompute, tuple(notices), local_rank)
+    return ParsedArguments(
+        config, dump_config, explain_recompute, dry_run, tuple(notices), local_rank
+    )
 
 
 def topics() -> dict[str, type]:
@@ -220,6 +232,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="print, layer by layer, what is kept for "
         "backward, rebuilt and sent, and what other recompute flags would do, and stop",
     )
+    _add_dry_run_arguments(parser)
     parser.add_argument(
         "--config-json",
         metavar="FILE",
@@ -249,6 +262,33 @@ def build_parser() -> argparse.ArgumentParser:
     _add_logging_arguments(parser)
     _add_arguments_without_effect(parser)
     return parser
+
+
+def _add_dry_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run-memory",
+        action="store_true",
+        help="run one step of some ranks without their machines, on tensors without values; print "
+        "the memory that each rank needs, and stop",
+    )
+    parser.add_argument(
+        "--dry-run-ranks",
+        metavar="RANK,..",
+        help="global ranks of --dry-run-memory (default: one of each kind of pipeline rank)",
+    )
+    parser.add_argument(
+        "--dry-run-world-size",
+        type=int,
+        metavar="N",
+        help="number of ranks of the run of --dry-run-memory (default: those that the launcher "
+        "started, or those of one model)",
+    )
+    parser.add_argument(
+        "--dry-run-device",
+        metavar="{" + ",".join(DRY_RUN_DEVICES) + "}",
+        help="device of the run of --dry-run-memory (default: the one that the run would use); "
+        "cuda cannot be simulated yet, and the report says so",
+    )
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -447,7 +487,14 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
         "--recompute-policy",
         str,
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
-        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above",
+        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above; "
+        "auto chooses the fastest one that fits --memory-budget",
+    )
+    group.value(
+        "--memory-budget",
+        str,
+        "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
+        "such as 80GiB; derived on a GPU: its memory less a reserve",
     )
     group.switch(
         "--contiguous-saved-activations",
@@ -503,6 +550,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "gradient_accumulation_fusion",
         "do not use NVIDIA apex's kernel for weight gradients on CUDA, even where it is installed "
         "(docs/apex.md)",
+    )
+    group.value(
+        "--memory-limit",
+        str,
+        "stop with advice if a rank allocates more than this, such as 4GiB, as if its device had "
+        "no more",
     )
     group.value(
         "--loss-chunk-size",
@@ -752,6 +805,16 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
         str,
         "file for the memory of one micro-batch, operator by operator, as JSON; "
         "python -m megatron_lite.tools.plot_memory draws it",
+    )
+    group.switch(
+        "--log-peak-memory",
+        "measure the peak of the second step on a CPU too, beside the predicted one; takes seconds",
+    )
+    group.value(
+        "--machine",
+        str,
+        "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
+        "tools/calibrate.py; derived from the GPU's name",
     )
     group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
     group.switch("--log-params-norm", "norm of all weights")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from arguments import parse_args
-from megatron_lite.cli.explanation import print_dry_run
+from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
 from megatron_lite.cli.status import exit_status
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
@@ -33,6 +33,9 @@ def run(argv: Sequence[str], launch: Launch) -> int:
     # Every rank meets the same faults and exits with status 2. Only rank 0 prints them.
     with silent_unless(launch.rank == 0):
         arguments = parse_args(argv)
+    if arguments.dry_run is not None:
+        print_dry_run_memory(arguments.config, arguments.dry_run, arguments.notices, launch)
+        return 0
     if arguments.dump_config or arguments.explain_recompute:
         print_dry_run(
             arguments.config,
@@ -54,13 +57,15 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
     from megatron_lite.cli.supervised import supervised
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer
+    from megatron_lite.training.out_of_memory import memory_limited
 
-    config = ready_to_train(config, launch)
+    config, notices = ready_to_train(config, notices, launch)
     with (
         parallel_state(
             config.parallel, seed=config.training.seed, launch=launch, run=config
         ) as parallel,
         supervised(config, parallel, launch) as supervision,
+        memory_limited(config, parallel.device),
     ):
         supervision.start(notices)
         trainer = build_trainer(config, parallel, pulse=supervision.pulse)

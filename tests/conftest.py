@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.pairs import FULL_GRIDS
+from tests.support.ranks import IS_LONG
 
 try:
     from hypothesis import HealthCheck, settings
@@ -55,6 +56,13 @@ def pytest_collection_finish() -> None:
     it takes a second each time, and in a forked rank it copies every page."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tells run_ranks whether the test is `long`. Such a test checks further settings of what a
+    test of the default run checks, with the same collectives."""
+    os.environ[IS_LONG] = "1" if item.get_closest_marker("long") else "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

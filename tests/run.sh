@@ -9,6 +9,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/examples/environment.sh"
 PIP_QUIET=1 use_environment "$root" test
 export OMP_NUM_THREADS=1  # the tests start several processes
+# Without compiled files each of the processes compiles all of the tests again, in ten seconds of processor time.
+unset PYTHONDONTWRITEBYTECODE
 cd "$root"
 
 types=$(mktemp)

@@ -1,6 +1,7 @@
-"""The output of `--dump-config` and `--explain-recompute`, which print instead of training.
+"""The output of the flags that print instead of training.
 
-The module does not import torch, which would take seconds.
+They are `--dump-config`, `--explain-recompute` and `--dry-run-memory`. The module imports torch,
+which takes seconds, for the last one only.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.dry_run import DryRunConfig
 from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.plan.chosen_policy import with_chosen_policy
+from megatron_lite.plan.machine_choice import machine_for_policy
 
 
 def print_dry_run(
@@ -39,6 +43,8 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     that the run would refuse.
     """
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    config, chosen = _with_policy(config, world_size)
+    notices = [*notices, *chosen]
     told_in_report = recompute_notices(config)
     try:
         dp_size = config.parallel.data_parallel_size(world_size) if world_size > 1 else 1
@@ -48,3 +54,44 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     except ValueError as error:
         raise InputError(str(error)) from error
     return [*(notice for notice in notices if notice not in told_in_report), report_text(report)]
+
+
+def _with_policy(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
+    """Returns the configuration with the policy that `auto` chooses, and a line about it."""
+    if not config.recompute.is_to_be_chosen:
+        return config, []
+    device = likely_device(config.parallel.distributed_backend)
+    machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)
+    num_ranks = max(world_size, config.parallel.model_ranks)
+    chosen = with_chosen_policy(config, machine, num_ranks, device_bytes=machine.memory_bytes)
+    return chosen.config, [chosen.notice]
+
+
+def print_dry_run_memory(
+    config: RunConfig, settings: DryRunConfig, notices: Sequence[str], launch: Launch
+) -> None:
+    """Prints the report of a dry run, on rank 0 only.
+
+    The configuration needs only the fields that decide sizes, not those that training needs.
+
+    Raises InputError for a fault in the tokenizer's files, for a rank beyond the world, for a batch
+    that the run would refuse, and for a setting that a dry run cannot follow.
+    """
+    if launch.rank != 0:
+        return
+    config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    try:
+        world_size = settings.world_size(config.parallel, launched=launch.world_size)
+        config, chosen = _with_policy(config, world_size)
+        notices = [*notices, *chosen]
+        ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
+        config.training.batch_schedule(config.parallel.data_parallel_size(world_size))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    device = settings.dry_run_device or likely_device(config.parallel.distributed_backend)
+    # Imported late: these modules import torch.
+    from megatron_lite.training.dry_run import dry_run
+    from megatron_lite.training.dry_run_text import dry_run_text
+
+    measured = [dry_run(config, rank, world_size=world_size, device=device) for rank in ranks]
+    print(*notices, dry_run_text(config, measured, device=device), sep="\n")

@@ -11,19 +11,21 @@ from collections.abc import Callable
 from megatron_lite.cli.messages import report_before_joining, say
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.signals import die_of
+from megatron_lite.parallel.signals import die_of, dies_without_reader
 
 
 def exit_status(program: Callable[[Launch], int]) -> int:
     """Returns `program(launch)`, or 2 after an InputError.
 
-    After Ctrl-C the process ends by SIGINT itself, as a shell expects.
+    After Ctrl-C the process ends by SIGINT itself, as a shell expects. It ends by SIGPIPE if nobody
+    reads the output of `--help`, `--dump-config` or `--explain-recompute` to its end.
     """
     rank = 0
     try:
         launch = read_launch()
         rank = launch.rank
-        return program(launch)
+        with dies_without_reader():
+            return program(launch)
     except InputError as error:
         report_before_joining(error, rank)
         return 2

@@ -15,6 +15,7 @@ from megatron_lite.config.checks import flag
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.policy import LayerAction, parse_policy
+from megatron_lite.config.recompute import AUTO
 
 FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
 SELECTIVE = ("recompute_activations", "recompute_modules")
@@ -50,6 +51,7 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
 )
 # The fields that have no meaning without a setting. If the setting is replaced, they are too.
 BELONGS_TO = {
+    "recompute_policy": ("memory_budget",),
     "torch_compile": ("activation_memory_budget",),
     "fp16": ("loss_scale", *LOSS_SCALE),
     "bf16": ("grad_reduce_in_bf16",),
@@ -136,7 +138,9 @@ def _replace_recompute_stores(given: Mapping[str, Any], replace: Any) -> None:
         replace(("contiguous_saved_activations", partial), "torch_compile")
     if (text := given.get("recompute_policy")) is None:
         return
-    actions = [rule.action for rule in parse_policy(text).rules]
+    if text != AUTO:
+        replace(BELONGS_TO["recompute_policy"], "recompute_policy")
+    actions = [] if text == AUTO else [rule.action for rule in parse_policy(text).rules]
     if not any(action.unit for action in actions):
         replace(("contiguous_saved_activations",), "recompute_policy")
     if all(action == LayerAction() for action in actions):

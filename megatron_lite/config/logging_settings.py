@@ -14,6 +14,10 @@ class LoggingConfig:
 
     peak_tflops_per_gpu: the peak that MFU and HFU divide by. None: a table gives it for the GPU's
         name.
+    log_peak_memory: whether a run on a CPU measures the peak of its second step, as a run on a GPU
+        always does. It takes some seconds.
+    machine: the machine whose figures predict the time of a step: a name of plan/machines/ or a
+        file of tools/calibrate.py. None: the GPU's name decides, and nothing is predicted on a CPU.
     memory_timeline: the file for the memory of one micro-batch, operator by operator.
         tools/plot_memory.py draws it.
     log_straggler: whether the log names slow ranks (supervision/slow_rank.py).
@@ -27,6 +31,8 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     memory_timeline: str | None = None
     log_throughput: bool = False
+    log_peak_memory: bool = False
+    machine: str | None = None
     log_params_norm: bool = False
     log_num_zeros_in_grad: bool = False
     log_validation_ppl_to_tensorboard: bool = False
@@ -42,7 +48,7 @@ class LoggingConfig:
             raise ValueError(
                 f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})"
             )
-        require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline")
+        require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline", "machine")
         if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
             raise ValueError(
                 f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})"

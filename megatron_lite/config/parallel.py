@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag, require_at_least, require_one_of
@@ -115,6 +114,15 @@ class ParallelConfig:
         spans = 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
         return spans * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
+    @property
+    def model_ranks(self) -> int:
+        """The number of ranks of one model, t x c x p."""
+        return (
+            self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.pipeline_model_parallel_size
+        )
+
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the world size divided by the number of ranks of one model, t x c x p.
 
@@ -125,7 +133,7 @@ class ParallelConfig:
             "--context-parallel-size": self.context_parallel_size,
             "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
         }
-        ranks = math.prod(axes.values())
+        ranks = self.model_ranks
         if world_size % ranks:
             named = [f"{name} {size}" for name, size in axes.items() if size > 1]
             product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")

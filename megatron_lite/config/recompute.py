@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import chosen, require_at_least
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,10 @@ class RecomputeConfig:
     recompute_modules: the regions of granularity selective, core_attn if omitted. `pointwise`
         stands for layernorm, activation and dropout.
     recompute_policy: a text in the language of config/policy.py. It replaces the fields above and
-        can describe more.
+        can describe more. AUTO: plan/chosen_policy.py replaces it at the start by the fastest
+        policy that fits `memory_budget`. Until then the configuration counts as one without a
+        policy.
+    memory_budget: an amount such as 80GiB, for everything that a rank allocates.
     activation_memory_budget: under --torch-compile, the share of its activations that a compiled
         graph may keep for backward, from 0 to 1 (training/compiler.py).
     contiguous_saved_activations: whether the kept inputs of recomputed units lie in one allocation,
@@ -51,6 +56,7 @@ class RecomputeConfig:
     distribute_saved_activations: bool = False
     recompute_modules: tuple[str, ...] = ()
     recompute_policy: str | None = None
+    memory_budget: str | None = None
     activation_memory_budget: float | None = None
     contiguous_saved_activations: bool = False
     recompute_tail_skip: bool = True
@@ -70,6 +76,21 @@ class RecomputeConfig:
                 "distribute_saved_activations",
                 "recompute_modules",
             )
+        if self.memory_budget is not None:
+            parse_bytes("--memory-budget", self.memory_budget, least=1)
+            if not self.is_to_be_chosen:
+                raise ValueError(
+                    f"--memory-budget {self.memory_budget} is for --recompute-policy auto, which "
+                    "chooses a policy that fits it: give that policy too, or leave the budget out"
+                )
+        if self.is_to_be_chosen:
+            self._refuse_without(
+                "cannot go with --recompute-policy auto, which chooses a policy without it: leave "
+                "one of them out",
+                "contiguous_saved_activations",
+                "num_microbatches_with_partial_activation_checkpoints",
+            )
+        if self.recompute_policy is not None and not self.is_to_be_chosen:
             # The normal spelling: two runs with the same policy then compare equal.
             object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
         if self.recompute_activations:
@@ -120,9 +141,14 @@ class RecomputeConfig:
     @property
     def policy(self) -> Policy:
         """The policy that the flags describe. "uniform" and "block" count the layers of a stage."""
-        if self.recompute_policy is not None:
+        if self.recompute_policy is not None and not self.is_to_be_chosen:
             return parse_policy(self.recompute_policy)
         return parse_policy(self._as_policy())
+
+    @property
+    def is_to_be_chosen(self) -> bool:
+        """Whether the policy is still AUTO."""
+        return self.recompute_policy == AUTO
 
     def _as_policy(self) -> str:
         if self.recompute_granularity is None:

@@ -54,7 +54,7 @@ def recompute_notices(config: RunConfig) -> list[str]:
             "--activation-memory-budget is a share of what each compiled graph keeps, and "
             "every dropout ends a graph"
         )
-    if recompute.recompute_policy is not None:
+    if recompute.recompute_policy is not None and not recompute.is_to_be_chosen:
         notices += check_policy_reaches(recompute.policy, config.stage_lengths())
     return [*notices, *_longer_than_a_stage(config), *_partial_checkpointing_without_effect(config)]
 

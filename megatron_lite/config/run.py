@@ -138,7 +138,7 @@ class RunConfig:
     def _check_recompute_policy(self) -> None:
         given = self.recompute.recompute_policy
         stage_lengths = self.stage_lengths()
-        if given is not None:
+        if given is not None and not self.recompute.is_to_be_chosen:
             check_policy_reaches(self.recompute.policy, stage_lengths)
         for rule in self.recompute.policy.rules:
             for entry in map(parse_entry, rule.action.ops):
@@ -234,7 +234,7 @@ class RunConfig:
                 "--recompute-verify has nothing to compare under --torch-compile, whose compiled "
                 "layers decide themselves what they keep and recompute: leave one of them out"
             )
-        if any(
+        if self.recompute.is_to_be_chosen or any(
             rule.action != LayerAction() or rule.store != "device"
             for rule in self.recompute.policy.rules
         ):

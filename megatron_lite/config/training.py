@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import require_at_least, require_one_of, require_within
 
 LANGUAGE_MODEL_SEED = 1234
@@ -21,6 +22,8 @@ class TrainingConfig:
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
         NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
         float32 weights.
+    memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
+        device had no more memory. None: no limit but the device's.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. None: all tokens have
         logits at once, and the logits are kept for backward.
     max_skipped_updates: the number of skipped updates in a row that stops the run. None: 10 spikes
@@ -39,6 +42,7 @@ class TrainingConfig:
     bf16: bool = False
     fp16: bool = False
     gradient_accumulation_fusion: bool = True
+    memory_limit: str | None = None
     loss_chunk_size: int | None = None
     eval_interval: int | None = None
     eval_iters: int = 100
@@ -67,6 +71,8 @@ class TrainingConfig:
             "max_skipped_updates",
             "check_weight_hash_across_dp_replicas_interval",
         )
+        if self.memory_limit is not None:
+            parse_bytes("--memory-limit", self.memory_limit, least=1)
         if self.skip_update_on_spike is not None and not 1.0 < self.skip_update_on_spike < math.inf:
             raise ValueError(
                 "--skip-update-on-spike must be above 1 and finite (got "

@@ -35,11 +35,12 @@ def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
 
 
 def linear_loss_workspace(
-    model: ModelConfig, sizes: Sizes, columns: int, chunk_size: int
+    model: ModelConfig, sizes: Sizes, columns: int, chunk_size: int, *, then: Course
 ) -> Workspace:
     """Returns the workspace of the output projection and the loss, one chunk of tokens at a time.
 
     columns: the columns of the logits on one rank. chunk_size: the tokens of a chunk.
+    then: what happens to the gradient of the weight when backward has computed it.
     """
     h, element, accumulate = model.hidden_size, sizes.element_bytes, sizes.accumulate_bytes
     tokens, row = sizes.tokens, accumulate * sizes.tokens
@@ -63,6 +64,8 @@ def linear_loss_workspace(
     # A 16-bit weight's gradient is summed in float32, a few rows at a time, and cast in the end.
     apart = element != accumulate
     total, cast = columns * h * accumulate, columns * h * element
+    if sizes.adds_in_matmul:
+        apart, total, cast = False, 0, 0
     rows = min(columns, rows_at_a_time(h, sizes.device))
     product = rows * h * element if apart else 0
     scattered = own if gathered else 0
@@ -77,6 +80,7 @@ def linear_loss_workspace(
         *steps,
         -2 * gathered - buffer - 2 * row - row,
         *((+cast, -total) if apart else ()),
+        then,
         -own - _kept(sizes),
     )
     return Workspace(forward, backward)
@@ -103,7 +107,8 @@ def _row_statistics(sizes: Sizes, tokens: int, columns: int) -> Course:
     maximum, softmax = rows * sizes.accumulate_bytes, rows * columns * sizes.accumulate_bytes
     own_maximum = rows * sizes.element_bytes
     parts = [+own_maximum, +maximum, -own_maximum, -maximum] if cast else [+maximum, -maximum]
-    copy = softmax if cast and sizes.device == "cpu" else 0
+    copy = rows * columns * sizes.element_bytes if _copies_slice(sizes) else 0
+    copy = softmax if cast and sizes.device == "cpu" else copy
     parts += [+copy, +softmax, -copy, +maximum, -softmax, -maximum]
     at_label = [+own_row, +row, -own_row - row] if cast else [+row, -row]
     return course(+row, +row, +row, *parts, *at_label)
@@ -144,7 +149,14 @@ def _write_gradient(sizes: Sizes, tokens: int, columns: int) -> Course:
     for rows in [step] * min(full, 2) + ([rest] if rest else []):
         softmax = rows * columns * sizes.accumulate_bytes
         cast = sizes.element_bytes != sizes.accumulate_bytes and sizes.device == "cpu"
-        copy = softmax if cast else 0
+        # A slice without the padding is copied too. A cast copies it in any case.
+        slice_bytes = rows * columns * sizes.element_bytes if _copies_slice(sizes) else 0
+        copy = softmax if cast else slice_bytes
         changes += [+copy, +softmax, -copy, -before]
         before = softmax
     return course(*changes, -before)
+
+
+def _copies_slice(sizes: Sizes) -> bool:
+    """Returns whether softmax copies its rows, since they are a slice of the padded columns."""
+    return sizes.inside_operators and sizes.has_padding

@@ -24,6 +24,7 @@ from megatron_lite.description.operations import (
     NOTHING_MOVED,
     REDUCE_SCATTER,
     Collective,
+    Course,
     KeptTensor,
     Matmul,
     Moved,
@@ -34,6 +35,7 @@ from megatron_lite.description.operations import (
     course,
 )
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.weight_gradients import added_up, apart, gradient_bytes
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
@@ -96,7 +98,11 @@ def column_linear(
         # The gradient of the bias is a sum over the gradient of the output.
         moved=moved + ((0, result.num_bytes) if bias else (0, 0)),
         workspace=column_workspace(
-            model, sizes, output=result.num_bytes, gradients=gradient_bytes(parameters, sizes)
+            model,
+            sizes,
+            output=result.num_bytes,
+            gradients=gradient_bytes(apart(parameters, sizes), sizes),
+            then=added_up(apart(parameters, sizes), sizes),
         ),
         **others,
     )
@@ -148,6 +154,14 @@ def row_linear(
         Parameter("weight", (model.hidden_size, width)),
         *((Parameter("bias", (model.hidden_size,), sizes.sequence_parallel),) if bias else ()),
     )
+    workspace = _row_workspace(
+        model,
+        sizes,
+        input_bytes=sizes.tokens * width * sizes.element_bytes,
+        gradients=gradient_bytes(apart(parameters, sizes), sizes),
+        then=added_up(apart(parameters, sizes), sizes),
+        frees=frees,
+    )
     return Operation(
         name,
         module,
@@ -159,38 +173,42 @@ def row_linear(
             2 * summed.num_bytes if bias and sizes.tp_size > 1 else 0,
             summed.num_bytes if bias else 0,
         ),
-        workspace=_row_workspace(
-            model,
-            sizes,
-            input_bytes=sizes.tokens * width * sizes.element_bytes,
-            gradients=gradient_bytes(parameters, sizes),
-            frees=frees,
-        ),
+        workspace=workspace,
+        replayed=Workspace(course(+sizes.element_bytes), workspace.backward),
         **others,
     )
 
 
-def column_workspace(model: ModelConfig, sizes: Sizes, *, output: int, gradients: int) -> Workspace:
+def column_workspace(
+    model: ModelConfig, sizes: Sizes, *, output: int, gradients: int, then: Course
+) -> Workspace:
     """Returns the workspace of a column-parallel linear layer.
 
     Under sequence parallelism it holds the gathered input, and in backward the whole gradient of
     the input besides this rank's part of the sum.
 
     output: the bytes of its output.
-    gradients: the bytes of its parameters' gradients.
+    gradients: the bytes of its parameters' gradients. then: what happens to them when backward has
+        computed them.
     """
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
     if not _splits_sequence(sizes):
-        return Workspace(course(+output), course(+whole, +gradients, -output - whole))
+        return Workspace(course(+output), course(+whole, +gradients, -output - whole, then))
     own = whole // sizes.tp_size
     return Workspace(
         course(+whole, +output, -whole),
-        course(+whole, +whole, +own, +gradients, -2 * whole - output - own),
+        course(+whole, +whole, +own, +gradients, then, -2 * whole - output - own),
     )
 
 
 def _row_workspace(
-    model: ModelConfig, sizes: Sizes, *, input_bytes: int, gradients: int, frees: RowFrees
+    model: ModelConfig,
+    sizes: Sizes,
+    *,
+    input_bytes: int,
+    gradients: int,
+    then: Course,
+    frees: RowFrees,
 ) -> Workspace:
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
     # Without dropout the gradient of the output is also that of the residual, which lives on.
@@ -199,17 +217,14 @@ def _row_workspace(
     )
     used = own_gradient + frees.backward
     if not _splits_sequence(sizes):
-        return Workspace(course(+whole, -frees.forward), course(+gradients, +input_bytes, -used))
+        return Workspace(
+            course(+whole, -frees.forward), course(+gradients, +input_bytes, then, -used)
+        )
     own = whole // sizes.tp_size
     return Workspace(
         course(+whole, +own, -whole - frees.forward),
-        course(+whole, +gradients, +input_bytes, -whole - used),
+        course(+whole, +gradients, +input_bytes, then, -whole - used),
     )
-
-
-def gradient_bytes(parameters: tuple[Parameter, ...], sizes: Sizes) -> int:
-    """Returns the bytes of the gradients of parameters, which have the parameters' dtype."""
-    return sum(parameter.num_elements for parameter in parameters) * sizes.element_bytes
 
 
 def _splits_sequence(sizes: Sizes) -> bool:

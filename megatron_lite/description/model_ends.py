@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.cross_entropy import linear_loss_workspace, loss_workspace
-from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.dropout import dropout_forward, masked
 from megatron_lite.description.linears import (
     column_backward,
     column_beside,
     column_workspace,
-    gradient_bytes,
     hidden_collective,
     row_backward,
     row_forward,
@@ -39,6 +38,7 @@ from megatron_lite.description.operations import (
     course,
 )
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.weight_gradients import added_up, apart, cast, gradient_bytes
 
 
 def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -110,24 +110,38 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
     tokens, several = sizes.tokens, sizes.tp_size > 1
     whole = tokens * model.hidden_size * sizes.element_bytes
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
-    changes: list[int] = []
+    changes: list[int | Course] = []
     if model.hidden_dropout > 0.0:
-        changes += [+hidden, -hidden - sizes.local_tokens * model.hidden_size]
-    words, *positions = (gradient_bytes((one,), sizes) for one in parameters)
-    if positions:  # summed over the samples, and written into zeros as large as the weight
-        summed = hidden // sizes.micro_batch_size if sizes.micro_batch_size > 1 else 0
-        changes += [+summed, +positions[0], -summed]
+        mask = sizes.local_tokens * model.hidden_size
+        changes += [masked(hidden, sizes), -hidden - mask]
+    words, *positions = parameters
+    for one in positions:  # summed over the samples, and written into zeros as large as the weight
+        samples = hidden // sizes.micro_batch_size if sizes.micro_batch_size > 1 else 0
+        changes += [+samples, +gradient_bytes((one,), sizes), -samples, added_up((one,), sizes)]
     if several and sizes.sequence_parallel:
         changes += [+whole, -hidden]
     if several:  # the rows of ids that are elsewhere become zeros
         changes += [+whole, -whole - tokens]
-    changes += [+words, -whole - (8 * tokens if several else 0)]
-    if not model.untie_embeddings_and_output_weights and sizes.has_head:
+    gradient = gradient_bytes((words,), sizes)
+    changes += [+gradient, -whole - (8 * tokens if several else 0)]
+    if _waits_for_lookup(model, sizes):
         # The head's gradient of the tied weight waits here for this one. Autograd adds them up in
         # place, unless the head's gradient is a view, which it is for torch's own linear layer.
-        is_view = not several and sizes.loss_chunk_size is None
-        changes += [+words, -2 * words] if is_view else [-words]
-    return course(*changes)
+        if sizes.sums_gradients:
+            changes += [cast(words, sizes)]
+            gradient = words.num_elements * sizes.accumulate_bytes
+        is_cast = sizes.sums_gradients and sizes.element_bytes != sizes.accumulate_bytes
+        is_view = not several and sizes.loss_chunk_size is None and not is_cast
+        changes += [+gradient, -2 * gradient] if is_view else [-gradient]
+        return course(*changes, -gradient if sizes.sums_gradients else 0)
+    return course(*changes, added_up((words,), sizes))
+
+
+def _waits_for_lookup(model: ModelConfig, sizes: Sizes) -> bool:
+    """Returns whether the head's gradient of a tied weight waits for that of the embedding."""
+    untied = model.untie_embeddings_and_output_weights
+    both = sizes.has_embedding and sizes.has_head
+    return both and not untied and not sizes.adds_in_matmul
 
 
 def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -155,6 +169,11 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         else ()
     )
     norm = model, sizes, sizes.local_tokens, model.hidden_size
+    vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
+    output_weight = Parameter("weight", _words(model, sizes))
+    waits = _waits_for_lookup(model, sizes) and sizes.sums_gradients
+    apart_weights = apart((output_weight,), sizes)
+    output_gradient = cast(output_weight, sizes) if waits else added_up(apart_weights, sizes)
     logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
     project = OperatorCall(
         "", (), (Matmul("logits", sizes.tokens, columns, model.hidden_size),), gathers
@@ -169,9 +188,11 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                 KeptTensor("output of the last layer", hidden),
                 norm_statistics("final norm", model, sizes, sizes.local_tokens),
             ),
-            parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
+            parameters=vectors,
             moved=Moved(2 * hidden, 3 * hidden),
-            workspace=Workspace(norm_forward(*norm), course(norm_backward(*norm), -hidden)),
+            workspace=Workspace(
+                norm_forward(*norm), course(norm_backward(*norm), added_up(vectors, sizes), -hidden)
+            ),
         ),
         Operation(
             "output_layer",
@@ -187,10 +208,13 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                     model,
                     sizes,
                     output=logits.num_bytes,
-                    gradients=gradient_bytes((Parameter("weight", _words(model, sizes)),), sizes),
+                    gradients=gradient_bytes(apart_weights, sizes),
+                    then=output_gradient,
                 )
                 if sizes.loss_chunk_size is None
-                else linear_loss_workspace(model, sizes, columns, sizes.loss_chunk_size)
+                else linear_loss_workspace(
+                    model, sizes, columns, sizes.loss_chunk_size, then=output_gradient
+                )
             ),
         ),
         Operation(

@@ -208,6 +208,8 @@ class Operation(NamedTuple):
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
     workspace: how the held bytes change while its forward and its backward run.
+    replayed: the same where it ends a replay: the forward leaves out what only the output needs,
+        and the caller holds the gradient of the output to the end. None if nothing changes.
     """
 
     name: str
@@ -222,6 +224,7 @@ class Operation(NamedTuple):
     moved: Moved = NOTHING_MOVED
     beside: tuple[str, ...] = ()
     workspace: Workspace = Workspace()
+    replayed: Workspace | None = None
 
     @property
     def forward(self) -> tuple[Collective, ...]:
@@ -281,6 +284,12 @@ class LayerDescription:
     def inside(self, regions: Set[str]) -> Iterator[Operation]:
         """Yields the operations that lie in one of the regions."""
         return (one for one in self.operations if not regions.isdisjoint(one.regions))
+
+    def tail_operations(self) -> tuple[Operation, ...]:
+        """Returns the operations that a unit's replay leaves out, as far as their output goes."""
+        (name,) = {name for name, _ in self.tail()}
+        first = next(n for n, one in enumerate(self.operations) if one.name == name)
+        return self.operations[first:]
 
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
         """Returns the calls that a replay can leave out if its output is not read.

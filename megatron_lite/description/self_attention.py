@@ -1,7 +1,8 @@
 """The description of self-attention between its two linear layers, as operations.
 
-The code is in model/attention.py. Attention over c context-parallel ranks exchanges keys and
-values. Each rank has a part of them with 2 s/c b g/t d elements.
+The code is in model/attention.py. The bytes that an operation allocates while it runs are in
+attention_workspace.py. Attention over c context-parallel ranks exchanges keys and values. Each rank
+has a part of them with 2 s/c b g/t d elements.
 
                  forward         backward                      tensor of each collective
     p2p          c - 1 shifts    2 c - 1 shifts                one part
@@ -14,60 +15,37 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.dropout import dropout_forward
-from megatron_lite.description.linears import OPERATORS, RowFrees
-from megatron_lite.description.norm_statistics import (
-    norm_backward,
-    norm_forward,
-    norm_parameters,
-    norm_statistics,
+from megatron_lite.description.attention_workspace import (
+    flash_workspace,
+    norms_workspace,
+    rotary_workspace,
+    split_workspace,
+    unfused_workspace,
 )
+from megatron_lite.description.linears import OPERATORS, RowFrees
+from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
 from megatron_lite.description.operations import (
     ALL_GATHER,
     QK_LAYERNORM,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
-    Course,
     KeptTensor,
     Matmul,
     Moved,
     Operation,
     OperatorCall,
     RegionEntry,
-    Workspace,
-    course,
     shared_table,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Heads, Sizes
 
 CORE = "core_attention"
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
-
-
-class Heads(NamedTuple):
-    """The bytes of the query and of the key on one rank. The value has the bytes of the key.
-
-    query: s/c b a/t d elements.
-    kv: s/c b g/t d elements.
-    """
-
-    query: int
-    kv: int
-
-    @classmethod
-    def of(cls, model: ModelConfig, sizes: Sizes) -> Heads:
-        """Returns the bytes for one micro-batch of a model."""
-        per_channel = sizes.tokens * sizes.element_bytes
-        return cls(
-            per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
-            per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
-        )
 
 
 def attention_output(model: ModelConfig, sizes: Sizes) -> KeptTensor:
@@ -89,7 +67,7 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     yield Operation(
         "split_heads",
         "self_attention",
-        workspace=_split_workspace(model, heads, grouped=grouped, rotary=rotary),
+        workspace=split_workspace(model, heads, grouped=grouped, rotary=rotary),
     )
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
@@ -104,28 +82,18 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
                 *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
             ),
             moved=Moved(2 * (heads.query + heads.kv), 3 * (heads.query + heads.kv)),
-            workspace=_norms_workspace(model, sizes, heads, grouped=grouped, apart=apart),
+            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart),
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key.
         both = heads.query + heads.kv
-        # The last reference to a tensor that nobody keeps goes when the rotated one replaces it.
-        replaced = (
-            heads.query + heads.kv
-            if normed
-            else heads.query + 2 * heads.kv + (heads.query if grouped else 0)
-        )
-        part = model.rotary_dim / model.head_dim
         yield Operation(
             "rotary",
             "self_attention",
             (shared_table("rotary tables", tables),),
             moved=Moved(10 * both, 12 * both),
-            workspace=Workspace(
-                course(_rotate(heads.query, part), _rotate(heads.kv, part), -replaced),
-                course(_rotate_backward(heads.kv, part), _rotate_backward(heads.query, part)),
-            ),
+            workspace=rotary_workspace(model, heads, grouped=grouped),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: tuple[KeptTensor, ...] = (whole,)
@@ -160,81 +128,6 @@ def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
         return RowFrees(0, 0)
     grouped = model.query_groups < model.num_attention_heads
     return RowFrees(2 * heads.kv if grouped else 0, heads.query)
-
-
-def _split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: bool) -> Workspace:
-    """Returns the workspace of the split of linear_qkv's output into query, key and value.
-
-    Each of the three is a view or a copy (model/attention.py). If all are copies, linear_qkv's
-    output is freed. Backward writes each gradient into zeros as large as that output, and adds
-    them up in place.
-    """
-    whole = heads.query + 2 * heads.kv
-    copied_later = model.norm_impl == "apex" if model.qk_layernorm else rotary
-    copies = [heads.query] if grouped else []
-    copies += [heads.kv] if grouped and not copied_later else []
-    copies += [heads.kv] if grouped or copied_later else []
-    value, key, query = heads.kv, heads.kv, heads.query
-    return Workspace(
-        course(*copies, -whole if len(copies) == 3 else 0),
-        course(+whole, -value, +whole, -key, -whole, +whole, -query, -whole),
-    )
-
-
-def _norms_workspace(
-    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool
-) -> Workspace:
-    """Returns the workspace of the norms of query and key.
-
-    The gradients have another layout than the heads, with these exceptions: the key's gradient of
-    unfused attention if it is summed over a group, and both gradients of flash attention if there
-    is one sample.
-    """
-    d = model.head_dim
-    queries, keys = (size // sizes.element_bytes // d for size in heads)
-    raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
-    unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
-    copies_query = unfused or samples > 1
-    copies_key = not grouped if unfused else samples > 1
-    return Workspace(
-        course(norm_forward(model, sizes, queries, d), norm_forward(model, sizes, keys, d)),
-        course(
-            norm_backward(model, sizes, keys, d, copies=copies_key),
-            -raw_key,
-            norm_backward(model, sizes, queries, d, copies=copies_query),
-            -raw_query,
-        ),
-    )
-
-
-def _rotate(heads: int, part: float) -> Course:
-    """Returns the course of the rotation of a tensor of heads. It ends with a new tensor.
-
-    heads: its bytes. part: the share of its channels that are rotated.
-    """
-    rotated = round(heads * part)
-    half = rotated // 2  # the negated second half of the channels
-    sums = course(+rotated, +half, +rotated, -half, +rotated, -rotated, +rotated, -2 * rotated)
-    return sums if rotated == heads else course(sums, +heads, -rotated)
-
-
-def _rotate_backward(heads: int, part: float) -> Course:
-    """Returns the course of the backward of `_rotate`. It replaces one gradient by another."""
-    rotated = round(heads * part)
-    half = rotated // 2
-    products = (+rotated, +half, +rotated)
-    if rotated == heads:
-        return course(*products, -heads, +rotated, -rotated - half, -rotated)
-    # The rotated channels and the others are written into zeros, and the two are added up.
-    return course(
-        *products, +rotated, -rotated - half, -rotated, +heads, -heads, +heads, -rotated, -heads
-    )
-
-
-def _window_mask(sizes: Sizes) -> tuple[int, int, int]:
-    """Returns the changes while the mask of a window is built."""
-    mask = sizes.seq_length**2 * sizes.element_bytes
-    return +mask, +mask, -mask
 
 
 def _flash(
@@ -279,10 +172,6 @@ def _flash(
         if windowed and model.attention_dropout
         else ()
     )
-    heads = Heads.of(model, sizes)
-    results = attended.num_bytes + log_sum_exp.num_bytes
-    masked = _window_mask(sizes) if windowed else ()
-    built = sum(masked)
     return Operation(
         CORE,
         "self_attention.core_attention",
@@ -292,12 +181,7 @@ def _flash(
         (call,),
         backward,
         rebuilds=(scores,),
-        workspace=Workspace(
-            course(*masked, +results, -built),
-            course(
-                *masked, +heads.query + 2 * heads.kv, -built - attended.num_bytes - results - freed
-            ),
-        ),
+        workspace=flash_workspace(model, sizes, log_sum_exp.num_bytes, freed, windowed=windowed),
     )
 
 
@@ -390,69 +274,13 @@ def _unfused(
         calls,
         backward,
         moved=moved,
-        workspace=Workspace(
-            _unfused_forward(model, sizes, elements, softmax, windowed=windowed),
-            _unfused_backward(model, sizes, elements, softmax, heads, freed),
+        workspace=unfused_workspace(
+            model, sizes, elements, softmax, heads, freed, windowed=windowed
+        ),
+        replayed=unfused_workspace(
+            model, sizes, elements, softmax, heads, freed, windowed=windowed, in_replay=True
         ),
     )
-
-
-def _unfused_forward(
-    model: ModelConfig, sizes: Sizes, elements: int, softmax_bytes: int, *, windowed: bool
-) -> Course:
-    """Returns the course of the forward of attention that builds its scores.
-
-    elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
-    """
-    heads = Heads.of(model, sizes)
-    scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
-    mask = sizes.seq_length**2 * sizes.element_bytes
-    grouped = model.query_groups < model.num_attention_heads
-    changes: list[int | Course] = [*(_window_mask(sizes) if windowed else (+mask,))]
-    changes += [+heads.query, +heads.query] if grouped else []  # key and value for every head
-    changes += [+scores]
-    cast = softmax != scores
-    # On a CPU the scores are cast before the softmax. A CUDA kernel reads them as they are.
-    copy = softmax if cast and sizes.device == "cpu" else 0
-    changes += [+copy, +softmax, -copy]
-    changes += [+scores] if cast else []
-    dropped = model.attention_dropout > 0.0
-    changes += [dropout_forward(elements, scores, sizes)] if dropped else []
-    by_head = heads.query
-    changes += [+by_head, +heads.query]
-    return course(*changes, -mask - scores - by_head - (scores if cast and dropped else 0))
-
-
-def _unfused_backward(
-    model: ModelConfig,
-    sizes: Sizes,
-    elements: int,
-    softmax_bytes: int,
-    heads: tuple[KeptTensor, ...],
-    freed: dict[str, int],
-) -> Course:
-    """Returns the course of the backward of attention that builds its scores.
-
-    heads: the tensors that it keeps of query, key and value. freed: those of the inputs that no
-    earlier operation keeps.
-    """
-    query, kv = Heads.of(model, sizes)
-    scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
-    cast, dropped = softmax != scores, model.attention_dropout > 0.0
-    grouped = model.query_groups < model.num_attention_heads
-    gradient = query  # of the output; those of the repeated key and value are as large
-    own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
-    value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
-    # softmax times value: the factor that is not the softmax itself is freed, and so is the value
-    changes = [+scores, +query, -gradient - value - (scores if cast or dropped else 0)]
-    changes += [+scores, -scores - elements] if dropped else []
-    changes += [+softmax, -scores] if cast else []
-    changes += [+softmax, -2 * softmax]
-    changes += [+scores, -softmax] if cast else []
-    # The gradients of query and key are products, multiplied by the scale.
-    changes += [+query, +query, -query, +query, +query, -query - scores - sum(own.values())]
-    changes += [+kv, -query, +kv, -query] if grouped else []
-    return course(*changes)
 
 
 def _matmuls(model: ModelConfig, sizes: Sizes) -> tuple[Matmul, Matmul]:

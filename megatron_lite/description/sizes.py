@@ -5,9 +5,11 @@ Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 
@@ -31,6 +33,13 @@ class Sizes:
     has_embedding: whether the stage holds the embedding.
     has_head: whether the stage holds the final norm, the output projection and the loss.
     first_layer: the number of the stage's first layer in the whole model, counted from 0.
+    sums_gradients: whether the gradient of a parameter is added to the rank's sum of gradients and
+        freed as soon as it is complete, as in training. If not, it stays alive.
+    adds_in_matmul: whether the matmul of a weight's gradient adds it to that sum by itself, so that
+        no tensor of the gradient exists.
+    inside_operators: whether the courses count memory that torch allocates and frees inside one
+        call of an operator.
+    has_padding: whether some of a rank's logits are those of padded ids.
     """
 
     micro_batch_size: int
@@ -46,6 +55,10 @@ class Sizes:
     has_embedding: bool = True
     has_head: bool = True
     first_layer: int = 0
+    sums_gradients: bool = False
+    adds_in_matmul: bool = False
+    inside_operators: bool = False
+    has_padding: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
@@ -68,6 +81,22 @@ class Sizes:
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
             first_layer=0 if stage is None else stage.first_layer,
+        )
+
+    @classmethod
+    def in_training(cls, config: RunConfig, *, device: str, stage: Stage) -> Sizes:
+        """Returns the sizes of a stage whose courses count all that a training step allocates."""
+        sizes = cls.of(config, device=device, stage=stage)
+        training = config.training
+        return replace(
+            sizes,
+            sums_gradients=True,
+            # training/apex_kernels.py chooses addmm for float32 weights
+            adds_in_matmul=training.gradient_accumulation_fusion
+            and training.precision == "fp32"
+            and not training.torch_compile,
+            inside_operators=True,
+            has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
     @property
@@ -112,6 +141,26 @@ class Sizes:
     def stream_state_bytes(self) -> int:
         """The bytes of the state of one random-number stream."""
         return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE
+
+
+class Heads(NamedTuple):
+    """The bytes of the query and of the key on one rank. The value has the bytes of the key.
+
+    query: s/c b a/t d elements.
+    kv: s/c b g/t d elements.
+    """
+
+    query: int
+    kv: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, sizes: Sizes) -> Heads:
+        """Returns the bytes for one micro-batch of a model."""
+        per_channel = sizes.tokens * sizes.element_bytes
+        return cls(
+            per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
+            per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
+        )
 
 
 def rows_at_a_time(width: int, device: str) -> int:

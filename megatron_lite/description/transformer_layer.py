@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
 from megatron_lite.description.activations import activation_workspace
-from megatron_lite.description.dropout import dropout_forward
+from megatron_lite.description.dropout import drawn_mask, dropout_forward, masked
 from megatron_lite.description.linears import RowFrees, column_linear, row_linear
 from megatron_lite.description.norm_statistics import (
     norm_backward,
@@ -33,6 +33,7 @@ from megatron_lite.description.self_attention import (
     projection_frees,
 )
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.weight_gradients import added_up
 
 
 def describe_layers(
@@ -181,18 +182,23 @@ def _norm(
     sizes: Sizes,
 ) -> Operation:
     shape = model, sizes, sizes.local_tokens, model.hidden_size
+    vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
+    backward = course(norm_backward(*shape), added_up(vectors, sizes))
     return Operation(
         name,
         name,
         (residual, norm_statistics(statistics, model, sizes, sizes.local_tokens)),
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
-        parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
+        parameters=vectors,
         # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual.
         moved=Moved(2 * residual.num_bytes, 6 * residual.num_bytes),
         # Autograd adds the gradient of the norm's input to that of the residual stream, in place.
-        workspace=Workspace(
-            norm_forward(*shape), course(norm_backward(*shape), -2 * residual.num_bytes)
+        workspace=Workspace(norm_forward(*shape), course(backward, -2 * residual.num_bytes)),
+        # The caller of a replay holds the gradient of the residual stream, so the sum is a tensor
+        # of its own.
+        replayed=Workspace(
+            norm_forward(*shape), course(backward, +residual.num_bytes, -2 * residual.num_bytes)
         ),
     )
 
@@ -223,13 +229,18 @@ def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
         # The gradient of the sum is the gradient of both terms.
         workspace = Workspace(course(+added, -added))
         return Operation(
-            f"{branch} dropout", "", regions=(DROPOUT,), moved=Moved(3 * added), workspace=workspace
+            f"{branch} dropout",
+            "",
+            regions=(DROPOUT,),
+            moved=Moved(3 * added),
+            workspace=workspace,
+            replayed=Workspace(),
         )
     mask = KeptTensor(f"{branch} dropout mask", sizes.local_tokens * model.hidden_size, True)
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
     workspace = Workspace(
         course(dropout_forward(mask.num_bytes, added, sizes), -added),
-        course(+added, -mask.num_bytes),
+        course(masked(added, sizes), -mask.num_bytes),
     )
     return Operation(
         f"{branch} dropout",
@@ -239,4 +250,5 @@ def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
         (RegionEntry(DROPOUT, (state,)),),
         moved=Moved(5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
         workspace=workspace,
+        replayed=Workspace(drawn_mask(mask.num_bytes, sizes), workspace.backward),
     )

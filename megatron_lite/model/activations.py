@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import CPU_BLOCK
+from megatron_lite.parallel.fake_tensors import unlike_parts
 
 
 def tanh_gelu(intermediate: Tensor) -> Tensor:
@@ -51,9 +52,8 @@ class _CpuTanhGELU(torch.autograd.Function):
         output = torch.empty_like(intermediate, memory_format=torch.contiguous_format)
         slope = (8.0 / math.pi) ** 0.5
         dtype = torch.promote_types(intermediate.dtype, torch.float32)
-        for part, into in zip(
-            intermediate.reshape(-1).split(CPU_BLOCK), output.view(-1).split(CPU_BLOCK), strict=True
-        ):
+        parts = intermediate.reshape(-1).split(CPU_BLOCK), output.view(-1).split(CPU_BLOCK)
+        for part, into in unlike_parts(list(zip(*parts, strict=True)), intermediate):
             x = part.to(dtype)
             into.copy_((x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x))
         return output

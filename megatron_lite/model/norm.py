@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.parallel import apex
+from megatron_lite.parallel.fake_tensors import unlike_parts
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -134,7 +135,8 @@ def apex_norm(config: ModelConfig, device_type: str) -> Function:
 IMPLEMENTATIONS = {"torch": torch_norm, "apex": apex_norm}
 
 
-def _blocks(rows: Tensor) -> list[slice]:
+def _blocks(rows: Tensor) -> Sequence[slice]:
     """Returns ranges of rows with about 64 Ki elements each: 256 KiB in float32."""
     step = max(1, CPU_BLOCK // rows.shape[-1])
-    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+    parts = [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+    return unlike_parts(parts, rows)

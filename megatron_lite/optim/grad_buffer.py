@@ -193,7 +193,7 @@ class GradBuffer:
         # `.grad` the view, so autograd adds later gradients in place and nothing needs zeroing.
         def adopt_first(owner: Tensor) -> None:
             assert owner.grad is not None
-            if owner.grad.data_ptr() != view.data_ptr():
+            if owner.grad is not view:
                 view.copy_(owner.grad)
                 owner.grad = view
             self._arrived(name)

@@ -83,10 +83,8 @@ class LossScale:
             0,
             config.hysteresis,
         )
-        # in float32
-        self.minimum = (
-            torch.tensor(config.min_loss_scale).item() if self.is_dynamic else self.scale.item()
-        )
+        least = config.min_loss_scale if config.loss_scale is None else config.loss_scale
+        self.minimum = torch.tensor(least).item()  # rounded to float32
 
     def inverse(self) -> Tensor:
         """Returns 1 / scale, in float32 like Megatron's."""
@@ -127,7 +125,7 @@ class LossScale:
             self._set(state.scale, state.good_steps, state.patience)
 
     def _set(self, scale: float, good_steps: int, patience: int) -> None:
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=self._device)
+        self.scale = torch.full((), scale, dtype=torch.float32, device=self._device)
         self._good_steps, self._patience = (
-            torch.tensor(number, device=self._device) for number in (good_steps, patience)
+            torch.full((), number, device=self._device) for number in (good_steps, patience)
         )

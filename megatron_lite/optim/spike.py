@@ -84,5 +84,5 @@ class SpikeGuard:
             self._set(state.mean, state.count)
 
     def _set(self, mean: float, count: int) -> None:
-        self.mean = torch.tensor(mean, dtype=torch.float64, device=self._device)
-        self._count = torch.tensor(count, device=self._device)
+        self.mean = torch.full((), mean, dtype=torch.float64, device=self._device)
+        self._count = torch.full((), count, device=self._device)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from megatron_lite.parallel.fake_tensors import unlike_parts
 from megatron_lite.parallel.waiting import WAITING
 
 # torch 2.13 renamed the single-tensor forms; older releases have only the old names.
@@ -257,7 +258,7 @@ def _staged(rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """
     size, step = rows.shape[0], max(1, STAGING_BYTES // (rows.shape[0] * rows.element_size()))
     buffers = rows.new_empty((2, size * min(step, rows.shape[1])))
-    for start in range(0, rows.shape[1], step):
+    for start in unlike_parts(range(0, rows.shape[1], step), rows):
         columns = min(step, rows.shape[1] - start)
         sent, received = (buffer[: size * columns].view(size, columns) for buffer in buffers)
         yield slice(start, start + columns), sent, received

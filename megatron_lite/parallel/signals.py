@@ -5,8 +5,10 @@ A command first cleans up, and then ends by the same signal, so that its shell s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -68,3 +70,32 @@ def die_of(number: int) -> NoReturn:
     os.kill(os.getpid(), number)
     # Process 1 of a container has no default action for signals, so the kill above does nothing.
     os._exit(128 + number)
+
+
+@contextlib.contextmanager
+def dies_without_reader() -> Iterator[None]:
+    """Ends this process by SIGPIPE, without a message, once nobody reads its standard output.
+
+    `command | head` closes the pipe in this way. Python ignores SIGPIPE, so that writing raises
+    BrokenPipeError instead. The block's end writes the buffered output. A BrokenPipeError of
+    another file passes through.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:  # argparse has printed the help
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
+    except BrokenPipeError:
+        if not _output_has_lost_its_reader():
+            raise
+        atexit._run_exitfuncs()  # death by a signal skips these functions
+        die_of(signal.SIGPIPE)
+
+
+def _output_has_lost_its_reader() -> bool:
+    """Returns whether standard output is a pipe or a socket whose other end is closed."""
+    poll = select.poll()
+    poll.register(1, 0)  # the errors below are always reported
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

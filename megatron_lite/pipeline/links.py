@@ -8,8 +8,9 @@ never waits behind a receive.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,10 +75,7 @@ class Links:
         self._groups, self._shape, self._dtype, self._device = groups, shape, dtype, device
         self._rank, self._size = groups[0].rank(), groups[0].size()
         self._leaving: list[_Sending] = []
-        # One thread for each group can wait for all its sends, since they complete in order.
-        self._waiters = (
-            tuple(ThreadPoolExecutor(1, "sent") for _ in groups) if device.type == "cpu" else ()
-        )
+        self._waiters = tuple(map(_waiter, groups)) if device.type == "cpu" else ()
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Begins to send to the rank of the next stage (forward) or the stage before (backward)."""
@@ -131,3 +129,23 @@ class Links:
     def _group_number(self, direction: Direction, lower: int) -> int:
         """Returns which group joins the ranks `lower` and `lower + 1`; rank 0 follows the last."""
         return (direction == "backward") + 2 * (lower == self._size - 1)
+
+
+class _Caller(Executor):
+    """Waits in the calling thread, for sends that have ended when they begin."""
+
+    def submit(self, wait: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(wait())
+        return done
+
+
+def _waiter(group: ProcessGroup) -> Executor:
+    """Returns what waits for the sends of a group on a CPU.
+
+    One thread can wait for all sends of a group, since they complete in order. A simulated group
+    (parallel/simulated.py) sends nothing. A thread would only make it uncertain when the sent
+    tensors are freed.
+    """
+    simulated = dist.get_backend(group) == dist.Backend.FAKE
+    return _Caller() if simulated else ThreadPoolExecutor(1, "sent")

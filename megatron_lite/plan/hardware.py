@@ -31,6 +31,7 @@ from megatron_lite.description.operations import (
 )
 
 MACHINES = Path(__file__).parent / "machines"
+ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "h200-141gb": "h200", "b200-180gb": "b200"}
 LARGEST_FIGURE = 1e24
 DEVICES = ("cpu", "cuda")
 
@@ -204,9 +205,10 @@ def machine_names() -> tuple[str, ...]:
 def load_hardware(name: str) -> Hardware:
     """Returns the machine with this name, or the one that a JSON file describes.
 
-    name: a name of `machine_names()`, or the path of a file that ends in .json.
+    name: a name of `machine_names()`, an alias of one, or the path of a file that ends in .json.
     Raises InputError for an unknown name, and for a file that is missing or wrong.
     """
+    name = ALIASES.get(name, name)
     path = Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
     if not name.endswith(".json") and name not in machine_names():
         raise InputError(

@@ -26,6 +26,10 @@ class Seconds(dict[str, float]):
             both[term] += seconds
         return both
 
+    def times(self, number: int) -> Seconds:
+        """Returns every term so many times."""
+        return Seconds({term: number * seconds for term, seconds in self.items()})
+
     def total(self) -> float:
         """Returns the sum over all terms."""
         return sum(self.values())

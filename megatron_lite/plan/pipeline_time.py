@@ -11,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron_lite.pipeline.order import Action, order
+from megatron_lite.config.stages import warmup_forwards
+from megatron_lite.pipeline.order import Action, orders
+
+# The periods that must follow one another after the same time. No action needs an input that is
+# older than two periods.
+SETTLED = 3
+ROUNDING = 1e-12  # of the longest time: the rounding of sums of floats
 
 
 class Durations(NamedTuple):
@@ -19,11 +25,13 @@ class Durations(NamedTuple):
 
     transfer: the seconds that hidden states need from one rank to the next.
     overlap: whether a rank receives its next input while it computes.
+    alike: whether all micro-batches take the same time.
     """
 
     duration: Callable[[int, Action], float]
     transfer: float = 0.0
     overlap: bool = True
+    alike: bool = False
 
 
 class RankTime(NamedTuple):
@@ -39,32 +47,133 @@ def run_pipeline(
     """Returns the times of every rank.
 
     num_chunks: the number of virtual stages of each rank.
+
+    If all micro-batches are alike, the schedule soon repeats: each period of p micro-batches (1
+    without virtual stages) ends the same time after the one before it, on every rank. The times of
+    an action are the maximum over its inputs, plus a constant. So once a shift by one period is the
+    same for every action of several periods in a row, it stays the same until the cool-down, and
+    the run with fewer micro-batches gives the times of the whole run.
     """
-    actions = [
-        order(size=size, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    period = size if num_chunks > 1 else 1
+    fewer = -(-(2 * size + 2) // period) * period + SETTLED * period
+    while durations.alike and fewer < num_microbatches:
+        short = _simulate(durations, size, fewer + (num_microbatches - fewer) % period, num_chunks)
+        if (shift := short.shift(period, num_chunks)) is not None:
+            return short.extended(durations, num_microbatches, period, shift)
+        fewer *= 2
+    return _simulate(durations, size, num_microbatches, num_chunks).ranks
+
+
+def shortest_pipeline(
+    durations: Durations, *, size: int, num_microbatches: int, num_chunks: int = 1
+) -> list[RankTime]:
+    """Returns lower bounds of the times of every rank, without a simulation.
+
+    A rank begins when the first micro-batch arrives, computes all of them, and the gradient of the
+    last one passes through the ranks before it. All micro-batches must take the same time.
+    """
+    once = [
+        [
+            durations.duration(rank, Action(kind, 0, chunk))
+            for rank in range(size)
+            for kind in ("forward", "backward")
+        ]
+        for chunk in range(num_chunks)
+    ]
+    first = once[0]
+    busy = [
+        num_microbatches * sum(sum(chunk[2 * rank : 2 * rank + 2]) for chunk in once)
         for rank in range(size)
     ]
-    positions, ends, busy = [0] * size, [0.0] * size, [0.0] * size
+    filled = [sum(first[: 2 * rank : 2]) + rank * durations.transfer for rank in range(size)]
+    found = []
+    for rank in range(size):
+        end = max(
+            filled[other]
+            + busy[other]
+            + sum(first[2 * rank + 1 : 2 * other + 1 : 2])
+            + (other - rank) * durations.transfer
+            for other in range(rank, size)
+        )
+        found.append(RankTime(end, busy[rank]))
+    return found
+
+
+class _Simulation(NamedTuple):
+    """The result of a simulation. ends: by rank, the time at which each action ends."""
+
+    ranks: list[RankTime]
+    ends: list[list[float]]
+    actions: list[list[Action]]
+
+    def shift(self, period: int, num_chunks: int) -> float | None:
+        """Returns the time between two periods, or None if it has not settled.
+
+        Compared are all actions of SETTLED periods before the cool-down.
+        """
+        length = 2 * period * num_chunks
+        size = len(self.ends)
+        shifts = []
+        for rank, ends in enumerate(self.ends):
+            cool = warmup_forwards(size=size, rank=rank, num_chunks=num_chunks)
+            window = range(len(ends) - cool - SETTLED * length, len(ends) - cool)
+            if window.start - length < cool:
+                return None
+            shifts += [ends[place] - ends[place - length] for place in window]
+        low, high = min(shifts), max(shifts)
+        longest = max(rank.end for rank in self.ranks)
+        return low if high - low <= ROUNDING * longest else None
+
+    def extended(
+        self, durations: Durations, num_microbatches: int, period: int, shift: float
+    ) -> list[RankTime]:
+        """Returns the times of a run with more micro-batches, whose periods follow one another
+        after `shift` seconds."""
+        done = len(self.actions[0]) // 2 // self._num_chunks
+        more = (num_microbatches - done) // period
+        return [
+            RankTime(rank.end + more * shift, rank.busy * num_microbatches / done)
+            for rank in self.ranks
+        ]
+
+    @property
+    def _num_chunks(self) -> int:
+        return 1 + max(action.chunk for action in self.actions[0])
+
+
+def _simulate(
+    durations: Durations, size: int, num_microbatches: int, num_chunks: int
+) -> _Simulation:
+    actions = orders(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    table: dict[tuple[int, int, str], float] = {}
+    ends: list[list[float]] = [[] for _ in range(size)]
+    free, busy = [0.0] * size, [0.0] * size
     done: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
     # A rank runs until an input is missing. Whoever makes an input for another rank wakes it.
     awake = list(range(size))
     while awake:
         rank = awake.pop()
         own = actions[rank]
-        while positions[rank] < len(own):
-            action = own[positions[rank]]
+        while len(ends[rank]) < len(own):
+            action = own[len(ends[rank])]
             stage = action.chunk * size + rank
-            arrives = _arrival(action, stage, size * num_chunks, done, durations, ends[rank])
+            arrives = _arrival(action, stage, size * num_chunks, done, durations, free[rank])
             if arrives is None:
                 break
-            spent = durations.duration(rank, action)
-            ends[rank] = max(ends[rank], arrives) + spent
+            key = (rank, action.chunk, action.kind)
+            if not durations.alike:
+                spent = durations.duration(rank, action)
+            elif key in table:
+                spent = table[key]
+            else:
+                spent = table[key] = durations.duration(rank, action)
+            free[rank] = max(free[rank], arrives) + spent
             busy[rank] += spent
-            done[action.kind, action.microbatch, stage] = ends[rank]
-            positions[rank] += 1
+            done[action.kind, action.microbatch, stage] = free[rank]
+            ends[rank].append(free[rank])
             awake.append((rank + (1 if action.kind == "forward" else -1)) % size)
-    assert all(map(_is_over, positions, actions)), "a rank waits for ever"
-    return [RankTime(*times) for times in zip(ends, busy, strict=True)]
+    assert all(map(_is_over, map(len, ends), actions)), "a rank waits for ever"
+    return _Simulation([RankTime(*times) for times in zip(free, busy, strict=True)], ends, actions)
 
 
 def _arrival(

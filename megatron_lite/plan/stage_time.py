@@ -9,26 +9,22 @@ Copies to host memory and the gathers of FSDP2 run beside both. Standard library
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.linears import hidden_collective
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    Collective,
-    LayerDescription,
-    Operation,
-)
+from megatron_lite.description.operations import ALL_GATHER, REDUCE_SCATTER, Collective, Operation
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.memory.predict.replays import replayed_bytes, replayed_calls
 from megatron_lite.plan.hardware import Group
+from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import (
     REPLAYED_MATMULS,
     REPLAYED_MEMORY_BOUND,
@@ -59,55 +55,124 @@ def stage_time(
     *,
     data_parallel: Group,
     fused_accumulation: bool,
+    memo: Memo | None = None,
 ) -> StageTime:
     """Returns the time of one micro-batch in a stage.
 
     fused_accumulation: whether a kernel adds each weight gradient to its sum as it computes it.
+    memo: results for this model on this machine, which other runs share.
     """
+    memo = Memo() if memo is None else memo
     sizes = Sizes.of(config, device=clock.hardware.device, stage=stage)
-    layers = describe_layers(config.model, sizes, stage.num_layers)
-    operations = [
-        *(embedding_operations(config.model, sizes) if stage.is_first else ()),
-        *(operation for layer in layers for operation in layer.operations),
-        *(head_operations(config.model, sizes) if stage.is_last else ()),
-    ]
-    forward, backward = Seconds(), Seconds()
-    for operation, times in _repeated(operations):
-        for total, one in (
-            (forward, clock.forward(operation)),
-            (backward, clock.backward(operation)),
-        ):
-            for term, seconds in one.items():
-                total[term] += times * seconds
+    if not _layers_differ(config):
+        sizes = replace(sizes, first_layer=0)
+    group = data_parallel if config.data_parallel.use_torch_fsdp2 else None
+    alike = (sizes, stage.num_layers, plan, config.data_parallel, group, fused_accumulation)
+    return memo.once(
+        ("stage", *alike),
+        lambda: _stage_time(
+            config, stage, plan, clock, sizes, data_parallel, fused_accumulation, memo
+        ),
+    )
+
+
+def _stage_time(
+    config: RunConfig,
+    stage: Stage,
+    plan: RecomputePlan,
+    clock: Clock,
+    sizes: Sizes,
+    data_parallel: Group,
+    fused_accumulation: bool,
+    memo: Memo,
+) -> StageTime:
+    inner, differ = layer_sizes(config, sizes), _layers_differ(config)
+    forward, backward = memo.once(
+        ("ends", replace(sizes, first_layer=0)), lambda: _ends_time(config, sizes, clock)
+    )
+    described = stage.num_layers if differ else 1
+    for one, count in memo.once(
+        ("layers", inner, described), lambda: _layers_time(config, inner, described, clock)
+    ):
+        times = count if differ else stage.num_layers
+        forward, backward = forward + one.forward.times(times), backward + one.backward.times(times)
     for segment in plan.segments:
-        own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
-        backward += _replay(config, own, segment, plan, clock, sizes)
-    backward += _gradient_sums(config, stage, clock, fused_accumulation)
+        if not (segment.unit or segment.regions or segment.ops):
+            continue
+        backward += replay_time(config, segment, plan, clock, inner, memo)
+    parameters = stage_parameters(config, stage, memo)
+    backward += _gradient_sums(config, parameters, clock, fused_accumulation)
     copies = _host_copies(config, plan, clock, sizes, forward.total(), backward.total())
-    gathers = _fsdp(config, stage, clock, data_parallel, forward.total(), backward.total())
+    gathers = _fsdp(
+        config, stage, parameters, clock, data_parallel, forward.total(), backward.total()
+    )
     return StageTime(
         forward + copies.forward + gathers.forward, backward + copies.backward + gathers.backward
     )
 
 
-def _repeated(operations: Iterable[Operation]) -> Iterable[tuple[Operation, int]]:
-    """Returns each operation and how often it occurs. Layers that are alike share their
-    operations."""
-    found: dict[int, tuple[Operation, int]] = {}
+def layer_sizes(config: RunConfig, sizes: Sizes) -> Sizes:
+    """Returns the sizes that decide the time of layers: without what only the ends of the model
+    read, and without the number of the first layer if all layers are alike."""
+    return replace(
+        sizes,
+        has_embedding=False,
+        has_head=False,
+        loss_chunk_size=None,
+        first_layer=sizes.first_layer if _layers_differ(config) else 0,
+    )
+
+
+def _layers_differ(config: RunConfig) -> bool:
+    return config.model.window_size is not None or config.model.no_rope_freq is not None
+
+
+def _ends_time(config: RunConfig, sizes: Sizes, clock: Clock) -> StageTime:
+    """Returns the time of the embedding and of the head, as far as the stage holds them."""
+    return _operations_time(
+        [
+            *(embedding_operations(config.model, sizes) if sizes.has_embedding else ()),
+            *(head_operations(config.model, sizes) if sizes.has_head else ()),
+        ],
+        clock,
+    )
+
+
+def _layers_time(
+    config: RunConfig, sizes: Sizes, num_layers: int, clock: Clock
+) -> list[tuple[StageTime, int]]:
+    """Returns the time of one layer of each kind, and how many of them the stage has."""
+    return [
+        (_operations_time(layer.operations, clock), count)
+        for layer, count in describe_kinds(config.model, sizes, num_layers)
+    ]
+
+
+def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime:
+    forward, backward = Seconds(), Seconds()
     for operation in operations:
-        found[id(operation)] = (operation, found.get(id(operation), (operation, 0))[1] + 1)
-    return found.values()
+        forward, backward = forward + clock.forward(operation), backward + clock.backward(operation)
+    return StageTime(forward, backward)
+
+
+def replay_time(
+    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes, memo: Memo
+) -> Seconds:
+    """Returns the time of what backward runs again of a segment."""
+    # Alike layers are replayed in the same time wherever they lie.
+    place = segment.first_layer if _layers_differ(config) else 0
+    alike = (place, segment.num_layers, segment.action, segment.split, plan.skip_tail)
+    return memo.once(
+        ("replay", sizes, *alike),
+        lambda: _replay(config, replace(segment, first_layer=place), plan, clock, sizes),
+    )
 
 
 def _replay(
-    config: RunConfig,
-    layers: Sequence[LayerDescription],
-    segment: Segment,
-    plan: RecomputePlan,
-    clock: Clock,
-    sizes: Sizes,
+    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes
 ) -> Seconds:
-    """Returns the time of what backward runs again of a segment."""
+    stop = segment.first_layer + segment.num_layers
+    layers = describe_layers(config.model, sizes, stop)[segment.first_layer :]
     seconds = clock.memory_bound(
         REPLAYED_MEMORY_BOUND, replayed_bytes(layers, segment, skip_tail=plan.skip_tail)
     )
@@ -122,7 +187,7 @@ def _replay(
     return seconds
 
 
-def _gradient_sums(config: RunConfig, stage: Stage, clock: Clock, fused: bool) -> Seconds:
+def _gradient_sums(config: RunConfig, parameters: int, clock: Clock, fused: bool) -> Seconds:
     """Returns the time to add a micro-batch's gradients to their float32 sums.
 
     The sum is read and written, and the gradient is read. A fused kernel writes the sum where the
@@ -133,14 +198,18 @@ def _gradient_sums(config: RunConfig, stage: Stage, clock: Clock, fused: bool) -
         moved = element + FLOAT32
     else:
         moved = 2 * FLOAT32 - element if fused else 2 * FLOAT32 + element
-    return clock.memory_bound(GRADIENT_SUMS, moved * stage_parameters(config, stage))
+    return clock.memory_bound(GRADIENT_SUMS, moved * parameters)
 
 
-def stage_parameters(config: RunConfig, stage: Stage) -> int:
+def stage_parameters(config: RunConfig, stage: Stage, memo: Memo) -> int:
     """Returns how many parameters one tensor-parallel rank of a stage holds."""
     tp_size = config.parallel.tensor_model_parallel_size
-    return parameter_count(
-        config.model, config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size, stage=stage
+    key: Hashable = ("parameters", tp_size, stage.is_first, stage.is_last, stage.num_layers)
+    return memo.once(
+        key,
+        lambda: parameter_count(
+            config.model, config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size, stage=stage
+        ),
     )
 
 
@@ -157,6 +226,8 @@ def _host_copies(
     Backward waits for the copies of the segment that it begins with. On a CPU copies are ordinary
     operations, beside which nothing runs.
     """
+    if not any(segment.on_host for segment in plan.segments):
+        return StageTime(Seconds(), Seconds())
     layers: dict[int, float] = {}
     for term in activation_terms(config.model, plan, sizes):
         if term.on_host and term.layer is not None:
@@ -173,7 +244,13 @@ def _host_copies(
 
 
 def _fsdp(
-    config: RunConfig, stage: Stage, clock: Clock, group: Group, forward: float, backward: float
+    config: RunConfig,
+    stage: Stage,
+    parameters: int,
+    clock: Clock,
+    group: Group,
+    forward: float,
+    backward: float,
 ) -> StageTime:
     """Returns by how much the collectives of FSDP2 delay forward and backward.
 
@@ -183,13 +260,12 @@ def _fsdp(
     if not config.data_parallel.use_torch_fsdp2 or group.size == 1:
         return StageTime(Seconds(), Seconds())
     units = max(stage.num_layers, 1)
-    parameters = stage_parameters(config, stage) / units
     gather = clock.hardware.collective_seconds(
-        Collective(ALL_GATHER, round(parameters * clock.element_bytes)), group
+        Collective(ALL_GATHER, round(parameters / units * clock.element_bytes)), group
     )
     sent = clock.element_bytes if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
     reduction = clock.hardware.collective_seconds(
-        Collective(REDUCE_SCATTER, round(parameters * sent)), group
+        Collective(REDUCE_SCATTER, round(parameters / units * sent)), group
     )
     again = gather if config.data_parallel.torch_fsdp2_reshard_after_forward else 0.0
     rest = units - 1

@@ -21,11 +21,12 @@ from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.pipeline.order import Action, keeping_all
 from megatron_lite.plan.hardware import Group, Hardware
+from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock, Seconds
-from megatron_lite.plan.pipeline_time import Durations, run_pipeline
+from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import StageTime, stage_time
-from megatron_lite.plan.update_time import update_time
-from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.plan.update_time import UpdateTime, update_time
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
 PIPELINE_WAITS = "waits of the pipeline"
@@ -80,6 +81,8 @@ def step_time(
     fused_accumulation: bool = False,
     all_stages: Sequence[Stage] | None = None,
     transfer_bytes: int | None = None,
+    memo: Memo | None = None,
+    bound: bool = False,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
@@ -88,8 +91,12 @@ def step_time(
     all_stages: other stages than the flags describe, in the order of the model.
     transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
         states.
+    memo: results for this model on this machine, which a search over layouts shares.
+    bound: whether to return a lower bound, in less time: the pipeline's longest simple path instead
+        of a simulation.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
+    memo = Memo() if memo is None else memo
     parallel, model = config.parallel, config.model
     t, c, p = (
         parallel.tensor_model_parallel_size,
@@ -111,6 +118,7 @@ def step_time(
         num_microbatches=num_microbatches,
         data_parallel=data_parallel,
         fused_accumulation=fused_accumulation and config.training.gradient_accumulation_fusion,
+        memo=memo,
     )
     hidden = hidden_collective(
         ALL_GATHER, model, Sizes.of(config, device=hardware.device)
@@ -118,24 +126,16 @@ def step_time(
     transfer = hardware.transfer_seconds(
         transfer_bytes or hidden, inside=pipeline.is_inside_a_node(hardware)
     )
-    ran = run_pipeline(
-        Durations(times.duration, transfer if p > 1 else 0.0, parallel.overlap_p2p_comm),
-        size=p,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
+    durations = Durations(
+        times.duration,
+        transfer if p > 1 else 0.0,
+        parallel.overlap_p2p_comm,
+        # Micro-batches that keep everything have another backward than those that do not.
+        alike=config.recompute.num_microbatches_with_partial_activation_checkpoints is None,
     )
-    updates = [
-        update_time(
-            config,
-            own := [stage for stage in model_stages if stage.rank == rank],
-            clock,
-            data_parallel=data_parallel,
-            embeddings=Group(min(p, 2), (p - 1) * pipeline.stride if p > 1 else 1),
-            forward=sum(times.of(stage, False).forward.total() for stage in own),
-            backward=sum(times.of(stage, False).backward.total() for stage in own),
-        )
-        for rank in range(p)
-    ]
+    run = shortest_pipeline if bound else run_pipeline
+    ran = run(durations, size=p, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    updates = times.updates(data_parallel, Group(min(p, 2), (p - 1) * pipeline.stride or 1))
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     terms = times.of_rank(last)
     terms[PIPELINE_WAITS] = ran[last].end - ran[last].busy
@@ -149,11 +149,15 @@ def step_time(
         rank=last,
         num_ranks=num_ranks,
         tokens=batch * seq_length,
-        model_flops=step_flops(
-            model,
-            batch=batch,
-            seq_length=seq_length,
-            padded_vocab_size=config.tokenizer.padded_vocab_size(t),
+        model_flops=batch
+        * memo.once(
+            ("model FLOPs", seq_length, config.tokenizer.padded_vocab_size(t)),
+            lambda: step_flops(
+                model,
+                batch=1,
+                seq_length=seq_length,
+                padded_vocab_size=config.tokenizer.padded_vocab_size(t),
+            ),
         ),
         peak_flops=hardware.matmuls(element_bytes).peak_flops,
     )
@@ -171,8 +175,9 @@ class _Times:
         num_microbatches: int,
         data_parallel: Group,
         fused_accumulation: bool,
+        memo: Memo,
     ) -> None:
-        self._config, self._clock, self._stages = config, clock, all_stages
+        self._config, self._clock, self._stages, self._memo = config, clock, all_stages, memo
         self._data_parallel, self._fused = data_parallel, fused_accumulation
         self._size = config.parallel.pipeline_model_parallel_size
         self._microbatches = num_microbatches
@@ -187,37 +192,37 @@ class _Times:
                 num_kept=num_kept,
                 num_chunks=self._chunks,
             )
+            if num_kept
+            else frozenset()
             for rank in range(self._size)
         ]
-        self._times: dict[object, StageTime] = {}
+        self._times: dict[tuple[int, bool], StageTime] = {}
         self._totals: dict[tuple[int, bool, str], float] = {}
 
     def of(self, stage: Stage, keeps_all: bool) -> StageTime:
         """Returns the time of one micro-batch in a stage."""
-        config = self._config
-        plan = (
-            keep_everything(stage.num_layers)
-            if keeps_all or not stage.num_layers
-            else plan_stage(config.recompute, stage.num_layers, stage.number)
-        )
-        differs = config.model.window_size is not None or config.model.no_rope_freq is not None
-        alike = (
-            stage.first_layer if differs else 0,
-            stage.is_first,
-            stage.is_last,
-            stage.num_layers,
-            plan,
-        )
-        if alike not in self._times:
-            self._times[alike] = stage_time(
-                config,
+        if (stage.number, keeps_all) not in self._times:
+            self._times[stage.number, keeps_all] = stage_time(
+                self._config,
                 stage,
-                plan,
+                self._plan(stage, keeps_all),
                 self._clock,
                 data_parallel=self._data_parallel,
                 fused_accumulation=self._fused,
+                memo=self._memo,
             )
-        return self._times[alike]
+        return self._times[stage.number, keeps_all]
+
+    def _plan(self, stage: Stage, keeps_all: bool) -> RecomputePlan:
+        recompute, memo, layers = self._config.recompute, self._memo, stage.num_layers
+        if keeps_all or not layers:
+            return memo.once(("keep", layers), lambda: keep_everything(layers))
+        policy = memo.once(("policy", recompute), lambda: recompute.policy)
+        number = stage.number if any(rule.stage is not None for rule in policy.rules) else 0
+        return memo.once(
+            ("plan", recompute, layers, number),
+            lambda: plan_stage(recompute, layers, number, policy=policy),
+        )
 
     def duration(self, rank: int, action: Action) -> float:
         """Returns the seconds of one action of a rank."""
@@ -239,6 +244,33 @@ class _Times:
                     for term, seconds in (one.forward + one.backward).items():
                         terms[term] += number * seconds
         return terms
+
+    def updates(self, data_parallel: Group, embeddings: Group) -> list[UpdateTime]:
+        """Returns the times of all ranks after their last backward.
+
+        embeddings: the ranks that share a tied embedding.
+        """
+        alike: dict[object, UpdateTime] = {}
+        found = []
+        for rank in range(self._size):
+            own = self._stages[rank :: self._size]
+            each = [self.of(stage, False) for stage in own]
+            forward = sum(one.forward.total() for one in each)
+            backward = sum(one.backward.total() for one in each)
+            key = (own[0].is_first, own[-1].is_last, own[0].num_layers, forward, backward)
+            if key not in alike:
+                alike[key] = update_time(
+                    self._config,
+                    own,
+                    self._clock,
+                    data_parallel=data_parallel,
+                    embeddings=embeddings,
+                    forward=forward,
+                    backward=backward,
+                    memo=self._memo,
+                )
+            found.append(alike[key])
+        return found
 
     def _keeps_all(self, rank: int, action: Action) -> bool:
         return bool(self._whole[rank]) and action._replace(kind="forward") in self._whole[rank]

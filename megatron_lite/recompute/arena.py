@@ -90,9 +90,8 @@ def keeping_in(arena: Arena, *, kind: str, stay: Iterable[Tensor]) -> AbstractCo
     """
 
     def move(tensor: Tensor) -> _InSlot:
-        storage = tensor.untyped_storage()
-        slot = arena.take(storage.nbytes())
-        slot.memory.copy_(bytes_of(storage))
+        slot = arena.take(tensor.untyped_storage().nbytes())
+        slot.memory.copy_(bytes_of(tensor))
         return _InSlot(slot)
 
     return moving(move, kind=kind, stay=stay)

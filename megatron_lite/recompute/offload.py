@@ -106,10 +106,9 @@ class Offload:
         group, leaving = _SegmentCopies(self._before), []
 
         def move(tensor: Tensor) -> _OnHost:
-            storage = tensor.untyped_storage()
-            slot = memory.take(storage.nbytes())
+            slot = memory.take(tensor.untyped_storage().nbytes())
             slot.last_use = self._copy_streams.out(
-                slot.memory, bytes_of(storage), after=slot.last_use
+                slot.memory, bytes_of(tensor), after=slot.last_use
             )
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))

@@ -1,4 +1,8 @@
-"""Whether this thread runs a replay. Side effects (counters, logs) check it to happen only once."""
+"""Whether this thread runs a replay, or allocates host memory.
+
+Side effects (counters, logs) check for a replay to happen only once. Measurements check for host
+memory, which on a CPU looks like any other tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +26,18 @@ def recomputing() -> Iterator[None]:
         yield
     finally:
         _phase.depth -= 1
+
+
+def is_allocating_on_host() -> bool:
+    """True while memory for tensors that leave the device is allocated."""
+    return getattr(_phase, "on_host", False)
+
+
+@contextmanager
+def allocating_on_host() -> Iterator[None]:
+    """Marks the memory that the block allocates as host memory. Blocks do not nest."""
+    _phase.on_host = True
+    try:
+        yield
+    finally:
+        _phase.on_host = False

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_lite.recompute.phase import allocating_on_host
+
 
 class Memory(Protocol):
     """A source of slots: a pool, or an arena."""
@@ -84,7 +86,8 @@ class Pool:
         if self._idle[num_bytes]:
             return Slot(self, self._idle[num_bytes].pop(), num_bytes)
         self._make_room(num_bytes)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        with allocating_on_host():
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         self._buffers.add(memory.untyped_storage())
         return Slot(self, PooledMemory(memory), num_bytes)
 

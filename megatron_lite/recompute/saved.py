@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.recompute.versions import check_unwritten, version_of
 
 
@@ -126,9 +127,9 @@ class SavedValue:
         return self._packed.detach()
 
 
-def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Returns the storage as a tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the whole storage of a tensor as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 class _Passed(NamedTuple):
@@ -198,7 +199,7 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
     # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
     # for a tensor subclass, nor for a lazy conjugate or negation.
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
+        (type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor))
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

@@ -21,8 +21,12 @@ from megatron_lite.recompute.plan import RecomputePlan, Segment, Store
 KEEP = Rule(layers=(Layers(),), action=LayerAction())
 
 
-def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> RecomputePlan:
+def plan_stage(
+    config: RecomputeConfig, num_layers: int, stage: int = 0, *, policy: Policy | None = None
+) -> RecomputePlan:
     """Returns the plan of a stage of `num_layers` layers.
+
+    policy: `config.policy`, if the caller has parsed it already.
 
     uniform: all layers are in units of --recompute-num-layers layers. The last unit is shorter if
         that number does not divide the layers of the stage.
@@ -32,7 +36,7 @@ def plan_stage(config: RecomputeConfig, num_layers: int, stage: int = 0) -> Reco
         named region is dropped from the plan, because it runs again with the outer one.
     """
     return RecomputePlan(
-        tuple(segments(config.policy, num_layers, stage)),
+        tuple(segments(policy or config.policy, num_layers, stage)),
         verify=config.recompute_verify,
         skip_tail=config.recompute_tail_skip and not config.recompute_verify,
         contiguous=config.contiguous_saved_activations,

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.arena import Arena, keeping_in
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
+from megatron_lite.recompute.phase import allocating_on_host
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
 
@@ -120,12 +121,13 @@ class Stores:
                 if segment.unit and segment.on_host == on_host
             ]
             device = torch.device("cpu") if on_host else self.device
-            self._arenas[on_host] = Arena(
-                sizes * self.micro_batches,
-                device,
-                pinned=on_host and self.device.type == "cuda",
-                micro_batches=self.micro_batches,
-            )
+            with allocating_on_host() if on_host else nullcontext():
+                self._arenas[on_host] = Arena(
+                    sizes * self.micro_batches,
+                    device,
+                    pinned=on_host and self.device.type == "cuda",
+                    micro_batches=self.micro_batches,
+                )
         return self._arenas[on_host]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from torch import Tensor
+
+from megatron_lite.parallel.fake_tensors import is_fake
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -37,7 +37,4 @@ def has_values(tensor: Tensor) -> bool:
 
     A tensor on the meta device and a fake tensor have none.
     """
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.device.type != "meta" and (
-        fake is None or not isinstance(tensor, fake.FakeTensor)
-    )
+    return tensor.device.type != "meta" and not is_fake(tensor)

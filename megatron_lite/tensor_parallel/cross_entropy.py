@@ -12,6 +12,7 @@ linear_cross_entropy.py combines the same steps for logits that exist one loss c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.description.sizes import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
+from megatron_lite.parallel.fake_tensors import unlike_parts
 
 
 def vocab_parallel_cross_entropy(
@@ -200,7 +202,8 @@ def write_gradient_(
         grad[part, :num_ids] = gradient.scatter_add_(-1, column, at_label)
 
 
-def cached_rows(rows: Tensor) -> list[slice]:
+def cached_rows(rows: Tensor) -> Sequence[slice]:
     """Returns the row ranges that are computed in float32 one after the other."""
     step = rows_at_a_time(rows.shape[-1], rows.device.type)
-    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+    parts = [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+    return unlike_parts(parts, rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.rng import derive_seed
 
@@ -21,9 +22,12 @@ NUM_BLOCKS = 64
 def initialize_parameters_(model: nn.Module, *, seed: int, tp_rank: int, tp_size: int) -> None:
     """Fills every parameter of `model` as its ParameterSpec describes.
 
-    Draws from none of the run's random-number streams.
+    Draws from none of the run's random-number streams. Fake parameters, which have no values, are
+    left as they are.
     """
     for name, parameter in model.named_parameters():
+        if is_fake(parameter):
+            continue
         parameter.copy_(
             initial_values(
                 spec_of(parameter), seed=seed, name=name, tp_rank=tp_rank, tp_size=tp_size

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.one_voice import await_turn, print_fault, silent_unless
-from megatron_lite.parallel.signals import Stopped, die_of, stoppable
+from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader, stoppable
 
 # A fault that all ranks find is printed once: the launcher ends the other ranks while they wait.
 RANK_0_SPEAKS_FIRST_S = 5.0
@@ -23,13 +23,14 @@ def exit_status(command: Callable[[], None]) -> int:
 
     A fault that the user can mend returns 2, with `error: ...` on stderr and no traceback. After
     Ctrl-C, SIGTERM or SIGHUP the command removes its partial files. One line reports the signal,
-    and the process dies of it, as a shell expects.
+    and the process dies of it, as a shell expects. It also dies, of SIGPIPE and without a message,
+    once nobody reads its output.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal that lacks a character shows ? in its place
         sys.stdout.reconfigure(errors="replace")
     try:
-        with stoppable():
+        with stoppable(), dies_without_reader():
             command()
     except (InputError, OSError) as error:
         rank = _rank()

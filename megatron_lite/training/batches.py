@@ -54,6 +54,11 @@ def fetch(
     samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
     if device.type == "cuda":
         samples = samples.pin_memory().to(device, non_blocking=True)
+    return cut(samples, cp_rank=cp_rank, cp_size=cp_size)
+
+
+def cut(samples: Tensor, *, cp_rank: int = 0, cp_size: int = 1) -> MicroBatch:
+    """Returns one context-parallel rank's spans of samples [b, s + 1] as a micro-batch."""
     # `select` copies even where a slice is contiguous (a batch of one sample). Backward saves the
     # tokens, and a view would keep the storage of the whole sample alive.
     spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)

@@ -14,6 +14,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
+from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.sharding import shard_model_
 from megatron_lite.model.stage_models import ModelStages
@@ -28,9 +30,10 @@ from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.capacity import check_fits, told_where_memory_runs_out
+from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
+from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,6 +73,22 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         compile_layers_(model)
     shard_model_(model, parallel, config.data_parallel)
     return model
+
+
+def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStages) -> Optimizer:
+    """Returns the optimizer of a run, with its loss scale and its guard against spikes."""
+    training, ratio = config.training, config.training.skip_update_on_spike
+    optimizer = Optimizer(
+        model,
+        config.optimizer,
+        parallel,
+        config.data_parallel,
+        loss_scale=LossScale(config.loss_scaling, parallel.device) if training.fp16 else None,
+        spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
+    )
+    if training.check_for_nan_in_loss_and_grad:
+        optimizer.measure_own_grad_norm()
+    return optimizer
 
 
 def use_deterministic_algorithms() -> None:
@@ -141,18 +160,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         num_samples=(train_samples, evaluation_samples, evaluation_samples),
     )
     model = build_stages(config, parallel)
-    loss_scale = LossScale(config.loss_scaling, parallel.device) if training.fp16 else None
-    ratio = training.skip_update_on_spike
-    optimizer = Optimizer(
-        model,
-        config.optimizer,
-        parallel,
-        config.data_parallel,
-        loss_scale=loss_scale,
-        spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
-    )
-    if training.check_for_nan_in_loss_and_grad:
-        optimizer.measure_own_grad_norm()
+    optimizer = build_optimizer(config, parallel, model)
     accumulation = fuse_weight_gradients_(config, parallel, model, optimizer)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
@@ -168,8 +176,26 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         saver=Saver(
             config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
         ),
-        notices=(accumulation, *notices.in_log),
+        notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
         pulse=pulse,
+    )
+
+
+def _predicted_peak(
+    config: RunConfig, parallel: ParallelState, batches: BatchSchedule
+) -> tuple[str, ...]:
+    """Returns the line about the predicted peak. Nobody predicts what --torch-compile keeps."""
+    if config.training.torch_compile or parallel.rank:
+        return ()
+    peak = fullest_step_peak(
+        config,
+        device=parallel.device.type,
+        dp_cp_size=parallel.dp_cp_size,
+        num_microbatches=batches.num_microbatches(batches.full),
+    )
+    return (
+        f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
+        f"({peak.moment})",
     )
 
 
@@ -188,12 +214,12 @@ def _check_batches(
         )
     ramp = " ".join(map(str, config.training.rampup_batch_size))
     unit = batches.samples_per_microbatch * parallel.pp_size
-    for size in sizes:
+    for batch_size in sizes:
         check_num_microbatches(
-            batches.num_microbatches(size),
+            batches.num_microbatches(batch_size),
             size=parallel.pp_size,
             num_chunks=num_chunks,
-            remedy=f"--rampup-batch-size {ramp} has a batch of {size} samples; give a START "
+            remedy=f"--rampup-batch-size {ramp} has a batch of {batch_size} samples; give a START "
             "and an INCREMENT "
             f"that are multiples of {unit}, or leave the virtual stages out",
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,14 +31,6 @@ CGROUP_LIMITS = (
 FIX = (
     "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
     "--use-distributed-optimizer, --use-torch-fsdp2), or smaller sizes"
-)
-# Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
-WORDS = (
-    "can't allocate memory",
-    "not enough memory",
-    "Storage size calculation overflowed",
-    "integer multiplication overflow",
-    "CUDA out of memory",
 )
 
 
@@ -103,29 +94,3 @@ def memory_bytes(device: torch.device) -> int | None:
         with contextlib.suppress(OSError, ValueError):
             limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)
-
-
-@contextlib.contextmanager
-def told_where_memory_runs_out(config: RunConfig, parallel: ParallelState) -> Iterator[None]:
-    """Turns a failed allocation inside the block into an InputError.
-
-    The message has the bytes that the rank needs and the bytes that the device has.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        words = str(error)
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
-            known in words for known in WORDS
-        ):
-            raise
-        there = memory_bytes(parallel.device)
-        shown = "an unknown amount" if there is None else size(there)
-        reason = next(
-            (line.strip() for line in words.splitlines() if line.strip()), type(error).__name__
-        )
-        raise InputError(
-            f"out of memory while the run was built ({reason}). Weights, gradients and optimizer "
-            f"state of this rank take {size(least_bytes(config, parallel))}, and {parallel.device} "
-            f"has {shown} for all ranks on it: {FIX}"
-        ) from error

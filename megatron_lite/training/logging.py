@@ -31,6 +31,7 @@ from megatron_lite.training.iteration_line import (
     utilization,
 )
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
+from megatron_lite.training.run_summary import RunSummary, write_summary
 from megatron_lite.training.skipped import SkippedUpdate
 from megatron_lite.training.tensorboard import ScalarFile
 
@@ -194,6 +195,20 @@ class RunLog:
                 )
             )
             self._interval.clear()
+
+    def summary(self, summary: RunSummary) -> None:
+        """Prints how right the predictions were, and writes the figures beside the metrics.
+
+        Nothing is printed or written if nothing was both predicted and measured.
+        """
+        if not self._enabled or not (text := str(summary)):
+            return
+        self.line(text)
+        if self._metrics is not None and self._config.metrics_jsonl is not None:
+            try:
+                write_summary(summary, self._config.metrics_jsonl)
+            except OSError as error:
+                self._warn(f"warning: no summary is written ({error.strerror})")
 
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.

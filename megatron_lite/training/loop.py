@@ -11,9 +11,6 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
-from torch import Tensor
 
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.progress import Progress
@@ -23,24 +20,20 @@ from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
-from megatron_lite.memory.predict.flops import hardware_flops, step_flops
-from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timeouts import set_timeout
-from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.supervision.drift import ReplicaCheck
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
-from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.iteration_line import LogExtras, RunFacts, known_peak_flops
+from megatron_lite.training.due import Due
+from megatron_lite.training.evaluations import Evaluations
 from megatron_lite.training.logging import RunLog
-from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import (
     ActivationBytes,
@@ -48,30 +41,16 @@ from megatron_lite.training.observe import (
     Observer,
     TimelineRecorder,
 )
+from megatron_lite.training.predictions import Predictions
+from megatron_lite.training.run_facts import run_facts
 from megatron_lite.training.skipped import (
     SkippedUpdates,
     StepFigures,
     counted,
     skipped_batches_path,
 )
-from megatron_lite.training.step import StepResult, TrainingError, train_step
-
-
-class StartedStep(NamedTuple):
-    """A step whose figures may still be on the device."""
-
-    iteration: int
-    consumed_samples: int
-    batch_size: int
-    learning_rate: float
-    result: StepResult
-    params_norm: Tensor | None
-    num_zeros: Tensor | None
-
-    @property
-    def samples(self) -> range:
-        """The numbers of the step's samples, in the order in which the run reads its data."""
-        return range(self.consumed_samples - self.batch_size, self.consumed_samples)
+from megatron_lite.training.started_step import StartedStep
+from megatron_lite.training.step import TrainingError, train_step
 
 
 @dataclass(kw_only=True)
@@ -102,6 +81,8 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
+    _evaluations: Evaluations = field(init=False)
+    _predictions: Predictions = field(init=False)
     _skipped: SkippedUpdates = field(init=False)
     _replicas: ReplicaCheck | None = field(default=None, init=False)
     _slow_ranks: SlowRanks | None = field(default=None, init=False)
@@ -112,6 +93,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
+        self._evaluations = Evaluations(self.config, self._runner, self.batches, self.pulse)
+        self._predictions = Predictions(
+            self.config,
+            self.parallel,
+            self.model,
+            self.optimizer,
+            num_microbatches=self.batches.num_microbatches(self.batches.full),
+        )
         self._timeline_is_due = self.config.logging.memory_timeline is not None
         self._make_guards()
 
@@ -165,11 +154,11 @@ class Trainer:
             self.saver.wait(log.line)
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
                 self._evaluate("test", self.datasets.test, log, exits)
+            log.summary(self._predictions.summary())
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
-        training, checkpoint = self.config.training, self.config.checkpoint
         reason = self._evaluate_within(log, exits) if self.progress.evaluation_is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
@@ -183,30 +172,28 @@ class Trainer:
             self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             self.saver.poll(log.line)
-            evaluates = _due(iteration, training.eval_interval) and iteration < self.num_iterations
-            saves, reason = _due(iteration, checkpoint.save_interval), exits.now()
-            last = exits.at_interval(iteration)
-            finished = iteration == self.num_iterations
+            due = Due.after(iteration, self.config, num_iterations=self.num_iterations)
+            reason, last = exits.now(), exits.at_interval(iteration)
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             while len(self._started) > (
-                0 if evaluates or saves or reason or last or finished else self._steps_in_flight()
+                0 if due.needs_progress or reason or last else self._steps_in_flight()
             ):
                 self._finish_step(self._started.popleft(), log)
-            if _due(iteration, training.check_weight_hash_across_dp_replicas_interval):
+            if due.replica_check:
                 self._compare_replicas()
-            if evaluates:
+            if due.evaluation:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
-            if saves:
+            if due.save:
                 self._save(log)
                 reason = reason or exits.now()
             reason = reason or last
-            if reason is not None and not finished:
+            if reason is not None and not due.end:
                 log.line(f"exiting at iteration {iteration}: {reason}")
                 return False
-            if evaluates or saves:
+            if due.evaluation or due.save:
                 self._clock = time.perf_counter()
             if iteration == first and waits is not None:
                 set_timeout(waits)
@@ -248,7 +235,8 @@ class Trainer:
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
         with (
-            self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext()
+            self._predictions.step(iteration),
+            self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext(),
         ):
             result = train_step(
                 self._runner,
@@ -259,6 +247,8 @@ class Trainer:
             )
         if meter is not None:
             self._compare_bytes(meter, log)
+        if (line := self._predictions.peak_line()) is not None:
+            log.line(line)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
@@ -304,6 +294,7 @@ class Trainer:
         figures = StepFigures.read(step.result)
         seconds = time.perf_counter() - self._clock
         self._clock += seconds
+        self._predictions.took(seconds)
         update = None
         if figures.skipped:
             update = self._skipped.judge(
@@ -311,29 +302,14 @@ class Trainer:
             )
             log.skipped(update)
         self.progress = counted(self.progress, figures, update)
-        kept = self.activation_bytes
         log.iteration(
-            IterationRecord(
-                iteration=step.iteration,
-                consumed_samples=step.consumed_samples,
-                global_batch_size=step.batch_size,
-                lm_loss=figures.loss,
-                grad_norm=figures.grad_norm,
-                learning_rate=step.learning_rate,
-                loss_scale=figures.loss_scale,
-                iteration_ms=seconds * 1000.0,
-                tokens_per_second=step.batch_size * self.config.data.seq_length / seconds,
-                skipped=int(figures.skipped),
-                nan=int(not math.isfinite(figures.loss)),
-                activation_bytes_predicted=None if kept is None else kept.predicted,
-                activation_bytes_measured=None if kept is None else kept.measured,
-                activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
-                activation_host_bytes_measured=None if kept is None else kept.host_measured,
+            step.record(
+                figures,
+                seconds=seconds,
+                seq_length=self.config.data.seq_length,
+                activation_bytes=self.activation_bytes,
             ),
-            LogExtras(
-                params_norm=None if step.params_norm is None else step.params_norm.item(),
-                num_zeros=None if step.num_zeros is None else int(step.num_zeros.item()),
-            ),
+            step.extras(),
         )
         if update is not None:
             self._skipped.check(update)
@@ -352,46 +328,10 @@ class Trainer:
     def _evaluate(
         self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits
     ) -> str | None:
-        """Evaluates the loss over `dataset` and logs it.
-
-        Returns None, or a reason if something ended the run meanwhile. The log has no loss then.
-        """
-        num_iterations = self.config.training.eval_iters
-        if num_iterations == 0:
-            return None
-        if dataset is None:
-            log.line(
-                f"no {name} loss: --split {self.config.data.split!r} leaves no documents for it"
-            )
-            return None
-        reason, where = None, f"iteration {self.progress.iteration} ({name} loss)"
-
-        def stops() -> bool:
-            nonlocal reason
-            self.pulse.at(where)
-            reason = exits.now()
-            return reason is not None
-
-        log.line(f"evaluating the {name} loss over {num_iterations} global batches (--eval-iters)")
-        result = evaluate(
-            self._runner,
-            dataset,
-            num_iterations=num_iterations,
-            num_microbatches=self.batches.num_microbatches(self.batches.full),
-            micro_batch_size=self.config.training.micro_batch_size,
-            where=where,
-            stops=stops,
+        """Logs a loss over `dataset`. Returns a reason if something ended the run meanwhile."""
+        return self._evaluations.log_loss(
+            name, dataset, iteration=self.progress.iteration, log=log, exits=exits
         )
-        if result is None:
-            log.line(f"the {name} loss is left unfinished: {reason}")
-            return reason
-        log.evaluation(name, self.progress.iteration, result)
-        if self.config.training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
-            raise TrainingError(
-                f"iteration {self.progress.iteration}: the {name} loss is {result.loss}. Lower "
-                "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
-            )
-        return None
 
     def _load(self) -> list[str]:
         if self.config.checkpoint.load is None:
@@ -441,45 +381,14 @@ class Trainer:
         self._saved_at = iteration
 
     def _open_log(self) -> RunLog:
-        config, device, seq_length = self.config, self.parallel.device, self.config.data.seq_length
-        vocabulary = config.tokenizer.padded_vocab_size(self.parallel.tp_size)
-        batch_size = self.batches.full
-        remaining = self.num_iterations - self.progress.iteration
-        consumed = self.progress.consumed_samples
-        spared = {
-            size: spared_flops(
-                config,
-                self.batches.num_microbatches(size),
-                device=device.type,
-                samples_per_microbatch=self.batches.samples_per_microbatch,
-            )
-            for size in self.batches.sizes_from(consumed, num_iterations=remaining)
-        }
-        facts = RunFacts(
+        config = self.config
+        facts = run_facts(
+            config,
+            self.batches,
+            self.progress,
             num_iterations=self.num_iterations,
-            batch_size=batch_size,
-            device=device,
-            tokens=batch_size * seq_length,
-            num_samples=self.batches.consumed_after(remaining, consumed=consumed),
-            spared_flops=spared,
             world_size=self.parallel.world_size,
-            flops=step_flops(
-                config.model, batch=batch_size, seq_length=seq_length, padded_vocab_size=vocabulary
-            ),
-            hardware_flops=hardware_flops(
-                config.model,
-                plan_model(config),
-                batch=batch_size,
-                seq_length=seq_length,
-                padded_vocab_size=vocabulary,
-                device=device.type,
-                loss_chunk_size=config.training.loss_chunk_size,
-                tp_size=self.parallel.tp_size,
-                cp_size=self.parallel.cp_size,
-            ),
-            peak_flops=known_peak_flops(
-                config.logging, device, bf16=config.training.precision != "fp32"
-            ),
+            device=self.parallel.device,
         )
         return RunLog(
             config.logging,
@@ -489,7 +398,3 @@ class Trainer:
             skipped_batches=skipped_batches_path(config),
             keep_last=config.checkpoint.save_keep_last,
         )
-
-
-def _due(iteration: int, interval: int | None) -> bool:
-    return interval is not None and iteration % interval == 0

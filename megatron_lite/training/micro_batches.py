@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keepi
 from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.training.batches import Batches
 from megatron_lite.training.observe import Observer
+
+Runner = TypeVar("Runner", bound="StageRunner")
 
 
 class _Step(NamedTuple):
@@ -63,7 +65,9 @@ class StageRunner:
             self._reserve(most_microbatches)
 
     @classmethod
-    def of(cls, config: RunConfig, model: ModelStages, parallel: ParallelState) -> StageRunner:
+    def of(
+        cls: type[Runner], config: RunConfig, model: ModelStages, parallel: ParallelState
+    ) -> Runner:
         """Returns the runner of a run.
 
         Raises ValueError for a batch that does not divide over ranks and micro-batches.

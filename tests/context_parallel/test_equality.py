@@ -91,12 +91,7 @@ def check_gradients(layout: Layout) -> None:
 
 
 # What a default run has: either exchange, two and four ranks, with and without tensor parallelism.
-DEFAULT = {
-    Layout(2, 1, 2),
-    Layout(2, 1, 2, cp_comm_type="allgather"),
-    Layout(4, 1, 4, cp_comm_type="allgather", seq_length=16),
-    Layout(4, 2, 2, True),
-}
+DEFAULT = {Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather"), Layout(4, 2, 2, True)}
 
 
 def marked(layouts: list[Layout], default: set[Layout]) -> list[Any]:
@@ -118,7 +113,7 @@ def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None
 TRAININGS = [Layout(2, 1, 2), Layout(4, 2, 2, True, "allgather"), Layout(4, 1, 2)]
 
 
-@pytest.mark.parametrize("layout", marked(TRAININGS, {TRAININGS[1]}))
+@pytest.mark.parametrize("layout", marked(TRAININGS, {TRAININGS[0]}))
 def test_ten_steps_of_training_equal_those_of_one_rank(layout: Layout) -> None:
     """Without clipping, whose norm is a float32 number. In float32 weights are not compared: AdamW
     turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into

@@ -73,7 +73,9 @@ ZERO_1 = DataParallelConfig(
     ("model", "world_size", "layout", "data_parallel"),
     [
         (NO_DROPOUT, 2, {}, DataParallelConfig()),
-        (NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True)),
+        pytest.param(
+            NO_DROPOUT, 2, {}, DataParallelConfig(use_torch_fsdp2=True), marks=pytest.mark.long
+        ),
         (LLAMA, 4, dict(cp_comm_type="allgather"), ZERO_1),
         pytest.param(
             LLAMA,

@@ -185,7 +185,7 @@ def wrong_each_time(
 
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+    [(1, False), *(pytest.param(2, split, marks=pytest.mark.long) for split in (False, True))],
 )
 def test_every_operation_holds_what_its_workspace_tells(
     tp_size: int, sequence_parallel: bool
@@ -196,6 +196,7 @@ def test_every_operation_holds_what_its_workspace_tells(
     )
 
 
+@pytest.mark.long
 def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_tells() -> None:
     found = {}
     with tp_state(1) as parallel:

@@ -85,7 +85,7 @@ def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: 
             assert (folder / path.relative_to(begun)).read_bytes() == path.read_bytes(), path
 
 
-@WAYS
+@ASYNC
 @pytest.mark.parametrize(
     "victim", ["metadata.json", pytest.param("manifest.json", marks=pytest.mark.long)]
 )

@@ -75,11 +75,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize(
     ("rank", "place", "names", "iteration"),
     [
-        (0, "backward", ["SIGUSR1"], 2),
         (1, "evaluation", ["SIGUSR2"], 3),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (
+                (0, "backward", ["SIGUSR1"], 2),
                 (1, "forward", ["SIGTERM"], 2),
                 (0, "saving", ["SIGTERM"], 4),
                 (1, "step", ["SIGTERM", "SIGUSR1"], 3),
@@ -151,11 +151,10 @@ def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(
 @pytest.mark.parametrize(
     ("rank", "name", "place"),
     [
-        (0, "SIGTERM", "index"),
         (1, "SIGUSR1", "model"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in ((1, "SIGUSR1", "index"), (0, "SIGTERM", "model"))
+            for case in ((0, "SIGTERM", "index"), (1, "SIGUSR1", "index"), (0, "SIGTERM", "model"))
         ),
     ],
 )

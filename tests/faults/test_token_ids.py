@@ -83,12 +83,11 @@ def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None)
 @pytest.mark.parametrize(
     "shape",
     [
-        "tp2",
         "pp2",
         "dp2",
         *(
             pytest.param(shape, marks=pytest.mark.long)
-            for shape in ("alone", "cp2", "zero1-overlap", "fsdp2")
+            for shape in ("tp2", "alone", "cp2", "zero1-overlap", "fsdp2")
         ),
     ],
 )

@@ -196,7 +196,7 @@ def differences(
     [
         (1, False, 31),
         pytest.param(2, False, 59, marks=pytest.mark.long),
-        (2, True, 59),
+        pytest.param(2, True, 59, marks=pytest.mark.long),
         pytest.param(4, True, 173, marks=pytest.mark.long),
     ],
 )
@@ -237,9 +237,9 @@ def living(rank: int, world_size: int, sequence_parallel: bool) -> list[Figures]
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
     [
-        pytest.param(1, False, marks=pytest.mark.long),
+        (1, False),
         pytest.param(2, False, marks=pytest.mark.long),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.long),
     ],
 )
 def test_what_is_saved_is_all_that_lives(tp_size: int, sequence_parallel: bool) -> None:
@@ -280,7 +280,7 @@ def living_with_the_loss_in_chunks(
     [
         (1, False),
         pytest.param(2, False, marks=pytest.mark.long),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.long),
         pytest.param(4, True, marks=pytest.mark.long),
     ],
 )

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import CPU_RNG_STATE, NUM_STREAMS, Sizes
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.memory.predict.micro_batch_peak import micro_batch_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.pipeline.handoff import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, SHARE, Case, wrong_each_time
-from tests.support.allocations import allocations
-from tests.support.courses import EngineStorages, gloo_has_freed
+from tests.support.courses import gloo_has_freed
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
@@ -106,7 +107,7 @@ def wrong(
 @pytest.mark.parametrize("layers", [pytest.param((3,), marks=pytest.mark.long), (1, 1, 1)])
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+    [(1, False), *(pytest.param(2, split, marks=pytest.mark.long) for split in (False, True))],
 )
 def test_the_peak_of_a_micro_batch_is_predicted_to_the_byte(
     tp_size: int, sequence_parallel: bool, layers: tuple[int, ...]
@@ -142,7 +143,7 @@ def allocated(rank: int, world_size: int, cases: list[Case]) -> dict[Case, tuple
             run_backward(forward(model, sizes, *sample)[0])
             model.zero_grad(set_to_none=True)
             tables = sum(table.nbytes for table in model.constants())
-            with allocations() as watch:
+            with allocator_peak() as watch:
                 end, batch = forward(model, sizes, *sample)
                 run_backward(end)
                 del end, batch

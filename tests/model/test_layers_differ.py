@@ -13,6 +13,7 @@ import torch
 from megatron_lite.config.model import ModelConfig
 from tests.support.equality import GQA, LLAMA, difference, differences
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.pairs import only
 from tests.support.pipelines import Layout, Trained, train
 from tests.support.ranks import run_ranks
 
@@ -110,7 +111,7 @@ def single_process() -> Trained:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", only(LAYOUTS, 1, 2), ids=str)
 def test_a_pipeline_trains_as_one_process_does(layout: Layout) -> None:
     expected = single_process()
 

@@ -21,7 +21,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training import step
 from tests.context_parallel import test_attention, test_equality, test_run
 from tests.context_parallel.test_equality import Layout
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -145,16 +145,18 @@ MUTANTS = [
     *(
         EQUALITY(fault)
         for fault in (
-            learned_positions_count_from_zero_on_every_rank,
             rotary_positions_count_from_zero_on_every_rank,
             unfused_masks_as_if_keys_were_gathered_in_order,
-            gradients_are_not_summed,
         )
+    ),
+    *(
+        EQUALITY(fault, long=True)
+        for fault in (learned_positions_count_from_zero_on_every_rank, gradients_are_not_summed)
     ),
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault.__name__)
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
 def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_seen(mutant, monkeypatch)
 
@@ -163,7 +165,7 @@ def test_the_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) ->
     "fault",
     [
         pytest.param(the_loss_is_the_mean_over_data_parallel_ranks_alone, marks=pytest.mark.long),
-        only_data_parallel_ranks_add_up_the_loss,
+        pytest.param(only_data_parallel_ranks_add_up_the_loss, marks=pytest.mark.long),
     ],
     ids=lambda fault: fault.__name__,
 )

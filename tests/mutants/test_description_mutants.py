@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.config import regions
 from megatron_lite.description import (
+    attention_workspace,
     linears,
     model_ends,
     norm_statistics,
@@ -109,7 +110,7 @@ def a_dropout_holds_no_mask(patch: Patch) -> None:
 
 
 def one_rotation_is_forgotten(patch: Patch) -> None:
-    patch.setattr(self_attention, "_rotate_backward", lambda heads, part: Course())
+    patch.setattr(attention_workspace, "_rotate_backward", lambda heads, part: Course())
 
 
 def a_norm_leaves_its_statistics(patch: Patch) -> None:
@@ -130,8 +131,8 @@ MUTANTS: list[Any] = [
     Mutant(a_dropout_keeps_no_mask, DRIFT, ONE),
     Mutant(a_matmul_is_forgotten, DRIFT, ONE),
     Mutant(a_bias_is_forgotten, DRIFT, ONE),
-    Mutant(inputs_are_not_gathered, DRIFT, dict(tp_size=2, sequence_parallel=True)),
-    Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False)),
+    Mutant(inputs_are_not_gathered, DRIFT, dict(tp_size=2, sequence_parallel=True), long=True),
+    Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False), long=True),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
     Mutant(a_linear_layer_forgets_its_weight_gradient, WORKSPACE, ONE, long=True),
     Mutant(a_dropout_holds_no_mask, WORKSPACE, ONE, long=True),

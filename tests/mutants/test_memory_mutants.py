@@ -11,13 +11,17 @@ from torch import Tensor
 from megatron_lite.config import model as config_model
 from megatron_lite.description import norm_statistics as norms
 from megatron_lite.memory.explain import difference
+from megatron_lite.memory.measure import step_meter
 from megatron_lite.memory.measure.kept_bytes import KeptBytesMeter
 from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.model import activations
+from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.tensor_parallel import linear_cross_entropy
 from tests import test_unknown_choices
-from tests.memory import test_difference, test_kept_bytes
+from tests.memory import test_difference, test_kept_bytes, test_live_storages
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.tensor_parallel import test_linear_cross_entropy
+from tests.training import test_dry_run
 
 Patch = pytest.MonkeyPatch
 
@@ -50,7 +54,34 @@ def tensors_of_any_layer_are_paired_at_once(_, self):
     return None
 
 
+@replaces("unlike_parts", activations)
+def a_dry_run_visits_no_block(_, parts, tensor):
+    return parts[:0] if is_fake(tensor) else parts
+
+
+@replaces("is_allocating_on_host", step_meter)
+def host_memory_is_memory_of_the_device(_):
+    return False
+
+
+@replaces("_read", LiveStorages)
+def a_resized_storage_keeps_its_size(_, self, known):
+    return None
+
+
 MUTANTS: list[Any] = [
+    Mutant(
+        a_dry_run_visits_no_block,
+        test_dry_run.test_a_loop_over_blocks_has_the_peak_of_all_its_blocks,
+    ),
+    Mutant(
+        host_memory_is_memory_of_the_device,
+        test_dry_run.test_beside_a_gpu_host_memory_is_no_part_of_the_peak,
+    ),
+    Mutant(
+        a_resized_storage_keeps_its_size,
+        test_live_storages.test_a_resize_outside_of_operators_counts_once_it_is_read_again,
+    ),
     Mutant(
         chunks_add_up_in_bf16,
         test_linear_cross_entropy.test_bf16_chunks_change_the_weights_gradient_by_less_than_one_rounding,

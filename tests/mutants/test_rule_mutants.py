@@ -14,7 +14,7 @@ from megatron_lite.memory.explain import prices, report
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.supervision.pulse import Pulse
-from megatron_lite.training import loop
+from megatron_lite.training import run_facts
 from tests import test_arguments
 from tests.config import test_alternatives, test_policy_reach
 from tests.pipeline import test_runs
@@ -76,12 +76,12 @@ def a_step_always_fills_the_pipeline(_, config):
     return 2 * config.parallel.pipeline_model_parallel_size
 
 
-@replaces("_enough_microbatches", pipeline)
+@replaces("enough_microbatches", pipeline)
 def the_windows_repeat_with_the_schedule(_, config, rank, num_chunks):
     return 2 * 3
 
 
-@replaces("spared_flops", loop)
+@replaces("spared_flops", run_facts)
 def every_micro_batch_is_recomputed_in_the_log(_, *args, **facts):
     return 0
 

@@ -27,6 +27,7 @@ from tests.optim.test_muon import HIGH, MATRICES
 from tests.support.equality import LLAMA, difference
 from tests.support.layouts import LAYOUTS, Run, differing, train
 from tests.support.models import tp_state
+from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
 
@@ -47,12 +48,16 @@ def _train_everywhere(
 
 @pytest.mark.parametrize(
     ("world_size", "tp_size", "sequence_parallel", "name", "layouts"),
-    [
-        (2, 1, False, "llama", ("replicated", "zero1, overlap", "fsdp2")),
-        (3, 1, False, "gpt2", ("zero1", "fsdp2")),
-        (2, 2, False, "llama", ("replicated",)),
-        (4, 2, True, "gpt2", ("zero1", "fsdp2, memory-efficient")),
-    ],
+    only(
+        [
+            (2, 1, False, "llama", ("replicated", "zero1, overlap", "fsdp2")),
+            (3, 1, False, "gpt2", ("zero1", "fsdp2")),
+            (2, 2, False, "llama", ("replicated",)),
+            (4, 2, True, "gpt2", ("zero1", "fsdp2, memory-efficient")),
+        ],
+        0,
+        2,
+    ),
 )
 def test_every_layout_trains_as_a_single_process(
     world_size: int, tp_size: int, sequence_parallel: bool, name: str, layouts: tuple[str, ...]
@@ -182,13 +187,20 @@ def _run(rank: int, world_size: int, config: RunConfig) -> None:
     ("ranks", "sizes", "data_parallel", "training"),
     [
         (1, {}, REPLICATED, dict(fp16=True)),
-        (4, dict(tensor_model_parallel_size=2, sequence_parallel=True), ZERO1, dict(bf16=True)),
-        (2, {}, FSDP2, {}),
-        (
+        pytest.param(
+            4,
+            dict(tensor_model_parallel_size=2, sequence_parallel=True),
+            ZERO1,
+            dict(bf16=True),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(2, {}, FSDP2, {}, marks=pytest.mark.long),
+        pytest.param(
             2,
             dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
             REPLICATED,
             dict(bf16=True),
+            marks=pytest.mark.long,
         ),
     ],
     ids=["fp16", "TP 2, ZeRO-1, bf16", "FSDP2", "PP 2, interleaved, bf16"],
@@ -234,7 +246,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "layout", ["one rank", "TP 4, 256 rows", "PP 2, interleaved, TP 2", "DP 2, FSDP2"]
+    "layout", only(["one rank", "TP 4, 256 rows", "PP 2, interleaved, TP 2", "DP 2, FSDP2"], 3)
 )
 def test_a_checkpoint_goes_through_any_layout_in_every_bit(layout: str, tmp_path: Path) -> None:
     """From TP 2 x DP 2 with ZeRO-1, where every matrix is in pieces, there and back without
@@ -291,6 +303,7 @@ def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
         assert trainer.optimizer.num_updates == (0 if "no_load_optim" in options else 2)
 
 
+@pytest.mark.long
 def test_pipelines_and_context_parallel_ranks_log_the_losses_of_one_process(tmp_path: Path) -> None:
     """Float32, where sums run in another order."""
     layouts: dict[str, tuple[int, dict[str, Any]]] = {

@@ -59,13 +59,14 @@ CASES = [
         "activation",
         GPT2,
     ),
-    (
+    pytest.param(
         4,
         (
             f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 {FULL} uniform "
             "--distribute-saved-activations"
         ),
         GPT2,
+        marks=pytest.mark.long,
     ),
     (
         4,

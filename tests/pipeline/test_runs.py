@@ -22,9 +22,10 @@ from megatron_lite.memory.explain.prices import price
 from megatron_lite.memory.explain.report import explain
 from megatron_lite.memory.explain.report_text import WIDTH, report_text
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ranks_memory, ticks
+from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_stages, build_trainer
-from tests.support.models import whole_tensor
+from tests.support.models import whole_tensors
 from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
@@ -154,11 +155,16 @@ def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[s
             trainer.run()
         else:
             load_checkpoint(trainer.start, config, parallel, trainer.model, trainer.optimizer)
-        return {
-            f"{name}/{key}": whole_tensor(value, parameter, parallel)
+        held = {
+            f"{name}/{key}": (value, spec_of(parameter))
             for name, parameter in trainer.model.named_parameters()
             for key, value in {"weight": parameter, **trainer.optimizer.states[name]}.items()
         }
+        return whole_tensors(
+            {name: value for name, (value, _) in held.items()},
+            {name: spec for name, (_, spec) in held.items()},
+            parallel,
+        )
 
 
 @pytest.mark.parametrize("untied", [False, pytest.param(True, marks=pytest.mark.long)])

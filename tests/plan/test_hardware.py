@@ -42,8 +42,8 @@ def text_of(**changes: Any) -> str:
     return json.dumps({name: value for name, value in values.items() if value != "-"})
 
 
-def test_the_package_has_four_machines() -> None:
-    assert machine_names() == ("a100-80gb", "b200", "h100-80gb", "h200")
+def test_the_package_has_four_gpus_and_a_cpu() -> None:
+    assert machine_names() == ("a100-80gb", "b200", "cpu", "h100-80gb", "h200")
 
 
 @pytest.mark.parametrize("name", machine_names())

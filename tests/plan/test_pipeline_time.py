@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from fractions import Fraction
 
 import pytest
 
 from megatron_lite.pipeline.order import Action
-from megatron_lite.plan.pipeline_time import Durations, run_pipeline
+from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from tests.pipeline.test_order import LAYOUTS, orders, simulate
 
 
@@ -69,3 +70,60 @@ def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks: int) ->
     assert end(0.0, True) < end(0.1, True) < end(0.1, False)
     # Every action of a middle rank receives its input first, and computes 1 or 2.
     assert end(0.1, False) >= 16 * num_chunks * (3.0 + 2 * 0.1)
+
+
+def drawn(seed: int, *, alike: bool) -> tuple[Durations, dict[str, int]]:
+    """Returns random durations of every stage, and a layout with many micro-batches."""
+    rng = random.Random(seed)
+    size, num_chunks = rng.randint(2, 5), rng.choice([1, 1, 2, 3])
+    shape = dict(size=size, num_chunks=num_chunks, num_microbatches=size * rng.randint(8, 30))
+    times = {
+        (rank, chunk, kind): rng.choice([1.0, 1.0, 1.0 + rng.random()])
+        for rank in range(size)
+        for chunk in range(num_chunks)
+        for kind in ("forward", "backward")
+    }
+    return (
+        Durations(
+            lambda rank, action: times[rank, action.chunk, action.kind],
+            transfer=rng.choice([0.0, 0.3 * rng.random()]),
+            overlap=rng.random() < 0.7,
+            alike=alike,
+        ),
+        shape,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_that_repeats_has_the_times_of_the_whole_simulation(seed: int) -> None:
+    (quick, shape), (whole, _) = drawn(seed, alike=True), drawn(seed, alike=False)
+    for one, other in zip(run_pipeline(quick, **shape), run_pipeline(whole, **shape), strict=True):
+        assert one.end == pytest.approx(other.end, rel=1e-9)
+        assert one.busy == pytest.approx(other.busy, rel=1e-9)
+
+
+def test_a_long_run_is_not_simulated_whole() -> None:
+    asked = []
+
+    def duration(rank: int, action: Action) -> float:
+        asked.append(action)
+        return 1.0
+
+    run_pipeline(Durations(duration, alike=True), size=4, num_microbatches=5000)
+    assert len(asked) < 500
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_shortest_pipeline_is_a_lower_bound(seed: int) -> None:
+    durations, shape = drawn(seed, alike=True)
+    bound, ran = shortest_pipeline(durations, **shape), run_pipeline(durations, **shape)
+    for low, one in zip(bound, ran, strict=True):
+        assert low.end <= one.end * (1 + 1e-12) and low.busy == pytest.approx(one.busy)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+def test_the_bound_is_the_time_of_equal_stages(num_chunks: int) -> None:
+    shape = dict(size=4, num_microbatches=8, num_chunks=num_chunks)
+    bound = shortest_pipeline(equal(1.0, 2.0), **shape)
+    ran = run_pipeline(equal(1.0, 2.0), **shape)
+    assert max(one.end for one in bound) == pytest.approx(max(one.end for one in ran))

@@ -7,6 +7,7 @@ tests/support/foreign.py has the situations.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,12 +17,19 @@ from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import SITUATIONS, differences, train
 from tests.support.foreign_families import FAMILIES, VARIANTS, language_loss, tokens
 from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on
+from tests.support.pairs import thirds
 
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
 
 
-@pytest.mark.parametrize("text", ["*:full", "every-2:full", "*:ops(matmul)", "*:ops(matmul)@host"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    thirds(
+        itertools.product(
+            FAMILIES, ["*:full", "every-2:full", "*:ops(matmul)", "*:ops(matmul)@host"]
+        )
+    ),
+)
 def test_the_default_call_of_a_family_trains_as_without_a_policy(name: str, text: str) -> None:
     assert faults(name, text) == []
 
@@ -33,9 +41,14 @@ def test_losses_that_leave_a_layer_aside_have_their_gradients(name: str, text: s
 
 
 @pytest.mark.parametrize(
-    "situation", [situation for situation in SITUATIONS if situation != "two micro-batches"]
+    ("name", "situation"),
+    thirds(
+        (name, situation)
+        for name in BRIEF
+        for situation in SITUATIONS
+        if situation != "two micro-batches"
+    ),
 )
-@pytest.mark.parametrize("name", BRIEF)
 def test_every_way_to_train_gives_the_gradients_of_the_plain_model(
     name: str, situation: str
 ) -> None:

@@ -41,7 +41,8 @@ def _ddp(rank: int, world_size: int, names: tuple[str, ...], options: dict[str, 
     return found
 
 
-@pytest.mark.parametrize("find_unused", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.long
 def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused: bool) -> None:
     names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
     assert run_ranks(_ddp, 2, names, dict(find_unused=find_unused), detail=False) == [[], []]

@@ -15,6 +15,7 @@ from tests.recompute.test_equality import NUM_LAYERS, faults, policies
 from tests.support.equality import LLAMA
 from tests.support.limits import HANG_S
 from tests.support.models import tiny_config
+from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 DIFFERING: dict[str, Any] = dict(
@@ -49,7 +50,7 @@ def test_gradients_are_unchanged_to_the_bit(
     tp_size: int, sequence_parallel: bool, dtype: torch.dtype
 ) -> None:
     """Every policy of Megatron's flags, kept results of operators, host memory and one buffer."""
-    named = tuple(policies(can_split=tp_size > 1 and not sequence_parallel))
+    named = sampled(policies(can_split=tp_size > 1 and not sequence_parallel), every=2)
     inputs = (sequence_parallel, dtype, dict.fromkeys(MODELS, named), MODELS)
     found = run_ranks(faults, tp_size, *inputs, detail=False, timeout=3 * HANG_S)
     assert found == [{}] * tp_size

@@ -64,13 +64,15 @@ def gradients(
 @pytest.mark.parametrize(
     ("layout", "tp_size", "sequence_parallel", "config", "dtype", "chosen"),
     [
-        ("fsdp2", 1, False, GPT, torch.float32, ()),
+        pytest.param("fsdp2", 1, False, GPT, torch.float32, (), marks=pytest.mark.long),
         ("fsdp2, memory-efficient", 1, False, LLAMA, torch.bfloat16, SOME),
         pytest.param(
             "fsdp2, no reshard", 1, False, GPT, torch.float32, SOME, marks=pytest.mark.long
         ),
-        ("fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME),
-        ("fsdp2", 2, False, GPT, torch.float32, SPLIT),
+        pytest.param(
+            "fsdp2, memory-efficient", 2, True, GPT, torch.float32, SOME, marks=pytest.mark.long
+        ),
+        pytest.param("fsdp2", 2, False, GPT, torch.float32, SPLIT, marks=pytest.mark.long),
         ("zero1, overlap", 1, False, GPT, torch.float32, ()),
         pytest.param(
             "zero1, overlap", 2, True, LLAMA, torch.bfloat16, SOME, marks=pytest.mark.long

@@ -19,7 +19,7 @@ class Copied:
     """A copy that is not the original."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._bytes = bytes_of(tensor.untyped_storage()).clone()
+        self._bytes = bytes_of(tensor).clone()
 
     def memory(self) -> Tensor:
         return self._bytes

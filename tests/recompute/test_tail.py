@@ -144,7 +144,7 @@ def faults(
 
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
-    [(1, False), pytest.param(2, False, marks=pytest.mark.long), (2, True)],
+    [(1, False), *(pytest.param(2, split, marks=pytest.mark.long) for split in (False, True))],
 )
 def test_exactly_the_tails_are_skipped_and_no_gradient_changes(
     tp_size: int, sequence_parallel: bool

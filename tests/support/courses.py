@@ -10,7 +10,6 @@ freed between two stretches counts for the first one.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,16 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from megatron_lite.description.operations import Course
-from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.memory.measure.meter import running_modules
 from megatron_lite.parallel import collectives
 
-# The reference counts of a gradient and of its storage, seen from a dispatch mode, if the engine
-# holds the only reference.
-ONLY_REFERENCE = (4, 2)
 GLOO_FREES_S = 0.002
 
 
@@ -45,26 +40,6 @@ class Measured(NamedTuple):
     forward: list[Stretch]
     backward: list[Stretch]
     peak_bytes: int
-
-
-class EngineStorages(LiveStorages):
-    """Follows the storages that a backward has without a dispatch mode.
-
-    Where two gradients meet, the engine of autograd adds them up in place if it holds the only
-    reference to the first one. Under any dispatch mode it does not, and allocates the sum. This
-    mode therefore adds in place itself.
-    """
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.aten.add.Tensor and _engine_is_caller() and _only_reference(args[0]):
-            func = torch.ops.aten.add_.Tensor
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Courses(EngineStorages):
@@ -164,20 +139,6 @@ def _watch_nodes(loss: Tensor, marks: list[tuple[int, str]], begin: Callable[...
             number = node._sequence_nr()
             module = next(name for first, name in reversed(marks) if first <= number)
             node.register_prehook(partial(begin, module))
-
-
-def _engine_is_caller() -> bool:
-    frame = sys._getframe(1)
-    # torch wraps __torch_dispatch__ in two functions.
-    wrappers = ("__torch_dispatch__", "_fn", "inner")
-    while frame.f_back is not None and frame.f_code.co_name in wrappers:
-        frame = frame.f_back
-    return frame.f_code.co_name == "_engine_run_backward"
-
-
-def _only_reference(tensor: Tensor) -> bool:
-    counts = (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-    return counts == ONLY_REFERENCE and is_non_overlapping_and_dense_or_false(tensor)
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from tests.support.models import (
     build_tiny_model,
     loss_and_grads,
     sample_tokens,
+    specs_of,
     tiny_config,
     tp_state,
-    whole_tensor,
+    whole_tensors,
 )
 
 LLAMA = dict(
@@ -125,7 +126,8 @@ def train(
     for _ in range(steps):
         losses.append(_backward(model, optimizer, parallel))
         grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
-    weights = {key: whole_tensor(value, value, parallel) for key, value in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    weights = whole_tensors(parameters, specs_of(model), parallel)
     return Training(losses, grad_norms, weights)
 
 

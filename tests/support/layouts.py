@@ -16,11 +16,10 @@ from megatron_lite.model.sharding import shard_model_
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, sample_tokens, whole_tensor
+from tests.support.models import build_tiny_model, sample_tokens, specs_of, whole_tensors
 
 SMALL = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # of about 20,000 parameters
 LAYOUTS = {
@@ -134,24 +133,27 @@ def train(
         losses.append(backward(model, optimizer, parallel, step, micro_batches=micro_batches))
         norms.append(optimizer.step(rate).grad_norm.item())
         zeros.append(int(optimizer.num_zeros_in_grad()))
-    specs = {key: spec_of(parameter) for key, parameter in model.named_parameters()}
+    specs = specs_of(model)
     held = {piece.name: piece.grad for piece in optimizer.layout.pieces}
-
-    def whole(value: Tensor, key: str) -> Tensor:
-        marked = value.detach().clone()
-        marked.parameter_spec = specs[key]  # type: ignore[attr-defined]
-        return whole_tensor(marked, marked, parallel)
-
+    states = {key: optimizer.whole_states(key) for key in specs}
+    flat = {(key, kind): value for key, state in states.items() for kind, value in state.items()}
+    whole_states = whole_tensors(
+        {"/".join(names): value for names, value in flat.items()},
+        {"/".join(names): specs[names[0]] for names in flat},
+        parallel,
+    )
     return Run(
         losses,
         norms,
         zeros,
         optimizer.params_norm().item(),
-        weights={key: whole(optimizer.weight(key), key) for key in specs},
-        grads={key: whole(optimizer.layout.whole(key, held.get(key)), key) for key in specs},
+        weights=whole_tensors({key: optimizer.weight(key) for key in specs}, specs, parallel),
+        grads=whole_tensors(
+            {key: optimizer.layout.whole(key, held.get(key)) for key in specs}, specs, parallel
+        ),
         states={
-            key: {kind: whole(value, key) for kind, value in optimizer.whole_states(key).items()}
-            for key in specs
+            key: {kind: whole_states[f"{key}/{kind}"] for kind in state}
+            for key, state in states.items()
         },
         piece_elements=sum(piece.stop - piece.start for piece in optimizer.layout.pieces),
     )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
@@ -15,7 +15,7 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
-from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
@@ -150,18 +150,50 @@ def load_whole_(model: GPTModel, weights: Mapping[str, Tensor], parallel: Parall
             )
 
 
+def specs_of(model: nn.Module) -> dict[str, ParameterSpec]:
+    """Returns the spec of each parameter by its name."""
+    return {name: spec_of(parameter) for name, parameter in model.named_parameters()}
+
+
 def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> Tensor:
     """Returns the whole tensor, without padding, of which each TP rank holds the shard `local`.
 
     The shard is split like `parameter`. One all-gather over the TP group, if it is split.
     """
-    spec = spec_of(parameter)
-    if spec.tp_dim is None:
-        return local.detach().clone()
-    shards = all_gather_first_dim(local.detach().unsqueeze(0).contiguous(), parallel.tp_group)
-    whole = local.new_zeros(spec.global_shape)
-    for rank in range(parallel.tp_size):
-        for span in spec.spans(rank, parallel.tp_size):
+    return whole_tensors({"": local}, {"": spec_of(parameter)}, parallel)[""]
+
+
+def whole_tensors(
+    tensors: Mapping[str, Tensor], specs: Mapping[str, ParameterSpec], parallel: ParallelState
+) -> dict[str, Tensor]:
+    """Returns the whole tensors, without padding, of which each TP rank holds the shards `tensors`.
+
+    specs: how the parameter of each name is split, as its tensor is (`specs_of`).
+
+    One all-gather over the TP group for each
+    dtype gets all split tensors: in small models a collective costs more than its bytes.
+    """
+    whole = {name: local.detach().clone() for name, local in tensors.items()}
+    split = [name for name in tensors if specs[name].tp_dim is not None]
+    for dtype in sorted({tensors[name].dtype for name in split}, key=str):
+        names = [name for name in split if tensors[name].dtype == dtype]
+        shards = all_gather_first_dim(
+            torch.cat([whole[name].reshape(-1) for name in names]).unsqueeze(0), parallel.tp_group
+        )
+        sizes = [whole[name].numel() for name in names]
+        for name, parts in zip(names, shards.split(sizes, 1), strict=True):
+            whole[name] = _joined(
+                parts.reshape(-1, *whole[name].shape), specs[name], parallel.tp_size
+            )
+    return whole
+
+
+def _joined(shards: Tensor, spec: ParameterSpec, tp_size: int) -> Tensor:
+    """Returns the tensor of which shards[rank] is a rank's shard."""
+    assert spec.tp_dim is not None
+    whole = shards.new_zeros(spec.global_shape)
+    for rank in range(tp_size):
+        for span in spec.spans(rank, tp_size):
             whole.narrow(spec.tp_dim, span.global_start, span.length).copy_(
                 shards[rank].narrow(spec.tp_dim, span.local_start, span.length)
             )
@@ -195,8 +227,5 @@ def loss_and_grads(
     buffer.reduce_()
     return Outcome(
         all_reduce_(total, parallel.cp_group),
-        {
-            name: whole_tensor(buffer.grads[name], parameter, parallel)
-            for name, parameter in parameters.items()
-        },
+        whole_tensors(buffer.grads, specs_of(model), parallel),
     )

@@ -74,6 +74,23 @@ def thirds(cases: Iterable[Case]) -> list[Any]:
     ]
 
 
+def only(cases: Iterable[Any], *numbers: int) -> list[Any]:
+    """Returns the parameters of all cases. The cases with other numbers are marked `long`.
+
+    It is for expensive cases whose settings cheaper tests of the default run have too. A case is a
+    tuple, or the value of a single parameter.
+    """
+    cases = list(cases)
+    assert set(numbers) <= set(range(len(cases))), (numbers, len(cases))
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.long] * (number not in numbers),
+        )
+        for number, case in enumerate(cases)
+    ]
+
+
 def covering(cases: Sequence[Case]) -> frozenset[int]:
     """Returns the numbers of the cases to keep: each pair of values that occurs in some case occurs
     in one of them.

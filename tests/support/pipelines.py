@@ -25,7 +25,14 @@ from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tokens, whole_tensor
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    build_tiny_model,
+    sample_tokens,
+    specs_of,
+    whole_tensors,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,18 +186,15 @@ def train(
             )
             if step == 0 and data_parallel is None:
                 optimizer.buffer.reduce_()
-                first_grads = {
-                    name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
-                    for name, parameter in runner.model.named_parameters()
-                }
+                first_grads = whole_tensors(
+                    optimizer.buffer.grads, specs_of(runner.model), parallel
+                )
                 optimizer.zero_grad()
                 runner.train(samples, loss_factor=1.0 / micro_batches, observer=Observer())
             grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
         optimizer.finish()
-        weights = {
-            name: whole_tensor(value, value, parallel)
-            for name, value in runner.model.named_parameters()
-        }
+        parameters = dict(runner.model.named_parameters())
+        weights = whole_tensors(parameters, specs_of(runner.model), parallel)
         return Trained(
             losses=losses, grad_norms=grad_norms, first_grads=first_grads, weights=weights
         )

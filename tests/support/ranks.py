@@ -31,6 +31,8 @@ import torch.distributed as dist
 from tests.support.limits import HANG_S
 from tests.support.pairs import FULL_GRIDS
 
+IS_LONG = "TEST_IS_LONG"  # tests/conftest.py sets this variable to "1" for tests marked `long`
+
 
 class RankFailure(RuntimeError):
     """A rank raised, died or did not return in time. The message holds the rank's own traceback."""
@@ -41,7 +43,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = HANG_S,
-    detail: bool = FULL_GRIDS,
+    detail: bool | None = None,
 ) -> list[Any]:
     """Calls `fn(rank, world_size, *args)` in `world_size` processes that share a gloo group.
 
@@ -49,10 +51,12 @@ def run_ranks(
     starts from the same torch seed, independent of the parent's generator. No process outlives the
     call.
     detail: compare collectives between the ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL), which makes each
-        several times slower. .ci/run does so unless a test turns it off.
+        several times slower. None: .ci/run does so in the tests that are not `long`.
     Raises RankFailure as soon as one rank fails, or after `timeout` seconds. After a timeout the
     message has the place where each rank hangs.
     """
+    if detail is None:
+        detail = FULL_GRIDS and os.environ.get(IS_LONG) != "1"
     _import_once()
     assert torch.get_num_threads() == 1, (
         "the parent must be limited to one thread before it forks (tests/conftest.py)"

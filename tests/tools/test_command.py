@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,6 +11,8 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import generate
 from megatron_lite.tools.command import RANK_0_SPEAKS_FIRST_S, exit_status
+from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
+from tests.support.limits import HANG_S
 
 
 @pytest.fixture
@@ -79,3 +85,42 @@ def test_a_tool_of_one_process_does_not_mind_a_broken_launch(
     assert exit_status(lambda: None) == 0
     assert exit_status(fail) == 2
     assert capsys.readouterr().err == "error: the file is empty\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pretrain_gpt.py", *SMALL_RUN, *MOCK, "--explain-recompute"],
+        ["pretrain_gpt.py", *SMALL_RUN, *MOCK, "--dump-config"],
+        ["-m", "megatron_lite.tools.translate_recompute", "tests/tools/configs/oslo_v3.json"],
+    ],
+    ids=["explain", "dump", "tool"],
+)
+def test_a_command_whose_output_nobody_reads_dies_of_sigpipe_in_silence(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=environment(),
+            cwd=ROOT,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_the_broken_pipe_of_another_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def write_where_nobody_reads() -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "wb", buffering=0) as pipe:
+            pipe.write(b"x")
+
+    assert exit_status(write_where_nobody_reads) == 2
+    assert capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"

@@ -307,7 +307,11 @@ def greedy_by_hand(folder: str, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "sampling",
-    [("--greedy",), ("--seed", "3"), ("--seed", "3", "--temperature", "1.5", "--top-k", "9")],
+    [
+        pytest.param(("--greedy",), marks=pytest.mark.long),
+        pytest.param(("--seed", "3"), marks=pytest.mark.long),
+        ("--seed", "3", "--temperature", "1.5", "--top-k", "9"),
+    ],
     ids=["greedy", "top-p", "top-k"],
 )
 def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: tuple[str, ...]) -> None:
@@ -330,6 +334,7 @@ def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: tuple[str, ...]
     assert second == Output(0, "", "")
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_tp_2_is_read_at_tp_1(tmp_path: Path, checkpoint: str) -> None:
     """The same run at TP 2 with sequence parallel ends in the same weights but for rounding, and so
     in the same text."""

@@ -13,12 +13,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import capacity
-from megatron_lite.training.capacity import (
-    check_fits,
-    least_bytes,
-    memory_bytes,
-    told_where_memory_runs_out,
-)
+from megatron_lite.training.capacity import check_fits, least_bytes, memory_bytes
+from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.programs import program
 from tests.support.ranks import run_ranks

@@ -68,6 +68,7 @@ def _losses(rank: int, world_size: int, folder: Path, tp_size: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """One data order at every DP size, one model at every TP size. float32 sums in another order:
     1e-4 after 20 steps."""

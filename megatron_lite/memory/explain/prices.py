@@ -29,6 +29,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
     recomputing_microbatches,
     step_microbatches,
 )
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_model, plan_stage
 
@@ -44,6 +45,7 @@ class Priced(NamedTuple):
         the ranks that split a layer.
     replay_flops: the FLOPs of the replays, which come on top of model_flops.
     rank: the pipeline rank that has these bytes.
+    whole_bytes: the whole peak of a step, on the rank where it is highest; 0 if nobody asked.
     """
 
     recompute: RecomputeConfig
@@ -54,6 +56,7 @@ class Priced(NamedTuple):
     replay_flops: int
     host_bytes: int = 0
     rank: int = 0
+    whole_bytes: int = 0
 
     @property
     def extra_flops(self) -> float:
@@ -168,12 +171,18 @@ def selective(config: RunConfig, *modules: str) -> RunConfig:
     return with_flags(config, recompute_granularity="selective", recompute_modules=modules)
 
 
-def alternatives(config: RunConfig, device: str) -> tuple[Priced, ...]:
-    """Returns the costs of the run's own flags and of usual settings, the highest peak first."""
-    priced = {
-        one.plan: one for one in (price(run, device) for run in (*_usual(config, device), config))
-    }
-    return tuple(sorted(priced.values(), key=lambda one: (-one.peak.held_bytes, one.replay_flops)))
+def alternatives(config: RunConfig, device: str, *, dp_cp_size: int = 1) -> tuple[Priced, ...]:
+    """Returns the costs of the run's own flags and of usual settings, the highest peak first.
+
+    The peak is that of the whole step.
+    dp_cp_size: the number of ranks that share the states.
+    """
+    priced = {}
+    for run in (*_usual(config, device), config):
+        whole = fullest_step_peak(run, device=device, dp_cp_size=dp_cp_size).num_bytes
+        one = price(run, device)._replace(whole_bytes=whole)
+        priced[one.plan] = one
+    return tuple(sorted(priced.values(), key=lambda one: (-one.whole_bytes, one.replay_flops)))
 
 
 def uniform_peaks(config: RunConfig, device: str, *, split: bool) -> dict[int, int]:

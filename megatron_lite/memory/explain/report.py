@@ -33,7 +33,7 @@ from megatron_lite.memory.predict.kept_tensors import (
 )
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
 from megatron_lite.memory.predict.replays import left_out, replayed_calls
-from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.memory.predict.traffic import (
     Traffic,
     embedding_collectives,
@@ -107,8 +107,8 @@ class Report:
     own: the cost of the run's own flags.
     without: the cost without recomputation, on the rank that then has the highest peak.
     without_here: the cost without recomputation, on `rank`.
-    states: the bytes that `rank` holds from step to step, on the first of `dp_cp_size`
-        data-parallel and context-parallel ranks, which holds most.
+    step: the whole peak of a step on `rank`, on the first of `dp_cp_size` data-parallel and
+        context-parallel ranks, which holds most.
     """
 
     config: RunConfig
@@ -119,7 +119,7 @@ class Report:
     own: Priced
     without: Priced
     without_here: Priced
-    states: RankStates
+    step: StepPeak
     dp_cp_size: int
     embedding: ReportPart
     rotary_tables: ReportPart
@@ -156,7 +156,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     dp_size: the number of data-parallel ranks that split --global-batch-size.
     ValueError: the run cannot split this batch.
     """
-    run, config = config, _of_one_replica(config, dp_size)
+    run, config = config, of_one_replica(config, dp_size)
     pipeline_size, model = config.parallel.pipeline_model_parallel_size, config.model
     dp_cp_size = dp_size * config.parallel.context_parallel_size
     own, without = price(config, device), price(with_flags(config), device)
@@ -179,7 +179,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
         largest_first(term for term in terms if term.operation == HEAD),
         head_collectives(model, sizes) if sizes.has_head else Traffic(),
     )
-    policies = alternatives(config, device)
+    policies = alternatives(config, device, dp_cp_size=dp_cp_size)
     return Report(
         config=run,
         sizes=sizes,
@@ -191,7 +191,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
         policies=policies,
         without_here=price(with_flags(config), device, rank=own.rank),
         num_microbatches=step_microbatches(config),
-        states=rank_states(config, own.rank, dp_cp_size=dp_cp_size, dp_cp_rank=0),
+        step=step_peak(config, own.rank, device=device, dp_cp_size=dp_cp_size),
         dp_cp_size=dp_cp_size,
         ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
         embedding=ReportPart(
@@ -216,7 +216,7 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
     )
 
 
-def _of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
+def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
     """Returns the run of one data-parallel rank, with its part of the batch.
 
     ValueError: that part is not a whole number of micro-batches.

@@ -202,33 +202,34 @@ def _totals(report: Report) -> Iterator[str]:
         )
     yield ""
     yield from _text(
-        "The peak is an estimate: what is held when backward is at its fullest, of what is kept "
-        "and of what is rebuilt. Short-lived buffers come on top, whatever is recomputed."
+        "Held at the peak is what is kept and what is rebuilt when backward is at its fullest. "
+        "Gradients and short-lived buffers come on top: see the whole peak."
     )
     yield ""
     yield from _whole_rank(report)
 
 
 def _whole_rank(report: Report) -> Iterator[str]:
-    """Yields the lines of everything that the rank holds, activations and states."""
-    states, peak = report.states, report.own.peak.held_bytes
-    rows = [
-        ("weights", states.weights),
-        ("master weights", states.masters),
-        ("gradients", states.gradients),
-        ("optimizer states", states.optimizer),
-        ("activations at the peak", peak),
-    ]
-    total = states.total + peak
-    unit = _column_unit(number for _, number in rows)
-    yield f"{'All that the rank holds':26}{unit.name:>14}{'bytes':>20}"
-    for name, number in rows:
-        if number:
-            yield f"  {name:24}{unit.number(number):>14}{number:20,}   {number / total:5.1%}"
+    """Yields the lines of the whole peak of a step: everything that the rank holds then."""
+    step = report.step
+    total = step.num_bytes
+    unit = _column_unit(term.num_bytes for term in step.terms)
+    yield f"{'The whole peak of a step':50}{unit.name:>12}{'bytes':>20}{'':8}how sure"
+    for term in step.terms:
+        yield (
+            f"  {textwrap.shorten(term.name, 47, placeholder=' ..'):48}"
+            f"{unit.number(term.num_bytes):>12}{term.num_bytes:20,}   "
+            f"{term.num_bytes / total:5.1%}  {term.tag}"
+        )
     ranks = report.dp_cp_size
-    where = f"   on the first of {ranks} data-parallel ranks" if ranks > 1 else ""
+    where = f", on the first of {ranks} data-parallel ranks" if ranks > 1 else ""
     yield ""
-    yield f"  {'together':24}{unit.number(total):>14}{total:20,}{where}"
+    yield f"  {'together':48}{unit.number(total):>12}{total:20,}"
+    yield from _text(
+        f"Reached in the {step.moment}{where}. exact: to the byte. bound: it may be less. "
+        "estimate: it depends on kernels or on how fast the ranks are. What the allocator holds "
+        "beside tensors comes on top."
+    )
     sharding = report.config.data_parallel
     if ranks == 1 and (sharding.use_torch_fsdp2 or sharding.use_distributed_optimizer):
         yield ""
@@ -311,23 +312,24 @@ def _paper(report: Report) -> Iterator[str]:
 
 
 def _policies(report: Report) -> Iterator[str]:
-    unit = _column_unit(policy.kept_bytes for policy in report.policies)
+    unit = _column_unit(policy.whole_bytes for policy in report.policies)
     on_rank = f"{'on rank':>10}" if report.ranks else ""
     yield (
         f"{'What the flags could do here':48}{'kept ' + unit.name:>14}"
-        f"{'at the peak':>14}{'FLOPs':>10}{on_rank}"
+        f"{'whole peak':>14}{'FLOPs':>10}{on_rank}"
     )
     for policy in report.policies:
         mark = ">" if policy.plan == report.own.plan else " "
         rank = f"{policy.rank:>10}" if report.ranks else ""
         yield (
             f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
-            f"{unit.number(policy.peak.held_bytes):>14}{percent(policy.extra_flops):>10}{rank}"
+            f"{unit.number(policy.whole_bytes):>14}{percent(policy.extra_flops):>10}{rank}"
         )
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
     holder = " on rank: the pipeline rank that would hold most, of which the bytes are."
     yield from _text(
-        f"> is this run. FLOPs: on top of forward and backward{tail}. full METHOD N: "
+        "> is this run. whole peak: all that the fullest rank holds at once in a step. "
+        f"FLOPs: on top of forward and backward{tail}. full METHOD N: "
         "--recompute-granularity full --recompute-method METHOD --recompute-num-layers N; "
         "distributed: --distribute-saved-activations. selective MODULES: --recompute-granularity "
         f"selective --recompute-modules MODULES.{holder if report.ranks else ''}"

@@ -6,14 +6,18 @@ allocator's rounding. Three kinds do not count: workspaces that live only within
 storages that existed before the block, and storages that no operator of torch creates. The state of
 a generator is of the last kind until it is copied.
 
+The sum is kept up to date: each operator adds the storages that it creates, and a storage that dies
+is subtracted. An operator therefore costs the same time however many storages are alive.
+
 The first operator under a dispatch mode costs seconds of imports, once per process. The class is
-meant for tests, pictures and cross-checks.
+meant for tests, pictures, dry runs and cross-checks.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter, deque
 from collections.abc import Iterator, Set
 from typing import Any
 
@@ -23,13 +27,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class LiveStorage(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, and its facts.
+
+    address: the address of the storage.
+    number: the number of storages that were created before it.
+    num_bytes: its size when it was last read.
+    category: see LiveStorages.
+    """
+
+    __slots__ = ("address", "category", "num_bytes", "number")
+
+    address: int
+    number: int
+    num_bytes: int
+    category: str
+
+
 class LiveStorages(TorchDispatchMode):
-    """Follows storages within `with`. peak_bytes: the most bytes alive right after an operator."""
+    """Follows storages within `with`.
+
+    peak_bytes: the most bytes alive right after an operator.
+    bytes_by_category: the live bytes by the category of their storages. A subclass gives the
+        categories; here it is "". `total_bytes` brings the figures up to date.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.bytes_by_category: Counter[str] = Counter()
+        self._total = self._num_created = 0
+        self._live: dict[int, LiveStorage] = {}  # by address
+        # A storage may die in another thread (gloo's), so the sum is not changed there.
+        self._died: deque[LiveStorage] = deque()
 
     def __torch_dispatch__(
         self,
@@ -42,31 +72,59 @@ class LiveStorages(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         for storage in _storages(results):
             if storage._cdata not in given:
-                self._references[storage._cdata] = weakref.ref(storage)
+                self._add(storage)
+        # The operator, or code before it, may have resized the storages that it reads or writes.
+        for address in given:
+            if address in self._live:
+                self._read(self._live[address])
         self.after(func)
         return results
 
     def after(self, func: Any) -> None:
         """Runs after every operator."""
-        self.peak_bytes = max(self.peak_bytes, self.total_bytes())
+        if self.sum_is_above(self.peak_bytes):
+            self.peak_bytes = max(self.peak_bytes, self.total_bytes())
+
+    def category(self) -> str:
+        """Returns the category of a storage that is created now."""
+        return ""
+
+    def sum_is_above(self, num_bytes: int) -> bool:
+        """Returns whether the sum of the sizes, as they were last read, is above `num_bytes`.
+
+        The sum can only be too high. A storage that is resized outside of an operator (FSDP2
+        does so) counts with its old size until an operator uses it; FSDP2 frees a storage in
+        this way, and an operator fills it soon after it has memory again.
+        """
+        self._forget_dead()
+        return self._total > num_bytes
 
     def storages(self) -> dict[int, int]:
         """Returns the bytes of every live storage, by its address.
 
         It reads the sizes anew each time, because storages can be resized.
         """
-        alive = {}
-        for address, reference in list(self._references.items()):
-            storage = reference()
-            if storage is None:
-                del self._references[address]
-            else:
-                alive[address] = storage.nbytes()
-        return alive
+        self._forget_dead()
+        for storage in list(self._live.values()):
+            self._read(storage)
+        return {address: storage.num_bytes for address, storage in self._live.items()}
 
     def total_bytes(self) -> int:
         """Returns the bytes that are alive now."""
-        return sum(self.storages().values())
+        self.storages()
+        return self._total
+
+    def find(self, tensor: Tensor) -> LiveStorage | None:
+        """Returns the storage of a tensor, or None if no operator in the block created it."""
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        return known if known is not None and known() is storage else None
+
+    def move(self, storage: LiveStorage, category: str) -> None:
+        """Changes the category of a live storage."""
+        self.bytes_by_category[storage.category] -= storage.num_bytes
+        self.bytes_by_category[category] += storage.num_bytes
+        storage.category = category
 
     def bytes_beside(self, known: Set[int]) -> int:
         """Returns the bytes of live storages at other addresses than the known ones.
@@ -80,6 +138,35 @@ class LiveStorages(TorchDispatchMode):
                 break
             time.sleep(0.01)
         return beside
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        known = self._live.get(storage._cdata)
+        if known is not None and known() is storage:
+            self._read(known)
+            return
+        new = LiveStorage(storage, self._died.append)
+        new.address, new.number, new.category = storage._cdata, self._num_created, self.category()
+        new.num_bytes = storage.nbytes()
+        self._num_created += 1
+        self._live[new.address] = new
+        self._total += new.num_bytes
+        self.bytes_by_category[new.category] += new.num_bytes
+
+    def _read(self, known: LiveStorage) -> None:
+        storage = known()
+        if storage is not None and (growth := storage.nbytes() - known.num_bytes):
+            known.num_bytes += growth
+            self._total += growth
+            self.bytes_by_category[known.category] += growth
+
+    def _forget_dead(self) -> None:
+        while self._died:
+            dead = self._died.popleft()
+            # Another storage may have the same address already.
+            if self._live.get(dead.address) is dead:
+                del self._live[dead.address]
+            self._total -= dead.num_bytes
+            self.bytes_by_category[dead.category] -= dead.num_bytes
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:

@@ -36,7 +36,7 @@ def micro_batch_peak(model: ModelConfig, sizes: Sizes, num_layers: int) -> int:
     layers = describe_layers(model, sizes, num_layers)
     workspaces = [one.workspace for one in _operations(model, sizes, layers)]
     if sizes.has_head:
-        workspaces.append(_mean(sizes))
+        workspaces.append(mean_of_losses(sizes))
     forward = course(*(one.forward for one in workspaces))
     backward = course(*(one.backward for one in reversed(workspaces)))
     return course(_given(model, sizes, layers), forward, backward).most
@@ -65,7 +65,7 @@ def _given(model: ModelConfig, sizes: Sizes, layers: tuple[LayerDescription, ...
     )
 
 
-def _mean(sizes: Sizes) -> Workspace:
+def mean_of_losses(sizes: Sizes) -> Workspace:
     """Returns the workspace of the loss: the mean of the token losses, times a factor.
 
     The loss and its gradient, one number each, live until backward has ended.

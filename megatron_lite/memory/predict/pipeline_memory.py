@@ -167,7 +167,7 @@ def spared_flops(
     )
 
 
-def _enough_microbatches(config: RunConfig, rank: int, num_chunks: int) -> int:
+def enough_microbatches(config: RunConfig, rank: int, num_chunks: int) -> int:
     """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
 
     From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
@@ -187,7 +187,7 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     The vocabulary size must be known.
     """
     own_stages = stages_of_rank(config.parallel, config.model.num_layers, rank)
-    num_microbatches = _enough_microbatches(config, rank, len(own_stages))
+    num_microbatches = enough_microbatches(config, rank, len(own_stages))
     _, whole = _schedule(config, rank, num_microbatches, len(own_stages))
     all_ticks = list(ticks(config, device, rank=rank, num_microbatches=num_microbatches))
     rebuilt: dict[tuple[int, bool], int] = {}

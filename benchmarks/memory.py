@@ -1,0 +1,252 @@
+"""Predicts the whole peak of a training step, and measures it in a real step on the CPU.
+
+    configuration | rank | predicted MiB | measured MiB | ratio | what holds the peak
+
+Each row runs two steps of the trainer's own parts over 1 or 2 gloo ranks. Measured is the most that
+torch's CPU allocator had at once in the second step (benchmarks/step_peaks.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+
+from arguments import parse_args
+from benchmarks.step_peaks import measure
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.step_peak import step_peak
+from megatron_lite.parallel.state import parallel_state
+from tests.support.ranks import run_ranks
+
+MIB = 2.0**20
+# V / h = 32, and as many tokens in a sequence as channels.
+SIZES = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --vocab-size 4095 "
+    "--make-vocab-size-divisible-by 64 --hidden-dropout 0 --attention-dropout 0 --mock-data "
+    "--lr 1e-3 --train-iters 2 --distributed-backend gloo"
+)
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+CHUNKS = "--loss-chunk-size 64"
+WINDOWS = "--window-size 32,0 --window-attn-skip-freq 2"
+# The fullest moment is in a layer.
+SMALL = "--vocab-size 255"
+# The fullest moment is the update, or near it.
+FEW_TOKENS = (
+    "--num-layers 2 --hidden-size 512 --seq-length 16 --micro-batch-size 1 --vocab-size 255"
+)
+
+
+class Case(NamedTuple):
+    """A row of the table. flags: on top of SIZES. micro_batches: those of a rank in a step."""
+
+    name: str
+    flags: str
+    ranks: int = 1
+    micro_batches: int = 2
+
+    @property
+    def config(self) -> RunConfig:
+        """The run of the row."""
+        config = parse_args(f"{SIZES} {self.flags}".split()).config
+        data_parallel_size = config.parallel.data_parallel_size(self.ranks)
+        batch = self.micro_batches * config.training.micro_batch_size * data_parallel_size
+        return replace(config, training=replace(config.training, global_batch_size=batch))
+
+
+def policy(text: str) -> str:
+    """Returns the flag of a recompute policy."""
+    return f"--recompute-policy {text}"
+
+
+ONE_RANK = (
+    Case("nothing rebuilt", ""),
+    Case("nothing rebuilt, 4 micro-batches", "", micro_batches=4),
+    Case("dropout", DROPOUT),
+    Case("untied", "--untie-embeddings-and-output-weights"),
+    Case("bf16", "--bf16"),
+    Case("bf16, untied", "--bf16 --untie-embeddings-and-output-weights"),
+    Case("llama", LLAMA),
+    Case("llama, bf16", f"{LLAMA} --bf16"),
+    Case("a padded vocabulary", "--vocab-size 4001"),
+    Case("loss chunks", CHUNKS),
+    Case("loss chunks, bf16", f"{CHUNKS} --bf16"),
+    Case("loss chunks, llama", f"{CHUNKS} {LLAMA}"),
+    Case("twice the sequence", "--seq-length 256 --max-position-embeddings 256"),
+    Case("full/1", f"{CHUNKS} {policy('*:full/1')}"),
+    Case("full/2", f"{CHUNKS} {policy('*:full/2')}"),
+    Case("full/3, dropout", f"{CHUNKS} {DROPOUT} {policy('*:full/3')}"),
+    Case("full/1, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:full/1')}"),
+    Case("some layers", f"{CHUNKS} {policy('0-1:full/2;2:mlp;3:none')}"),
+    Case("core_attn, dropout", f"{CHUNKS} {DROPOUT} {policy('*:core_attn')}"),
+    Case("core_attn, unfused", f"{CHUNKS} --attention-backend unfused {policy('*:core_attn')}"),
+    Case("pointwise", f"{CHUNKS} {policy('*:pointwise')}"),
+    Case("pointwise, dropout", f"{CHUNKS} --hidden-dropout 0.1 {policy('*:pointwise')}"),
+    Case("pointwise, llama", f"{CHUNKS} {LLAMA} {policy('*:pointwise')}"),
+    Case("mlp", f"{CHUNKS} {policy('*:mlp')}"),
+    Case("mlp, dropout", f"{CHUNKS} {DROPOUT} {policy('*:mlp')}"),
+    Case("core_attn, layernorm, mlp", f"{CHUNKS} {DROPOUT} {policy('*:core_attn+layernorm+mlp')}"),
+    Case("ops(matmul)", f"{CHUNKS} {policy('*:ops(matmul)')}"),
+    Case("ops(attention)", f"{CHUNKS} {policy('*:ops(attention)')}"),
+    Case("none@host", f"{CHUNKS} {policy('*:none@host')}"),
+    Case("full/1@host", f"{CHUNKS} {policy('*:full/1@host')}"),
+    Case("mlp@host", f"{CHUNKS} {policy('*:mlp@host')}"),
+    Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),
+    Case("small vocabulary, dropout", f"{SMALL} {DROPOUT}"),
+    Case("small vocabulary, llama", f"{SMALL} {LLAMA}"),
+    Case("small vocabulary, core_attn", f"{SMALL} {DROPOUT} {policy('*:core_attn')}"),
+    Case("small vocabulary, pointwise", f"{SMALL} {policy('*:pointwise')}"),
+    Case("small vocabulary, mlp", f"{SMALL} {LLAMA} {policy('*:mlp')}"),
+    Case("small vocabulary, full/1", f"{SMALL} {DROPOUT} {policy('*:full/1')}"),
+    Case("small vocabulary, ops(matmul/2)", f"{SMALL} {policy('*:ops(matmul/2)')}"),
+    Case("small vocabulary, verified", f"{SMALL} {policy('*:mlp')} --recompute-verify"),
+    Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
+    Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
+    Case("few tokens, AdamW", FEW_TOKENS),
+)
+TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
+PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
+CP, FSDP, ZERO1 = "--context-parallel-size 2", "--use-torch-fsdp2", "--use-distributed-optimizer"
+TWO_RANKS = (
+    Case("TP 2", TP, 2),
+    Case("TP 2, full/2@split", f"{TP} {CHUNKS} {policy('*:full/2@split')}", 2),
+    Case("TP 2, full/1@split+host", f"{TP} {CHUNKS} {policy('*:full/1@split+host')}", 2),
+    Case("TP 2, sequence parallel", f"{TP} {SEQUENCE}", 2),
+    Case("TP 2, sequence parallel, bf16, dropout", f"{TP} {SEQUENCE} --bf16 {DROPOUT}", 2),
+    Case("TP 2, sequence parallel, llama, chunks", f"{TP} {SEQUENCE} {CHUNKS} {LLAMA}", 2),
+    Case("TP 2, sequence parallel, full/1", f"{TP} {SEQUENCE} {CHUNKS} {policy('*:full/1')}", 2),
+    Case("PP 2", PP, 2, 4),
+    Case("PP 2, chunks, full/1", f"{PP} {CHUNKS} {policy('*:full/1')}", 2, 4),
+    Case("PP 2, untied, bf16", f"{PP} --bf16 --untie-embeddings-and-output-weights", 2, 4),
+    Case("PP 2, 2 virtual stages", f"{PP} {VIRTUAL}", 2, 4),
+    Case("PP 2, 2 virtual stages, mlp", f"{PP} {VIRTUAL} {policy('*:mlp')}", 2, 4),
+    Case("DP 2", "", 2),
+    Case("DP 2, ZeRO-1", ZERO1, 2),
+    Case("DP 2, ZeRO-1, bf16, overlap", f"{ZERO1} --bf16 --overlap-grad-reduce", 2),
+    Case("DP 2, gradients sent in bf16", f"{FEW_TOKENS} --bf16 --grad-reduce-in-bf16", 2),
+    Case("FSDP 2", FSDP, 2),
+    Case("FSDP 2, 1 micro-batch", FSDP, 2, 1),
+    Case("FSDP 2, bf16, untied", f"{FSDP} --bf16 --untie-embeddings-and-output-weights", 2),
+    Case("FSDP 2, chunks, full/1", f"{FSDP} {CHUNKS} {policy('*:full/1')}", 2),
+    Case("FSDP 2, chunks, full/2", f"{FSDP} {CHUNKS} {policy('*:full/2')}", 2),
+    Case("FSDP 2, no reshard", f"{FSDP} --torch-fsdp2-no-reshard-after-forward", 2),
+    Case("CP 2", CP, 2),
+    Case("CP 2, chunks, full/1", f"{CP} {CHUNKS} {policy('*:full/1')}", 2),
+    Case("CP 2, all-gather", f"{CP} {CHUNKS} --cp-comm-type allgather {policy('*:full/1')}", 2),
+    Case("CP 2, small vocabulary, full/1", f"{CP} {SMALL} {policy('*:full/1')}", 2),
+    Case("CP 2, small vocabulary", f"{CP} {SMALL} --cp-comm-type allgather", 2),
+    Case("FSDP 2, small vocabulary, bf16", f"{FSDP} {SMALL} --bf16", 2),
+    Case("FSDP 2, small vocabulary, mlp", f"{FSDP} {SMALL} {policy('*:mlp')}", 2),
+    Case("TP 2, small vocabulary, pointwise", f"{TP} {SMALL} {DROPOUT} {policy('*:pointwise')}", 2),
+    Case("PP 2, small vocabulary, pointwise", f"{PP} {SMALL} {policy('*:pointwise')}", 2, 4),
+    Case("CP 2, unfused, ZeRO-1", f"{CP} {CHUNKS} {ZERO1} --attention-backend unfused", 2),
+)
+CASES = (*ONE_RANK, *TWO_RANKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table. moment: when the prediction reaches the peak."""
+
+    name: str
+    rank: int
+    predicted_bytes: int
+    measured_bytes: int
+    moment: str
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted_bytes / self.measured_bytes
+
+
+def row_of_rank(rank: int, world_size: int, case: Case) -> Row:
+    """Returns the row of this rank. Every rank calls it at the same time."""
+    config = case.config
+    with parallel_state(config.parallel, seed=config.training.seed) as parallel:
+        measured = measure(config, parallel, num_microbatches=case.micro_batches)
+        predicted = step_peak(
+            config,
+            parallel.pp_rank,
+            device="cpu",
+            dp_cp_size=parallel.dp_cp_size,
+            dp_cp_rank=parallel.dp_cp_rank,
+            num_microbatches=case.micro_batches,
+        )
+    return Row(
+        name=case.name,
+        rank=rank,
+        predicted_bytes=predicted.num_bytes,
+        measured_bytes=measured.num_bytes,
+        moment=predicted.moment,
+    )
+
+
+def rows(case: Case) -> list[Row]:
+    """Runs a case. Returns the row of every rank; ranks of equal sizes give one row."""
+    found = run_ranks(row_of_rank, case.ranks, case, detail=False)
+    return list({(row.predicted_bytes, row.measured_bytes): row for row in found}.values())
+
+
+def table(found: Iterable[Row]) -> Iterator[str]:
+    """Yields the lines of the rows."""
+    for row in found:
+        yield (
+            f"{row.name:40}{row.rank:5}{row.predicted_bytes / MIB:11.3f}"
+            f"{row.measured_bytes / MIB:10.3f}{row.ratio:8.4f}  {row.moment}"
+        )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="memory.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only rows with this text in their names"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write settings and rows")
+    args = parser.parse_args(argv)
+    args.cases = [case for case in CASES if args.only in case.name]
+    if not args.cases:
+        parser.error(f"--only {args.only!r}: no row has this text in its name")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table, and the worst row. Returns 0."""
+    args = parse(argv)
+    print(SIZES, "", sep="\n")
+    header = f"{'':40}{'rank':>5}{'predicted':>11}{'measured':>10}{'ratio':>8}"
+    print(f"{header}\n{'configuration':45}{'MiB':>11}{'MiB':>10}{'':8}  what holds the peak")
+    found: list[Row] = []
+    for case in args.cases:
+        own = rows(case)
+        found += own
+        print("\n".join(table(own)), flush=True)
+    worst = max(found, key=lambda row: abs(row.ratio - 1.0))
+    print(f"\nThe worst case is {worst.name!r}: {worst.ratio - 1.0:+.2%} on rank {worst.rank}.")
+    if args.json:
+        report: dict[str, Any] = {
+            "sizes": SIZES,
+            "rows": [{**asdict(row), "ratio": row.ratio} for row in found],
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The settings of `--dry-run-memory`: which ranks of which world it measures."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lite.config.checks import flag, require_at_least
+from megatron_lite.config.json_text import parse_whole_number, shown
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.stages import stages_of_rank
+
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig:
+    """The settings of a dry run. They are no part of a run's configuration.
+
+    dry_run_ranks: the global ranks; empty for one rank of each kind of pipeline rank.
+    dry_run_world_size: the number of ranks. None: as many as the launcher started, or one replica
+        of the model without a launcher.
+    dry_run_device: "cpu" or "cuda"; None for the device that the run would use.
+    """
+
+    dry_run_ranks: tuple[int, ...] = ()
+    dry_run_world_size: int | None = None
+    dry_run_device: str | None = None
+
+    def __post_init__(self) -> None:
+        require_at_least(self, 1, "dry_run_world_size")
+        if self.dry_run_device not in (None, *DEVICES):
+            raise ValueError(
+                f"--dry-run-device must be one of {', '.join(DEVICES)} "
+                f"(got {self.dry_run_device!r})"
+            )
+        twice = sorted({rank for rank in self.dry_run_ranks if self.dry_run_ranks.count(rank) > 1})
+        if twice:
+            raise ValueError(f"--dry-run-ranks has rank {twice[0]} more than once: leave one out")
+
+    def world_size(self, parallel: ParallelConfig, *, launched: int) -> int:
+        """Returns the number of ranks of the simulated run.
+
+        launched: the number of ranks that the launcher started; 1 without a launcher.
+        ValueError: it is not a multiple of the ranks of one model.
+        """
+        one_model = (
+            parallel.tensor_model_parallel_size
+            * parallel.context_parallel_size
+            * parallel.pipeline_model_parallel_size
+        )
+        size = self.dry_run_world_size or (launched if launched > 1 else one_model)
+        if size % one_model:
+            raise ValueError(
+                f"--dry-run-world-size {size} is not a multiple of {one_model}, the ranks of one "
+                "model (tensor- x context- x pipeline-parallel): give a multiple of it"
+            )
+        return size
+
+    def ranks(self, parallel: ParallelConfig, num_layers: int, *, world_size: int) -> list[int]:
+        """Returns the global ranks to measure.
+
+        By default it is the first of each kind of pipeline rank, on tensor-, context- and
+        data-parallel rank 0. Two pipeline ranks are of one kind if their stages have the same
+        numbers of layers, and the embedding and the head too. Of ranks of one kind the first has
+        the most micro-batches in flight.
+        ValueError: a rank of --dry-run-ranks is not in the world.
+        """
+        outside = [rank for rank in self.dry_run_ranks if not 0 <= rank < world_size]
+        if outside:
+            raise ValueError(
+                f"--dry-run-ranks has rank {outside[0]}, and a world of {world_size} ranks has "
+                f"the ranks 0 to {world_size - 1}: give one of them, or a larger "
+                "--dry-run-world-size"
+            )
+        if self.dry_run_ranks:
+            return list(self.dry_run_ranks)
+        size = parallel.pipeline_model_parallel_size
+        kinds: dict[object, int] = {}
+        for pp_rank in range(size):
+            kind = tuple(
+                (stage.is_first, stage.is_last, stage.num_layers)
+                for stage in stages_of_rank(parallel, num_layers, pp_rank)
+            )
+            kinds.setdefault(kind, pp_rank)
+        return [pp_rank * (world_size // size) for pp_rank in kinds.values()]
+
+
+def take_dry_run(given: dict[str, Any]) -> DryRunConfig | None:
+    """Removes the settings of a dry run from the flags of a command line, and returns them.
+
+    Returns None without --dry-run-memory.
+    given: the values of the flags by their fields.
+    ValueError: a value is wrong, or a flag needs --dry-run-memory.
+    """
+    wanted = given.pop("dry_run_memory", False)
+    settings = {
+        field.name: given.pop(field.name)
+        for field in dataclasses.fields(DryRunConfig)
+        if field.name in given
+    }
+    if settings and not wanted:
+        raise ValueError(f"{flag(next(iter(settings)))} needs --dry-run-memory")
+    if "dry_run_ranks" in settings:
+        settings["dry_run_ranks"] = _parse_ranks(settings["dry_run_ranks"])
+    return DryRunConfig(**settings) if wanted else None
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_whole_number(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
+            f"(got {shown(repr(text))}): {error}"
+        ) from error

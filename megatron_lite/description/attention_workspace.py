@@ -1,0 +1,278 @@
+"""The workspaces of self-attention: the bytes that its operations allocate and free as they run.
+
+self_attention.py has the operations themselves: what they keep, compute and communicate. A course
+lists the changes of the allocated bytes in their order (operations.py). Each follows the code in
+model/attention.py and torch's operators; tests/description/test_workspace.py compares it with the
+allocations of a run.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.dropout import dropout_forward, masked
+from megatron_lite.description.norm_statistics import norm_backward, norm_forward, norm_parameters
+from megatron_lite.description.operations import Course, KeptTensor, Workspace, course
+from megatron_lite.description.sizes import Heads, Sizes
+from megatron_lite.description.weight_gradients import added_up
+
+
+def split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: bool) -> Workspace:
+    """Returns the workspace of the split of linear_qkv's output into query, key and value.
+
+    Each of the three is a view or a copy (model/attention.py). If all are copies, linear_qkv's
+    output is freed. Backward writes each gradient into zeros as large as that output, and adds
+    them up in place.
+    """
+    whole = heads.query + 2 * heads.kv
+    copied_later = model.norm_impl == "apex" if model.qk_layernorm else rotary
+    copies = [heads.query] if grouped else []
+    copies += [heads.kv] if grouped and not copied_later else []
+    copies += [heads.kv] if grouped or copied_later else []
+    value, key, query = heads.kv, heads.kv, heads.query
+    return Workspace(
+        course(*copies, -whole if len(copies) == 3 else 0),
+        course(+whole, -value, +whole, -key, -whole, +whole, -query, -whole),
+    )
+
+
+def norms_workspace(
+    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool
+) -> Workspace:
+    """Returns the workspace of the norms of query and key.
+
+    The gradients have another layout than the heads, with these exceptions: the key's gradient of
+    unfused attention if it is summed over a group, and both gradients of flash attention if there
+    is one sample.
+    """
+    d = model.head_dim
+    queries, keys = (size // sizes.element_bytes // d for size in heads)
+    vectors = norm_parameters(model, d, partial=True)
+    raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
+    unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
+    copies_query = unfused or samples > 1
+    copies_key = not grouped if unfused else samples > 1
+    return Workspace(
+        course(norm_forward(model, sizes, queries, d), norm_forward(model, sizes, keys, d)),
+        course(
+            norm_backward(model, sizes, keys, d, copies=copies_key),
+            added_up(vectors, sizes),
+            -raw_key,
+            norm_backward(model, sizes, queries, d, copies=copies_query),
+            added_up(vectors, sizes),
+            -raw_query,
+        ),
+    )
+
+
+def rotary_workspace(model: ModelConfig, heads: Heads, *, grouped: bool) -> Workspace:
+    """Returns the workspace of the rotation of query and key."""
+    # The last reference to a tensor that nobody keeps goes when the rotated one replaces it.
+    replaced = (
+        heads.query + heads.kv
+        if model.qk_layernorm
+        else heads.query + 2 * heads.kv + (heads.query if grouped else 0)
+    )
+    part = model.rotary_dim / model.head_dim
+    return Workspace(
+        course(_rotate(heads.query, part), _rotate(heads.kv, part), -replaced),
+        course(_rotate_backward(heads.kv, part), _rotate_backward(heads.query, part)),
+    )
+
+
+def flash_workspace(
+    model: ModelConfig, sizes: Sizes, log_sum_exp: int, freed: int, *, windowed: bool
+) -> Workspace:
+    """Returns the workspace of a flash kernel. With a window, both directions build its mask.
+
+    log_sum_exp: the bytes of the row sums that the kernel keeps.
+    freed: the bytes of the inputs that no earlier operation keeps.
+    """
+    heads = Heads.of(model, sizes)
+    output = heads.query
+    results = output + log_sum_exp
+    if sizes.cp_size > 1:
+        return _exchanging(model, sizes, results, freed)
+    window = _window_mask(sizes) if windowed else ()
+    built = sum(window)
+    return Workspace(
+        course(*window, +results, -built),
+        course(*window, +heads.query + 2 * heads.kv, -built - output - results - freed),
+    )
+
+
+def unfused_workspace(
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    heads: tuple[KeptTensor, ...],
+    freed: dict[str, int],
+    *,
+    windowed: bool,
+    in_replay: bool = False,
+) -> Workspace:
+    """Returns the workspace of attention that builds its scores.
+
+    elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
+    heads: the tensors that it keeps of query, key and value.
+    freed: the names and bytes of the inputs that no earlier operation keeps.
+    in_replay: whether it ends a replay, which leaves the product with the values out and holds the
+        gradient of the output to the end.
+    """
+    return Workspace(
+        _unfused_forward(
+            model, sizes, elements, softmax_bytes, windowed=windowed, skip_tail=in_replay
+        ),
+        _unfused_backward(
+            model, sizes, elements, softmax_bytes, heads, freed, holds_gradient=in_replay
+        ),
+    )
+
+
+def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> Workspace:
+    """Returns the workspace of flash attention over context-parallel ranks.
+
+    It describes context_parallel/sharded_attention.py on the rank that reads most keys.
+
+    results: the bytes of the output and the log-sum-exp. freed: see `flash_workspace`.
+    """
+    query, kv = Heads.of(model, sizes)
+    part, log_sum_exp = 2 * kv, results - query
+    ring = sizes.cp_comm_type == "p2p"
+    # The ring holds a part, the one that arrives and, beyond two ranks, the next one.
+    others = min(sizes.cp_size - 1, 2) * part if ring else sizes.cp_size * part
+    wide = query // sizes.element_bytes * sizes.accumulate_bytes
+    sums = wide if wide != query else 0
+    forward = course(
+        *(+part, +others, +results, +sums, +results),
+        *((+sums, -sums) if sums else ()),
+        *(+2 * log_sum_exp, -2 * log_sum_exp),
+        *((-query, -results, +query, -sums) if sums else (-results,)),
+        -part - others,
+    )
+    # The sum of the gradients travels in two tensors, or lies in one of all parts.
+    travels = 2 * part if ring else 0
+    gathered_sum = 0 if ring else sizes.cp_size * part
+    gradients, second = query + part, max(query + part // 2, query // 2 + part)
+    backward = course(
+        *(+part, +gathered_sum, +wide, +others),
+        *(+gradients, +travels, +second, -gradients),
+        part,  # the sum that arrives, or this rank's part of the reduce-scatter
+        -second - others - travels - gathered_sum - part,
+        *((+query, -wide) if sums else ()),
+        -query - results - freed,
+    )
+    return Workspace(forward, backward)
+
+
+def _rotate(heads: int, part: float) -> Course:
+    """Returns the course of the rotation of a tensor of heads. It ends with a new tensor.
+
+    heads: its bytes. part: the share of its channels that are rotated.
+    """
+    rotated = round(heads * part)
+    half = rotated // 2  # the negated second half of the channels
+    sums = course(+rotated, +half, +rotated, -half, +rotated, -rotated, +rotated, -2 * rotated)
+    return sums if rotated == heads else course(sums, +heads, -rotated)
+
+
+def _rotate_backward(heads: int, part: float) -> Course:
+    """Returns the course of the backward of `_rotate`. It replaces one gradient by another."""
+    rotated = round(heads * part)
+    half = rotated // 2
+    products = (+rotated, +half, +rotated)
+    if rotated == heads:
+        return course(*products, -heads, +rotated, -rotated - half, -rotated)
+    # The rotated channels and the others are written into zeros, and the two are added up.
+    return course(
+        *products, +rotated, -rotated - half, -rotated, +heads, -heads, +heads, -rotated, -heads
+    )
+
+
+def _window_mask(sizes: Sizes) -> tuple[int, int, int]:
+    """Returns the changes while the mask of a window is built."""
+    mask = sizes.seq_length**2 * sizes.element_bytes
+    return +mask, +mask, -mask
+
+
+def _unfused_forward(
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    *,
+    windowed: bool,
+    skip_tail: bool = False,
+) -> Course:
+    """Returns the course of the forward of attention that builds its scores.
+
+    elements: the number of scores. softmax_bytes: the bytes of an element of the softmax.
+    skip_tail: whether the product with the values is left out.
+    """
+    heads = Heads.of(model, sizes)
+    scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
+    mask = sizes.own_seq_length * sizes.seq_length * sizes.element_bytes
+    grouped = model.query_groups < model.num_attention_heads
+    part, ranks = 2 * heads.kv, sizes.cp_size
+    changes: list[int | Course] = []
+    changes += [+part, +ranks * part, -part] if ranks > 1 else []  # all keys and values
+    changes += [*(_window_mask(sizes) if windowed else (+mask,))]
+    repeated = ranks * heads.query  # the key, or the value, for every head
+    changes += [+repeated, +repeated, -ranks * part if ranks > 1 else 0] if grouped else []
+    changes += [+scores]
+    cast = softmax != scores
+    # On a CPU the scores are cast before the softmax. A CUDA kernel reads them as they are.
+    copy = softmax if cast and sizes.device == "cpu" else 0
+    changes += [+copy, +softmax, -copy]
+    changes += [+scores] if cast else []
+    dropped = model.attention_dropout > 0.0
+    changes += [dropout_forward(elements, scores, sizes)] if dropped else []
+    by_head = 0 if skip_tail else heads.query
+    changes += [+by_head, +by_head]
+    return course(*changes, -mask - scores - by_head - (scores if cast and dropped else 0))
+
+
+def _unfused_backward(
+    model: ModelConfig,
+    sizes: Sizes,
+    elements: int,
+    softmax_bytes: int,
+    heads: tuple[KeptTensor, ...],
+    freed: dict[str, int],
+    *,
+    holds_gradient: bool = False,
+) -> Course:
+    """Returns the course of the backward of attention that builds its scores.
+
+    holds_gradient: whether the caller of a replay holds the gradient of the output to the end.
+
+    heads: the tensors that it keeps of query, key and value. freed: those of the inputs that no
+    earlier operation keeps.
+    """
+    query, kv = Heads.of(model, sizes)
+    scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
+    cast, dropped = softmax != scores, model.attention_dropout > 0.0
+    grouped = model.query_groups < model.num_attention_heads
+    gradient = 0 if holds_gradient else query  # of the output
+    own = {one.name: one.num_bytes for one in heads if grouped or one.name in freed}
+    part, ranks = 2 * kv, sizes.cp_size
+    if ranks > 1 and not grouped:
+        own[heads[-1].name] = heads[-1].num_bytes
+    value = own.pop(heads[-1].name, 0) if len(heads) == 3 else 0
+    repeated = ranks * query  # the gradient of the key, or of the value, for every head
+    # softmax times value: the factor that is not the softmax itself is freed, and so is the value
+    changes: list[int | Course] = [+scores, +repeated]
+    changes += [-gradient - value - (scores if cast or dropped else 0)]
+    changes += [masked(scores, sizes), -scores - elements] if dropped else []
+    changes += [+softmax, -scores] if cast else []
+    changes += [+softmax, -2 * softmax]
+    changes += [+scores, -softmax] if cast else []
+    # The gradients of query and key are products, multiplied by the scale.
+    changes += [+query, +query, -query, +repeated, +repeated, -repeated]
+    changes += [-scores - sum(own.values())]
+    changes += [+ranks * kv, -repeated, +ranks * kv, -repeated] if grouped else []
+    # The gradients of all keys and values are joined and summed over the ranks.
+    changes += [+ranks * part, -ranks * part, +part, -ranks * part] if ranks > 1 else []
+    return course(*changes)

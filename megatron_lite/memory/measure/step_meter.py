@@ -1,0 +1,197 @@
+"""Measures the memory of one whole optimizer step of a rank, and where in the step the peak is.
+
+    with StepMeter() as meter:
+        ...                                       the model and the optimizer are built
+        meter.assign(WEIGHTS, model.parameters())
+        with meter.step(stages):
+            ...                                   forwards, backwards and the update
+            meter.begins_update()
+    meter.peak
+
+Every storage has a category. A storage that exists before the step has the category that `assign`
+gave it. Any other storage has the phase in which it was created. Host memory for offloaded tensors
+is a category of its own. Beside a GPU it is other memory, and no part of the peak.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.memory.measure.engine_storages import EngineStorages
+from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
+
+WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
+OTHER, HOST = "other", "host"
+FORWARD, REPLAY, BACKWARD, UPDATE = "forward", "replay", "backward", "update"
+# The categories besides HOST: those that are held between steps, and by phase those that a step
+# creates.
+HELD = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER)
+PHASES = (FORWARD, REPLAY, BACKWARD, UPDATE)
+
+
+class Moment(NamedTuple):
+    """A moment of a step: right after one operator.
+
+    phase: one of PHASES. module: the module in whose forward, replay or backward it is; "" outside
+    of every module. operator: the name that torch gives it, such as "aten.mm".
+    """
+
+    phase: str
+    module: str
+    operator: str
+
+
+class StepPeakMeasured(NamedTuple):
+    """The most bytes that were alive at once in a step.
+
+    by_category: the bytes by category, which add up to `num_bytes`.
+    """
+
+    num_bytes: int
+    by_category: Mapping[str, int]
+    moment: Moment
+
+
+class StepMeter(EngineStorages):
+    """Follows all storages of a rank from the building of its model to the end of a step.
+
+    host_apart: whether host memory is no part of the peak.
+    host_peak_bytes: the most bytes of host memory in a step.
+    """
+
+    def __init__(self, *, host_apart: bool = False) -> None:
+        super().__init__()
+        self._host_apart = host_apart
+        self.host_peak_bytes = 0
+        self._in_step = self._in_update = False
+        self._running: list[str] = []
+        # From which sequence number of autograd on nodes belong to which module.
+        self._marks: list[int] = [0]
+        self._modules: list[str] = [""]
+        self._in_backward = ""
+        self._peak_bytes = self._peak_number = 0
+        self._peak_categories: Counter[str] = Counter()
+        self._peak_place: tuple[str, str, Any] = (FORWARD, "", "")
+
+    @property
+    def peak(self) -> StepPeakMeasured:
+        """The peak of the step so far."""
+        phase, module, func = self._peak_place
+        counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
+        categories = {one: self._peak_categories[one] for one in counted}
+        return StepPeakMeasured(
+            self._peak_bytes, categories, Moment(phase, module, str(func).rpartition(".")[0])
+        )
+
+    def assign(self, category: str, tensors: Iterable[Tensor]) -> None:
+        """Puts the storages of the tensors into a category.
+
+        After the peak it also corrects the peak's categories.
+        """
+        for tensor in tensors:
+            storage = self.find(tensor)
+            if storage is None or storage.category == category:
+                continue
+            if self._peak_bytes and storage.number < self._peak_number:
+                self._peak_categories[storage.category] -= storage.num_bytes
+                self._peak_categories[category] += storage.num_bytes
+            self.move(storage, category)
+
+    def held(self) -> dict[str, int]:
+        """Returns the bytes that are alive now, by the categories of HELD.
+
+        All that was not assigned is OTHER, except host memory, which does not count.
+        """
+        self.total_bytes()
+        held = {category: self.bytes_by_category[category] for category in HELD}
+        held[OTHER] += sum(self.bytes_by_category[phase] for phase in PHASES)
+        return held
+
+    @contextmanager
+    def step(self, stages: Iterable[nn.Module]) -> Iterator[None]:
+        """Looks for the peak inside the block. stages: the modules whose parts `Moment` names."""
+        with ExitStack() as stack:
+            for name, module in (pair for stage in stages for pair in stage.named_modules()):
+                enter = module.register_forward_pre_hook(partial(self._enter, name))
+                leave = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            self._in_step = True
+            try:
+                yield
+            finally:
+                self._in_step = self._in_update = False
+
+    def begins_update(self) -> None:
+        """Declares that the backwards of the step are done."""
+        self._in_update = True
+
+    def category(self) -> str:
+        """Returns HOST, the phase of the step, or before the step OTHER."""
+        if is_allocating_on_host():
+            return HOST
+        return self._phase() if self._in_step else OTHER
+
+    def after(self, func: Any) -> None:
+        """Compares the live bytes with the peak."""
+        self.host_peak_bytes = max(self.host_peak_bytes, self.bytes_by_category[HOST])
+        if not self._in_step or not self._is_above():
+            return
+        self.total_bytes()
+        if self._is_above():
+            self._peak_bytes = self._total - self._apart()
+            self._peak_number = self._num_created
+            self._peak_categories = Counter(self.bytes_by_category)
+            self._peak_place = (self._phase(), self._module(), func)
+
+    def _is_above(self) -> bool:
+        return self.sum_is_above(self._peak_bytes + self._apart())
+
+    def _apart(self) -> int:
+        return self.bytes_by_category[HOST] if self._host_apart else 0
+
+    def _phase(self) -> str:
+        if self._in_update:
+            return UPDATE
+        if is_recomputing():
+            return REPLAY
+        return FORWARD if torch._C._current_autograd_node() is None else BACKWARD
+
+    def _module(self) -> str:
+        """Returns the running module. In backward it is the one that created the node."""
+        if self._running:
+            return self._running[-1]
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        # The nodes that accumulate gradients have no place in the sequence. Each follows the node
+        # that computed the gradient.
+        if not hasattr(node, "variable"):
+            place = bisect_right(self._marks, node._sequence_nr()) - 1
+            self._in_backward = self._modules[place]
+        return self._in_backward
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._running.append(name)
+        self._mark()
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        module = self._running[-1] if self._running else ""
+        number = torch.autograd._get_sequence_nr()
+        if number == self._marks[-1]:
+            self._modules[-1] = module
+        else:
+            self._marks.append(number)
+            self._modules.append(module)

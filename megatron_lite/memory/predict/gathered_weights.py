@@ -1,0 +1,185 @@
+"""The weights and gradients that FSDP2 holds for a time, as passages around those of the layers.
+
+A unit is one layer; the root unit is everything else. With reshard after forward:
+
+    forward    root: gather, and stay until backward has ended
+               layer: gather into a buffer, free the buffer of the layer before, copy the weights
+               out; afterwards free the weights, but not the buffer
+    backward   root: starts the gather of the last layer
+               layer: copy the weights out of its buffer, free it, start the gather of the layer
+               before; afterwards free the weights and reduce the gradients
+               root: reduces its gradients at the very end
+
+    reduce     copy the gradients into one buffer, free them, sum the buffer over the ranks. The
+               buffer lives until the next reduction.
+
+The facts are those of torch 2.13 and of parallel/fsdp_buffers.py. Units of the embedding and of the
+output layer (--fsdp-memory-efficient-wrapping) count as parts of the root, which is the most that
+they can hold. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import Operation, Parameter
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
+from megatron_lite.memory.predict.passages import Passage, change, joined
+
+FLOAT32 = 4
+# The limit in bytes of a staging buffer of a CPU's collectives (parallel/collectives.py).
+STAGING_BYTES = 2**22
+
+
+class Unit(NamedTuple):
+    """The bytes of a unit of FSDP2.
+
+    gathered: its weights on every rank, with the padding of rows. cast: this rank's rows in the
+    dtype in which they are sent; 0 if that is the dtype of the rows.
+    gradients: the gradients of the whole weights, as backward computes them.
+    last: those of them that live until the reduction has ended.
+    buffer: the gradients in the buffer that is reduced. rows: this rank's part of the sum.
+    """
+
+    gathered: int
+    cast: int
+    gradients: int
+    last: int
+    buffer: int
+    rows: int
+
+
+class GatheredWeights(NamedTuple):
+    """The units of a stage, and when their memory is allocated and freed.
+
+    reshards: whether a layer's weights are freed after its forward.
+    accumulates: whether rows' gradients of an earlier micro-batch exist already.
+    on_cpu: whether the ranks exchange large tensors through buffers of a bounded size.
+    """
+
+    root: Unit
+    layer: Unit
+    reshards: bool
+    accumulates: bool
+    on_cpu: bool
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, sizes: Sizes, *, dp_cp_size: int, accumulates: bool
+    ) -> GatheredWeights:
+        """Returns the units of a stage."""
+        sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
+        reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
+        ends: list[Operation] = []
+        if sizes.has_embedding:
+            ends += embedding_operations(config.model, sizes)
+        if sizes.has_head:
+            ends += head_operations(config.model, sizes)
+        layer = describe_layer(config.model, sizes, sizes.first_layer)
+
+        def unit(operations: Iterable[Operation], last: int = 0) -> Unit:
+            parameters = [one for each in operations for one in each.parameters]
+            padded = sum(_padded(one, dp_cp_size) for one in parameters)
+            return Unit(
+                padded * sent,
+                padded // dp_cp_size * sent if sent != FLOAT32 else 0,
+                sum(one.num_elements for one in parameters) * sent,
+                last,
+                padded * reduced,
+                padded // dp_cp_size * FLOAT32,
+            )
+
+        # torch's loop variable holds the last gradient, and that of torch's own linear layer is a
+        # view, which parallel/fsdp_buffers.py does not free.
+        untied = config.model.untie_embeddings_and_output_weights
+        is_view = sizes.tp_size == 1 and sizes.loss_chunk_size is None
+        head = (
+            sizes.padded_vocab_size * config.model.hidden_size * sent
+            if sizes.has_head and untied and is_view
+            else 0
+        )
+        return cls(
+            unit(ends, head),
+            unit(layer.operations),
+            config.data_parallel.torch_fsdp2_reshard_after_forward,
+            accumulates,
+            sizes.device == "cpu",
+        )
+
+    def begin(self) -> Passage:
+        """Returns what the root does before the forward of a stage."""
+        return self._gather(self.root).then(change(self.root.gathered))
+
+    def layer_forward(self, before: Unit, forward: Passage, number: int) -> Passage:
+        """Returns the forward of a segment of `number` layers. before: the unit gathered before."""
+        own = self.layer.gathered
+        gather = joined(self._gather(self.layer), change(-before.gathered), change(own))
+        kept = 0 if self.reshards else own
+        return joined(gather, forward, change(kept * number - own))
+
+    def end(self) -> Passage:
+        """Returns what the root does after the forward of a stage."""
+        return change(-self.layer.gathered)
+
+    def begin_backward(self) -> Passage:
+        """Returns what the root does before the backward of a stage."""
+        return self._gather(self.layer) if self.reshards else Passage()
+
+    def layer_backward(
+        self, backward: Passage, number: int, *, is_last: bool, is_first: bool
+    ) -> Passage:
+        """Returns the backward of a segment of `number` layers.
+
+        is_last: whether no later layer has reduced its gradients. is_first: whether no layer is
+        before it.
+        """
+        own = self.layer.gathered
+        arrives = Passage()
+        if self.reshards:
+            # Its buffer is freed, and that of the layer before takes its place.
+            arrives = change(own * number).then(change(-own if is_first else 0))
+        before = 0 if is_last and number == 1 else self.layer.buffer
+        return joined(arrives, backward, change(-own - before), self._reduce(self.layer))
+
+    def between(self, number: int, *, is_last: bool) -> list[Passage]:
+        """Returns what happens between the backwards of the `number` layers of a unit."""
+        first = 0 if is_last else self.layer.buffer
+        return [
+            change(-self.layer.gathered - (first if place == 0 else self.layer.buffer)).then(
+                self._reduce(self.layer)
+            )
+            for place in range(number - 1)
+        ]
+
+    def end_backward(self) -> Passage:
+        """Returns what the root does after the backward of a stage."""
+        freed = change(-self.root.gathered - self.layer.buffer)
+        return joined(freed, self._reduce(self.root), change(-self.root.buffer))
+
+    def _gather(self, unit: Unit) -> Passage:
+        staged = self._staged(unit.gathered)
+        most = change(unit.cast + unit.gathered + staged, "gather of weights")
+        return most.then(change(-staged - unit.cast))
+
+    def _reduce(self, unit: Unit) -> Passage:
+        where, staged = "reduction of gradients", self._staged(unit.buffer)
+        rows = 0 if self.accumulates else unit.rows
+        return joined(
+            change(unit.buffer, where),
+            change(unit.last - unit.gradients),
+            change(unit.rows + staged, where),
+            change(rows - unit.rows - staged - unit.last),
+        )
+
+    def _staged(self, num_bytes: int) -> int:
+        return 2 * STAGING_BYTES if self.on_cpu and num_bytes > STAGING_BYTES else 0
+
+
+def _padded(parameter: Parameter, ranks: int) -> int:
+    """Returns the elements of a parameter whose rows are padded to a multiple of the ranks."""
+    rows, *_ = parameter.shape
+    return parameter.num_elements // rows * -(-rows // ranks) * ranks

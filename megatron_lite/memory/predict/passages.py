@@ -1,0 +1,75 @@
+"""How a rank's bytes change while a stretch of a step runs, and what they are where it is fullest.
+
+A passage is a course (description/operations.py) that also knows its fullest moment. Passages
+follow one another, and a passage can repeat. Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lite.description.operations import Course
+
+
+class Moment(NamedTuple):
+    """The fullest moment of a passage.
+
+    where: the operation that runs, such as "backward of linear_fc2".
+    kept: how many more bytes are kept for backward than at the passage's begin. It is negative in
+        a backward.
+    rebuilt: the bytes that a replay has rebuilt.
+    """
+
+    where: str = ""
+    kept: int = 0
+    rebuilt: int = 0
+
+
+class Passage(NamedTuple):
+    """The bytes of a stretch of a step, beyond those held when it began.
+
+    most, end: see Course. kept: how many of `end` are kept for backward.
+    """
+
+    most: int = 0
+    end: int = 0
+    kept: int = 0
+    fullest: Moment = Moment()
+
+    def then(self, other: Passage) -> Passage:
+        """Returns this passage, followed by another one."""
+        most, fullest = self.most, self.fullest
+        if self.end + other.most > most or not fullest.where:
+            most = max(most, self.end + other.most)
+            fullest = other.fullest._replace(kept=self.kept + other.fullest.kept)
+        return Passage(most, self.end + other.end, self.kept + other.kept, fullest)
+
+    def times(self, number: int) -> Passage:
+        """Returns this passage, `number` times in a row."""
+        if number == 0:
+            return Passage()
+        before = number - 1 if self.end > 0 else 0
+        return Passage(
+            before * self.end + self.most,
+            number * self.end,
+            number * self.kept,
+            self.fullest._replace(kept=before * self.kept + self.fullest.kept),
+        )
+
+
+def of_course(course: Course, where: str, *, kept: int = 0, rebuilt: int = 0) -> Passage:
+    """Returns the passage of an operation."""
+    return Passage(course.most, course.end, kept, Moment(where, 0, rebuilt))
+
+
+def change(num_bytes: int, where: str = "", *, kept: int = 0) -> Passage:
+    """Returns the passage of an allocation, or of tensors that are freed."""
+    return Passage(max(0, num_bytes), num_bytes, kept, Moment(where))
+
+
+def joined(*passages: Passage) -> Passage:
+    """Returns passages that follow one another."""
+    whole = Passage()
+    for one in passages:
+        whole = whole.then(one)
+    return whole

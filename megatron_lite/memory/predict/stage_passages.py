@@ -1,0 +1,232 @@
+"""The forward and the backward of one micro-batch through one stage, as passages.
+
+Equal neighbouring segments are computed once and repeated, so a long stage costs no more than a
+short one. Standard library only.
+
+    @host     The originals of a segment live until the next such segment has run. Backward copies
+              a segment and the one before it back.
+    @split    A unit keeps 1/t of its input. Its replay gathers the input, and that of the split
+              unit before it.
+    arena     The input of a unit is copied into the arena, and freed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.predict.gathered_weights import GatheredWeights
+from megatron_lite.memory.predict.kept_tensors import layer_terms
+from megatron_lite.memory.predict.layer_passages import (
+    Passages,
+    layer_passages,
+    ops_passages,
+    unit_passages,
+)
+from megatron_lite.memory.predict.micro_batch_peak import mean_of_losses
+from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
+from megatron_lite.recompute.plan import RecomputePlan, Segment
+
+IDS = 8  # the bytes of a token id
+
+
+def stage_passages(
+    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, gathers: GatheredWeights | None = None
+) -> Passages:
+    """Returns the forward and the backward of a micro-batch on one stage.
+
+    The input of a stage without the embedding is held when the forward begins. The output of a
+    stage without the head leaves with the forward's end, and its gradient is held when the backward
+    begins. The gradient of the input leaves with the backward's end.
+
+    gathers: the weights that FSDP2 gathers; None without it.
+    """
+    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    ids = IDS * sizes.tokens
+    layers = describe_layers(model, sizes, plan.num_layers)
+    segments = list(_runs(model, plan, layers, sizes, gathers))
+    forward, backward = [], []
+    if sizes.has_embedding:
+        first = _of_operations(embedding_operations(model, sizes))
+        forward += [change(ids, kept=ids), first.forward]
+        backward += [change(-ids, kept=-ids), first.backward]
+    if sizes.has_head:
+        forward.append(change(ids))
+        backward.append(change(-2 * sizes.accumulate_bytes))  # the loss and its gradient
+    forward += [one.forward for one in segments]
+    backward += [one.backward for one in segments]
+    if sizes.has_head:
+        last = _of_operations(head_operations(model, sizes))
+        mean = mean_of_losses(sizes)
+        forward += [last.forward, of_course(mean.forward, "forward of the loss"), change(-ids)]
+        backward += [last.backward, of_course(mean.backward, "backward of the loss")]
+    else:
+        forward.append(change(-hidden))
+    if not sizes.has_embedding:
+        backward.insert(0, change(-hidden))
+    if gathers is not None:
+        forward = [gathers.begin(), *forward, gathers.end()]
+        backward = [gathers.end_backward(), *backward, gathers.begin_backward()]
+    return Passages(joined(*forward), joined(*reversed(backward)))
+
+
+class _Alike(NamedTuple):
+    """Neighbouring segments that are treated alike. segment: the first of them."""
+
+    segment: Segment
+    layers: tuple[LayerDescription, ...]
+    number: int
+
+
+def _runs(
+    model: ModelConfig,
+    plan: RecomputePlan,
+    layers: Sequence[LayerDescription],
+    sizes: Sizes,
+    gathers: GatheredWeights | None,
+) -> Iterator[Passages]:
+    """Yields the passages of the segments, those of alike neighbours as one."""
+    groups = [
+        _Alike(segment, own, len(list(others)) + 1)
+        for _, group in itertools.groupby(plan.segments, key=lambda one: _treatment(one, layers))
+        for segment, others in [(next(group), group)]
+        for own in [tuple(layers[segment.first_layer : segment.first_layer + segment.num_layers])]
+    ]
+    on_host = [number for number, group in enumerate(groups) if group.segment.on_host]
+    split = [number for number, group in enumerate(groups) if group.segment.split]
+    moved_before = 0
+    for number, group in enumerate(groups):
+        one = _segment(model, plan, group, sizes)
+        # Of the first segment, of those between, and of the last one.
+        forward, backward = [one.forward] * 3, [one.backward] * 3
+        if group.segment.split:
+            whole = change(group.layers[0].input.num_bytes)
+            ahead = [number != split[0], True, True]
+            own = [False, False, number == split[-1]]
+            if group.number == 1:
+                own[0] = own[2]
+            for place in range(3):
+                if ahead[place]:
+                    backward[place] = whole.then(backward[place])
+                if own[place]:
+                    backward[place] = whole.then(backward[place])
+        if group.segment.on_host:
+            moved = _moved(group, sizes)
+            befores = (moved_before, moved, moved)
+            forward = [
+                forward[place].then(change(-before, kept=-before))
+                for place, before in enumerate(befores)
+            ]
+            # The copies of the segment before come back with those of this segment.
+            backward = [
+                change(before, kept=before).then(backward[place])
+                for place, before in enumerate(befores)
+            ]
+            moved_before = moved
+            if number == on_host[-1]:
+                last = 2 if group.number > 1 else 0
+                backward[last] = change(moved, kept=moved).then(backward[last])
+        if gathers is not None:
+            length = group.segment.num_layers
+            befores_of = (gathers.root if number == 0 else gathers.layer, gathers.layer)
+            is_first = [number == 0, False, False]
+            is_last = [False, False, number == len(groups) - 1]
+            if group.number == 1:
+                is_last[0] = is_last[2]
+            for place in range(3):
+                before = befores_of[min(place, 1)]
+                if length > 1:
+                    between = gathers.between(length, is_last=is_last[place])
+                    backward[place] = _segment(model, plan, group, sizes, between).backward
+                if group.segment.unit and plan.skip_tail:
+                    # The replay's output is a view, which parallel/fsdp.py copies.
+                    output = group.layers[0].input.num_bytes
+                    backward[place] = joined(change(output), backward[place], change(-output))
+                forward[place] = gathers.layer_forward(before, forward[place], length)
+                backward[place] = gathers.layer_backward(
+                    backward[place], length, is_last=is_last[place], is_first=is_first[place]
+                )
+        run = Passages(_row(forward, group.number), _row(backward, group.number, reverse=True))
+        if on_host and number == len(groups) - 1:
+            left = change(-moved_before, kept=-moved_before)
+            run = run._replace(forward=run.forward.then(left))
+        yield run
+
+
+def _row(passages: Sequence[Passage], number: int, *, reverse: bool = False) -> Passage:
+    """Returns `number` segments in a row.
+
+    passages: of the first one, of one between, and of the last one.
+    """
+    first, between, last = passages
+    parts = [first] if number == 1 else [first, between.times(number - 2), last]
+    return joined(*(reversed(parts) if reverse else parts))
+
+
+def _treatment(segment: Segment, layers: Sequence[LayerDescription]) -> tuple[object, ...]:
+    own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
+    return (
+        segment.unit,
+        segment.num_layers,
+        segment.regions,
+        segment.ops,
+        segment.store,
+        *map(id, own),
+    )
+
+
+def _segment(
+    model: ModelConfig,
+    plan: RecomputePlan,
+    group: _Alike,
+    sizes: Sizes,
+    between: Sequence[Passage] = (),
+) -> Passages:
+    segment, skip = group.segment, plan.skip_tail
+    if segment.ops:
+        return ops_passages(model, group.layers[0], segment.ops, sizes, skip_tail=skip)
+    if not segment.unit:
+        regions = segment.regions
+        return layer_passages(model, group.layers[0], regions, sizes, skip_tail=skip)
+    one = unit_passages(model, group.layers, sizes, skip_tail=skip, between=between)
+    if not (segment.split or plan.contiguous):
+        return one
+    # The whole input is freed when the unit has run. What is kept instead is a copy.
+    whole = group.layers[0].input.num_bytes
+    part = whole // sizes.tp_size if segment.split else whole
+    on_device = 0 if plan.contiguous else part
+    return Passages(
+        one.forward.then(change(on_device - whole, kept=on_device - whole)),
+        one.backward.then(change(whole * (not segment.split) - on_device, kept=whole - on_device)),
+    )
+
+
+def _moved(group: _Alike, sizes: Sizes) -> int:
+    """Returns the bytes of a segment that wait in host memory."""
+    if group.segment.unit:
+        whole = group.layers[0].input.num_bytes
+        return whole // sizes.tp_size if group.segment.split else whole
+    return sum(
+        term.num_bytes
+        for term in layer_terms(group.layers[0].operations, 0, group.segment.regions, sizes)
+        if not term.tensor.stays
+    )
+
+
+def _of_operations(operations: tuple[Operation, ...]) -> Passages:
+    forward, backward = Passage(), Passage()
+    for one in operations:
+        # The token ids count where the micro-batch comes in.
+        kept = sum(tensor.num_bytes for tensor in one.keeps if tensor.name != "token ids")
+        name = f"the {one.name.replace('_', ' ')}"
+        forward = forward.then(of_course(one.workspace.forward, f"forward of {name}", kept=kept))
+        backward = of_course(one.workspace.backward, f"backward of {name}", kept=-kept).then(
+            backward
+        )
+    return Passages(forward, backward)

@@ -1,0 +1,382 @@
+"""The whole peak of an optimizer step of one rank, term by term, in closed form.
+
+    peak = what the rank holds from step to step + the fullest moment of its forwards and backwards
+
+The first part is that of states.py, and the rotary tables. The second part follows the rank's
+actions in the order of the pipeline (pipeline_walk.py). Each forward or backward of a stage is a
+passage (stage_passages.py). After the last backward the update can hold more if the batch is small
+(update_memory.py). An evaluation keeps nothing for backward, and a save gathers one tensor at a
+time: they hold less.
+
+A prediction costs about a millisecond: layers of one kind are described once, equal stages of
+several calls are taken from a cache, and the actions after the schedule repeats are left out.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import REGIONS
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.gathered_weights import GatheredWeights
+from megatron_lite.memory.predict.kept_tensors import host_bytes
+from megatron_lite.memory.predict.layer_passages import Passages
+from megatron_lite.memory.predict.passages import Moment, Passage
+from megatron_lite.memory.predict.pipeline_memory import step_microbatches
+from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
+from megatron_lite.memory.predict.stage_passages import stage_passages
+from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.memory.predict.update_memory import update_memory
+from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
+from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.schedule import plan_stage
+
+Tag = Literal["exact", "bound", "estimate"]
+EXACT: Tag = "exact"
+BOUND: Tag = "bound"
+ESTIMATE: Tag = "estimate"
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
+
+
+class PeakTerm(NamedTuple):
+    """A part of the peak.
+
+    tag: "exact"; "bound" if it is the most that the part can be; or "estimate".
+    """
+
+    name: str
+    num_bytes: int
+    tag: Tag
+
+
+@dataclass(frozen=True)
+class StepPeak:
+    """The peak of a step on one rank.
+
+    rank: the pipeline rank.
+    moment: when the peak is reached, in words.
+    terms: its parts, without those of no bytes.
+    """
+
+    rank: int
+    moment: str
+    terms: tuple[PeakTerm, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The sum of the terms."""
+        return sum(term.num_bytes for term in self.terms)
+
+
+class _Run(NamedTuple):
+    """A run on a device.
+
+    shards: the ranks over which FSDP2 shards everything; 1 without it.
+    accumulates: whether a step has several micro-batches.
+    """
+
+    config: RunConfig
+    device: str
+    shards: int
+    accumulates: bool
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A run, of which only the settings that decide the states count in comparisons."""
+
+    key: tuple[Hashable, ...]
+    config: RunConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Layout:
+        training = config.training
+        return cls(
+            (
+                config.model,
+                config.parallel,
+                config.data_parallel,
+                config.optimizer.optimizer,
+                config.tokenizer,
+                training.precision,
+            ),
+            config,
+        )
+
+
+class _StageMemory(NamedTuple):
+    """What a micro-batch does to a stage's memory.
+
+    on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
+    has for it. tables: the bytes of the rotary tables. generators: those of the states of the
+    random-number streams that a CPU's streams put aside.
+    """
+
+    passages: Passages
+    on_host: int
+    arena: int
+    tables: int
+    generators: int
+
+
+def step_peak(
+    config: RunConfig,
+    pp_rank: int,
+    *,
+    device: str,
+    dp_cp_size: int,
+    dp_cp_rank: int = 0,
+    num_microbatches: int | None = None,
+) -> StepPeak:
+    """Returns the peak of a step on one rank. The vocabulary size must be known.
+
+    pp_rank: the pipeline rank.
+    device: "cpu" or "cuda". On a CPU tensors in host memory count too.
+    dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
+        parallelism together, and the number of this rank among them.
+    num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
+        --global-batch-size alone.
+    """
+    stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
+    states = _states(_Layout.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    number = step_microbatches(config) if num_microbatches is None else num_microbatches
+    sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
+    run = _Run(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
+    memories = [_stage_memory(run, stage, False) for stage in stages]
+    held = _fullest(run, pp_rank, stages, number)
+    waiting = [0] * len(stages)
+    if any(memory.arena or memory.on_host for memory in memories):
+        waiting = _waiting(run, pp_rank, len(stages), number)
+    arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
+    on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
+    update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size)
+    # What kernels of a GPU allocate for themselves was not measured. With FSDP2 and with context
+    # parallelism the prediction was seen up to 1.1% too low.
+    cp_size = config.parallel.context_parallel_size
+    sure = BOUND if device == "cpu" and not sharded and cp_size == 1 else ESTIMATE
+    if update.num_bytes > held.num_bytes:
+        held = Fullest(held.action, Moment(update.where), update.num_bytes, 0)
+        sure = EXACT if update.is_exact else ESTIMATE
+    rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
+    terms = (
+        PeakTerm("weights", states.weights, EXACT),
+        PeakTerm("main weights", states.masters, EXACT),
+        PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
+        PeakTerm("optimizer states", states.optimizer, EXACT),
+        PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
+        PeakTerm("states of generators", max(memory.generators for memory in memories), EXACT),
+        PeakTerm("activations kept for backward", held.kept, EXACT),
+        PeakTerm("activations rebuilt by a replay", held.rebuilt, EXACT),
+        PeakTerm(f"workspace of the {held.moment.where}", rest, sure),
+        PeakTerm("hidden states received early", held.arrived, EXACT),
+        PeakTerm("hidden states being sent", held.sent, ESTIMATE),
+        PeakTerm("arena of saved inputs", arena, EXACT),
+        PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
+    )
+    at_update = held.moment.where == update.where
+    return StepPeak(
+        pp_rank,
+        f"{update.where} after the last backward" if at_update else _moment(config, held, stages),
+        tuple(term for term in terms if term.num_bytes),
+    )
+
+
+def fullest_step_peak(
+    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
+) -> StepPeak:
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
+
+    It skips a rank whose stages are like those of an earlier rank. Such a rank has fewer
+    micro-batches in flight, so its peak is not higher.
+    """
+    seen = set()
+    found = []
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+        alike = tuple(_likeness(config, stage) for stage in own)
+        if alike not in seen:
+            seen.add(alike)
+            found.append(
+                step_peak(
+                    config,
+                    rank,
+                    device=device,
+                    dp_cp_size=dp_cp_size,
+                    num_microbatches=num_microbatches,
+                )
+            )
+    return max(found, key=lambda one: one.num_bytes)
+
+
+def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
+    """Returns a key that alike stages share."""
+    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+    kinds = (
+        tuple(
+            (
+                config.model.layer_reach(layer, config.data.seq_length),
+                config.model.layer_rotates(layer),
+            )
+            for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
+        )
+        if config.model.window_size is not None or config.model.no_rope_freq is not None
+        else ()
+    )
+    return stage.is_first, stage.is_last, plan, kinds
+
+
+def _fullest(run: _Run, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
+    """Returns the fullest moment of a rank's forwards and backwards."""
+    config = run.config
+    parallel = config.parallel
+    size, num_chunks = parallel.pipeline_model_parallel_size, len(stages)
+    num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
+    shape = dict(
+        size=size,
+        rank=rank,
+        num_microbatches=_enough(num_microbatches, size, rank, num_chunks, num_kept),
+        num_chunks=num_chunks,
+    )
+    whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
+
+    memories: dict[tuple[int, bool], _StageMemory] = {}
+
+    def passage_of(action: Action) -> Passage:
+        key = action.chunk, action._replace(kind="forward") in whole
+        if key not in memories:
+            memories[key] = _stage_memory(run, stages[action.chunk], key[1])
+        passages = memories[key].passages
+        return passages.forward if action.kind == "forward" else passages.backward
+
+    sizes = Sizes.of(config, device=run.device)
+    return fullest(
+        order(**shape),
+        passage_of,
+        stages,
+        hidden_bytes=sizes.local_tokens * config.model.hidden_size * sizes.element_bytes,
+        overlap=parallel.overlap_p2p_comm,
+    )
+
+
+def _waiting(run: _Run, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
+    """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
+    size = run.config.parallel.pipeline_model_parallel_size
+    actions = order(
+        size=size,
+        rank=rank,
+        num_microbatches=min(num_microbatches, 2 * size),
+        num_chunks=num_chunks,
+    )
+    held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+    return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
+
+
+def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
+    whole = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    slots = (
+        whole // sizes.tp_size if one.split else whole
+        for one in plan.segments
+        if one.unit and not one.on_host
+    )
+    return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
+
+
+def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> int:
+    """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
+
+    From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
+    and windows repeat together after the least common multiple of their lengths.
+    """
+    repeats = 0
+    if num_kept:
+        window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
+        repeats = math.lcm(window, num_chunks * size) // num_chunks
+    return min(most, 2 * size + repeats)
+
+
+def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
+    where = f"{held.moment.where}, micro-batch {held.action.microbatch + 1}"
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return where
+    return f"{where} of stage {stages[held.action.chunk].number}"
+
+
+@lru_cache(maxsize=1024)
+def _states(layout: _Layout, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
+    return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
+
+
+def _stage_memory(run: _Run, stage: Stage, keeps_all: bool) -> _StageMemory:
+    config = run.config
+    sizes = Sizes.in_training(config, device=run.device, stage=stage)
+    # Stages that no setting tells apart share one entry of the cache.
+    by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
+    if config.model.window_size is None and config.model.no_rope_freq is None:
+        sizes = replace(sizes, first_layer=0)
+    gathers = None
+    if run.shards > 1:
+        # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
+        sizes = replace(sizes, sums_gradients=False, adds_in_matmul=False)
+        gathers = GatheredWeights.of(
+            config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
+        )
+    return _memory(
+        config.model,
+        sizes,
+        config.recompute,
+        stage.num_layers,
+        stage.number if by_stage else 0,
+        keeps_all,
+        gathers,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _memory(
+    model: ModelConfig,
+    sizes: Sizes,
+    recompute: RecomputeConfig,
+    num_layers: int,
+    number: int,
+    keeps_all: bool,
+    gathers: GatheredWeights | None,
+) -> _StageMemory:
+    plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
+    layers = range(sizes.first_layer, sizes.first_layer + num_layers)
+    rotates = any(model.layer_rotates(layer) for layer in layers)
+    tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0
+    moves = any(segment.on_host for segment in plan.segments)
+    return _StageMemory(
+        stage_passages(model, plan, sizes, gathers),
+        host_bytes(model, plan, sizes) if moves else 0,
+        _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
+        tables,
+        _generator_bytes(model, plan, sizes),
+    )
+
+
+def _generator_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the bytes of the generators' states that the streams hold from step to step.
+
+    With dropout they are those of both streams. Otherwise a replay leaves the state of one behind.
+    """
+    if sizes.device != "cpu":
+        return 0
+    if model.hidden_dropout or model.attention_dropout:
+        return sizes.rng_state_bytes
+    replays = any(
+        one.unit or one.ops or any(REGIONS[name].draws for name in one.regions)
+        for one in plan.segments
+    )
+    return sizes.stream_state_bytes if replays else 0

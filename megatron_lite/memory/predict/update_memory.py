@@ -1,0 +1,77 @@
+"""The memory that the end of a step needs besides the states: after the last backward.
+
+    AdamW                    none: it updates in place
+    Muon                     temporaries of the largest matrix (optim/muon_update.py)
+    --grad-reduce-in-bf16    a bfloat16 copy of the gradients
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import Stage
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
+from megatron_lite.memory.predict.states import FLOAT32, RankStates
+
+MUON, BFLOAT16 = "muon", 2
+
+
+class UpdateMemory(NamedTuple):
+    """The most bytes besides the states, and what needs them.
+
+    is_exact: whether it is to the byte. Otherwise it depends on where pieces of matrices end.
+    """
+
+    where: str
+    num_bytes: int
+    is_exact: bool
+
+
+def update_memory(
+    config: RunConfig, stage: Stage, states: RankStates, *, dp_cp_size: int
+) -> UpdateMemory:
+    """Returns the memory of the end of a step. stage: one of the rank's stages."""
+    found = [UpdateMemory("update", 0, True)]
+    sharding = config.data_parallel
+    if sharding.grad_reduce_in_bf16 and not sharding.use_torch_fsdp2 and dp_cp_size > 1:
+        sent = states.gradients // FLOAT32 * BFLOAT16
+        found.append(UpdateMemory("reduction of gradients in bfloat16", sent, True))
+    if config.optimizer.optimizer == MUON:
+        found.append(UpdateMemory("update of a matrix", _muon(config, stage, dp_cp_size), False))
+    return max(found, key=lambda one: one.num_bytes)
+
+
+def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
+    """Returns the bytes of Muon's temporaries for its largest matrix.
+
+    The update and the new weights of the matrix before are still alive. On top come the iterates in
+    bfloat16 and the result, first unscaled and then scaled, in float32.
+    """
+    sizes = Sizes.of(config, device="cpu", stage=stage)
+    layer = describe_layer(config.model, sizes, stage.first_layer)
+    rows, columns = max(
+        (one.shape for _, one in layer.parameters() if len(one.shape) == 2),
+        key=lambda shape: shape[0] * shape[1],
+    )
+    elements, optimizer = rows * columns, config.optimizer
+    whole, short = FLOAT32 * elements, min(rows, columns)
+    before, result = 2 * whole, 2 * whole
+    if optimizer.muon_fp32_matmul_prec == "medium":
+        iterates = 2 * BFLOAT16 * elements
+    else:
+        iterates = 2 * FLOAT32 * short * short
+    over_tp = sizes.tp_size if optimizer.muon_tp_mode == "duplicated" else 1
+    iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
+    direction = whole if optimizer.muon_nesterov else 0
+    alone = before + result + iterates + direction
+    sharding = config.data_parallel
+    if dp_cp_size == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
+        return alone
+    # The direction is gathered: padded, as a part for every rank, and joined.
+    part = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
+    gather = before + whole + part + dp_cp_size * part + whole + direction
+    return max(gather, alone + whole)

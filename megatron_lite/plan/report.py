@@ -1,0 +1,279 @@
+"""A verdict as text of at most 100 columns, and as JSON. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_lite.config.command_line import flags_of
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import stages
+from megatron_lite.memory.predict.flops import hardware_flops, step_flops
+from megatron_lite.memory.predict.step_peak import StepPeak
+from megatron_lite.plan.hardware import Hardware
+from megatron_lite.plan.layouts import kind_of
+from megatron_lite.plan.neighbours import Neighbour
+from megatron_lite.plan.search import Plan
+from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, Verdict
+from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.recompute.schedule import plan_model
+
+GIB = 2**30
+WIDTH = 100
+LEGEND = (
+    "t p c d: tensor-, pipeline-, context- and data-parallel ranks; v: virtual stages; b: "
+    "micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds"
+)
+HEADER = (
+    f"{'':2}{'t':>3}{'p':>4}{'v':>3}{'c':>3}{'d':>5}  {'states':<10}{'b':>4}{'chunk':>6}"
+    f"{'peak GiB':>9}{'free':>6}{'extra':>7}{'step s':>9}{'MFU':>6}  policy"
+)
+
+
+def extra_flops(config: RunConfig, device: str) -> float:
+    """Returns the FLOPs that recomputation and loss chunks add, over those of the model."""
+    parallel = config.parallel
+    tp_size = parallel.tensor_model_parallel_size
+    vocab = config.tokenizer.padded_vocab_size(tp_size)
+    shape: dict[str, Any] = dict(
+        batch=1, seq_length=config.data.seq_length, padded_vocab_size=vocab
+    )
+    ranks: dict[str, Any] = dict(
+        tp_size=tp_size, cp_size=parallel.context_parallel_size, device=device
+    )
+    own = hardware_flops(
+        config.model,
+        plan_model(config),
+        loss_chunk_size=config.training.loss_chunk_size,
+        **shape,
+        **ranks,
+    )
+    whole = hardware_flops(config.model, keep_everything(config.model.num_layers), **shape, **ranks)
+    return (own - whole) / step_flops(config.model, **shape)
+
+
+def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
+    """Returns the words of the command that runs a configuration."""
+    per_node = math.gcd(num_ranks, hardware.ranks_per_node)
+    nodes = num_ranks // per_node
+    words = ["torchrun", "--nproc-per-node", str(per_node)]
+    if nodes > 1:
+        words += ["--nnodes", str(nodes), "--node-rank", "$NODE_RANK"]
+        words += ["--master-addr", "$MASTER_ADDR"]
+    return [*words, "pretrain_gpt.py", *flags_of(config)]
+
+
+def lines(one: Verdict, hardware: Hardware) -> Iterator[str]:
+    """Yields the lines of a verdict."""
+    budget, plan = one.budget, one.plan
+    yield (
+        f"{one.num_ranks} x {hardware.name}: {one.word}   ({gib(budget.memory_bytes)} GiB, of "
+        f"which {gib(budget.reserve_bytes)} are a reserve; {one.found.num_layouts:,} layouts)"
+    )
+    if plan is None:
+        return
+    if one.word == DOES_NOT_FIT:
+        yield from _infeasible(one, plan, hardware)
+        return
+    if one.word != FITS:
+        yield f"The best plan takes {_into_reserve(one, plan)} GiB of the reserve."
+    yield ""
+    yield HEADER
+    for number, each in enumerate(one.found.plans, start=1):
+        yield _row(f"{number}", each, budget.memory_bytes, hardware)
+    yield from _wrapped(LEGEND)
+    yield ""
+    yield from _held(plan.peak)
+    yield ""
+    yield from _around(one, plan, hardware)
+    yield ""
+    yield from _command(plan, hardware)
+
+
+def _infeasible(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
+    lack = plan.peak.num_bytes - one.budget.plan_bytes
+    yield from _wrapped(
+        f"The smallest peak that was found is {gib(plan.peak.num_bytes)} GiB, which is {gib(lack)} "
+        f"GiB more than the {gib(one.budget.plan_bytes)} GiB that a plan may take:"
+    )
+    yield ""
+    yield HEADER
+    yield _row("", plan, one.budget.memory_bytes, hardware)
+    yield from _wrapped(LEGEND)
+    yield ""
+    yield from _held(plan.peak)
+
+
+def _into_reserve(one: Verdict, plan: Plan) -> str:
+    return gib(plan.peak.num_bytes - one.budget.plan_bytes)
+
+
+def _row(number: str, plan: Plan, memory_bytes: int, hardware: Hardware) -> str:
+    config, parallel = plan.config, plan.config.parallel
+    virtual = _virtual(config)
+    chunk = config.training.loss_chunk_size
+    free = (memory_bytes - plan.peak.num_bytes) / GIB
+    kind = kind_of(config)
+    row = (
+        f"{number:2}{parallel.tensor_model_parallel_size:>3}"
+        f"{parallel.pipeline_model_parallel_size:>4}{virtual:>3}{parallel.context_parallel_size:>3}"
+        f"{parallel.data_parallel_size(plan.num_ranks):>5}  {kind:<10}"
+        f"{config.training.micro_batch_size:>4}{chunk or '-':>6}{gib(plan.peak.num_bytes):>9}"
+        f"{free:>6.1f}{extra_flops(config, hardware.device):>7.1%}{plan.time.seconds:>9.2f}"
+        f"{plan.time.mfu:>6.1%}  "
+    )
+    return row + _cut(str(config.recompute.policy), WIDTH - len(row))
+
+
+def _cut(text: str, width: int) -> str:
+    """Returns the text, or its beginning if it is longer than `width` characters."""
+    return text if len(text) <= width else text[: width - 2] + ".."
+
+
+def _virtual(config: RunConfig) -> int:
+    all_stages = stages(config.parallel, config.model.num_layers)
+    return len(all_stages) // config.parallel.pipeline_model_parallel_size
+
+
+def _held(peak: StepPeak) -> Iterator[str]:
+    yield f"What holds the peak (pipeline rank {peak.rank}, {peak.moment}):"
+    for term in sorted(peak.terms, key=lambda term: -term.num_bytes):
+        if term.num_bytes:
+            share = term.num_bytes / peak.num_bytes
+            size = f"{gib(term.num_bytes):>9} GiB{share:>7.1%}"
+            yield f"  {_cut(term.name, 60):<60}{size}  {term.tag}"
+
+
+def _around(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
+    if one.largest_micro_batch is not None:
+        largest = one.largest_micro_batch
+        yield (
+            f"Largest micro-batch in this layout: {largest.config.training.micro_batch_size} "
+            f"({gib(largest.peak.num_bytes)} GiB, {largest.time.seconds:.2f} s a step)"
+        )
+    if (larger := one.found.larger) is not None:
+        lack = larger.peak.num_bytes - one.budget.plan_bytes
+        yield from _wrapped(
+            f"Next better plan: {_layout(larger)} without recomputation takes "
+            f"{larger.time.seconds:.2f} s a step, and lacks {gib(lack)} GiB."
+        )
+    if one.neighbours:
+        yield "One step away, each with its own best policy:"
+    for neighbour in one.neighbours:
+        yield _step(neighbour, plan)
+
+
+def _step(neighbour: Neighbour, plan: Plan) -> str:
+    other = neighbour.plan
+    if not neighbour.fits:
+        return f"  {neighbour.change:<28} does not fit: {gib(other.peak.num_bytes)} GiB at least"
+    speed = other.time.tokens_per_second / plan.time.tokens_per_second - 1.0
+    more = (other.peak.num_bytes - plan.peak.num_bytes) / GIB
+    return (
+        f"  {neighbour.change:<28} {gib(other.peak.num_bytes):>7} GiB ({more:+.2f}), "
+        f"{other.time.seconds:.2f} s a step, {speed:+.1%} tokens/s"
+    )
+
+
+def _layout(plan: Plan) -> str:
+    config, parallel = plan.config, plan.config.parallel
+    words = [
+        f"t {parallel.tensor_model_parallel_size}, p {parallel.pipeline_model_parallel_size}",
+        f"c {parallel.context_parallel_size}",
+        kind_of(config),
+        f"b {config.training.micro_batch_size}",
+    ]
+    if config.training.loss_chunk_size is not None:
+        words.append(f"chunks of {config.training.loss_chunk_size}")
+    return ", ".join(words)
+
+
+def _command(plan: Plan, hardware: Hardware) -> Iterator[str]:
+    yield "To run plan 1:"
+    yield command_text(plan, hardware)
+    try:
+        plan.config.check_complete_for_training()
+    except ValueError as error:
+        yield from _wrapped(f"({error})")
+
+
+def command_text(plan: Plan, hardware: Hardware) -> str:
+    """Returns the command as lines of a shell, with one flag a line."""
+    words = command(plan.config, hardware, plan.num_ranks)
+    place = words.index("pretrain_gpt.py")
+    rows = [" ".join(words[:place]), words[place]]
+    for word in words[place + 1 :]:
+        if word.startswith("--"):
+            rows.append(word)
+        else:
+            rows[-1] += f" {shlex.quote(word)}"
+    return " \\\n  ".join(rows)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH)
+
+
+def gib(num_bytes: float) -> str:
+    """Returns a number of bytes in GiB with two digits."""
+    return f"{num_bytes / GIB:.2f}"
+
+
+def to_json(verdicts: Sequence[Verdict], hardware: Hardware) -> str:
+    """Returns the verdicts as indented JSON. Bytes and seconds are numbers."""
+    return json.dumps(
+        {"machine": hardware.name, "verdicts": [_verdict(one, hardware) for one in verdicts]},
+        indent=2,
+    )
+
+
+def _verdict(one: Verdict, hardware: Hardware) -> dict[str, Any]:
+    larger, largest = one.found.larger, one.largest_micro_batch
+    smallest = one.found.smallest
+    return {
+        "verdict": one.word,
+        "num_gpus": one.num_ranks,
+        "memory_bytes": one.budget.memory_bytes,
+        "reserve_bytes": one.budget.reserve_bytes,
+        "num_layouts": one.found.num_layouts,
+        "plans": [_plan(plan, hardware) for plan in one.found.plans],
+        "smallest": None if smallest is None else _plan(smallest, hardware),
+        "next_better": None if larger is None else _plan(larger, hardware),
+        "largest_micro_batch_size": (
+            None if largest is None else largest.config.training.micro_batch_size
+        ),
+        "neighbours": [
+            {
+                "change": neighbour.change,
+                "fits": neighbour.fits,
+                "peak_bytes": neighbour.plan.peak.num_bytes,
+                "step_seconds": neighbour.plan.time.seconds,
+                "tokens_per_second": neighbour.plan.time.tokens_per_second,
+            }
+            for neighbour in one.neighbours
+        ],
+    }
+
+
+def _plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    return {
+        "command": command(plan.config, hardware, plan.num_ranks),
+        "config": json.loads(plan.config.to_json()),
+        "recompute_policy": str(plan.config.recompute.policy),
+        "pipeline_rank": plan.peak.rank,
+        "moment": plan.peak.moment,
+        "peak_bytes": plan.peak.num_bytes,
+        "peak_terms": [
+            {"name": term.name, "bytes": term.num_bytes, "tag": term.tag}
+            for term in plan.peak.terms
+        ],
+        "step_seconds": plan.time.seconds,
+        "step_terms": dict(plan.time.terms),
+        "tokens_per_second": plan.time.tokens_per_second,
+        "mfu": plan.time.mfu,
+        "extra_flops": extra_flops(plan.config, hardware.device),
+    }

@@ -1,0 +1,93 @@
+"""The verdict on a run: does it fit, with which plan, and what would change it.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.plan.budget import Budget
+from megatron_lite.plan.layouts import Problem, layouts, refusal
+from megatron_lite.plan.neighbours import Neighbour, largest_micro_batch, neighbours
+from megatron_lite.plan.search import Found, Plan, Search
+
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}
+MOST_RANKS = 16384
+LEAST_STATES = 16  # bytes of a parameter under FSDP2: weight, gradient and two moments in float32
+
+
+class Verdict(NamedTuple):
+    """The answer for one number of ranks.
+
+    word: FITS; TIGHT, if the best plan takes a part of the reserve; or DOES_NOT_FIT.
+    found: the plans. largest_micro_batch, neighbours: what is one step away from the first.
+    """
+
+    word: str
+    num_ranks: int
+    budget: Budget
+    found: Found
+    largest_micro_batch: Plan | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The fastest plan that fits, or the plan with the smallest peak."""
+        return self.found.plans[0] if self.found.plans else self.found.smallest
+
+
+def verdict(problem: Problem, num_ranks: int, budget: Budget) -> Verdict:
+    """Returns the verdict for so many ranks.
+
+    Raises InputError if training would refuse every layout.
+    """
+    search = Search(problem)
+    if next(layouts(problem, num_ranks), None) is None:
+        raise InputError(f"{num_ranks} GPUs: {refusal(problem, num_ranks)}")
+    for word, num_bytes in ((FITS, budget.plan_bytes), (TIGHT, budget.memory_bytes)):
+        found = search.find(num_ranks, num_bytes)
+        if found.plans:
+            best = found.plans[0]
+            return Verdict(
+                word,
+                num_ranks,
+                budget,
+                found,
+                largest_micro_batch(search, best, num_bytes),
+                tuple(neighbours(search, best, num_bytes)),
+            )
+        # The next round has a chance only if the smallest peak is within its budget.
+        if found.smallest is None or found.smallest.peak.num_bytes > budget.memory_bytes:
+            break
+    return Verdict(DOES_NOT_FIT, num_ranks, budget, found)
+
+
+def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> Verdict:
+    """Returns the verdict for the fewest ranks on which the run fits: 1, 2, 4, ... of them.
+
+    Raises InputError if not even MOST_RANKS are enough.
+    """
+    count, last = 1, None
+    while count <= MOST_RANKS:
+        # No layout takes less than all states shared out over all ranks.
+        possible = LEAST_STATES * num_parameters / count <= budget.memory_bytes
+        if possible and next(layouts(problem, count), None) is not None:
+            last = verdict(problem, count, budget)
+            if last.word != DOES_NOT_FIT:
+                return last
+        count *= 2
+    if last is not None:
+        return last
+    raise InputError(
+        f"no number of GPUs up to {MOST_RANKS} can train this run: its layouts are refused, or its "
+        "states alone are larger; give --gpus N for the reason"
+    )
+
+
+def status(verdicts: Sequence[Verdict]) -> int:
+    """Returns the exit status: that of the best of the verdicts."""
+    return min(EXIT_STATUS[one.word] for one in verdicts)

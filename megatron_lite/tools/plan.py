@@ -1,0 +1,330 @@
+"""Plans a training run before it starts:
+`python -m megatron_lite.tools.plan --model llama3-8b --gpus 8 --gpu h100-80gb`
+
+It searches tensor, pipeline, context and data parallelism, virtual stages, micro-batch sizes, loss
+chunks and recompute policies for the fastest plan that fits into memory, and prints the plans, what
+holds the peak, and the command that runs the best one. docs/planning.md explains the output. The
+exit status is 0 if a plan fits, 1 if one fits only in a part of the reserve, and 2 if none fits or
+if the input has a fault. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_lite.config.byte_size import parse_bytes
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.command_line import flag_of
+from megatron_lite.config.hf_config import HfModel, from_hf
+from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, parse_whole_number, shown
+from megatron_lite.config.presets import PRESETS, preset
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.data.durable_files import read_up_to, replacing
+from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.plan.budget import Budget, default_reserve
+from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
+from megatron_lite.plan.layouts import DATA_PARALLEL, SEARCHED, Problem
+from megatron_lite.plan.report import lines, to_json
+from megatron_lite.plan.verdict import MOST_RANKS, Verdict, smallest_machine, status, verdict
+from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value, parsed, run_fields
+
+MOST_COUNTS = 16
+USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
+USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
+# The recompute settings that the search leaves as they are. Any other one fixes the policy.
+KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
+
+
+class _Input(NamedTuple):
+    """What the command line asks for. notes: the assumptions, in words."""
+
+    problem: Problem
+    budget: Budget
+    notes: tuple[str, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit status."""
+    args = vars(_parser().parse_args(argv))
+    found: list[int] = []
+    failed = exit_status(lambda: found.append(_plan(args)))
+    return failed or found[0]
+
+
+def _plan(args: dict[str, Any]) -> int:
+    """Prints the plans and returns the exit status.
+
+    Raises InputError for a fault in the input.
+    """
+    own = {name: args.pop(name) for name in OWN}
+    given = _input(own, args)
+    problem, budget = given.problem, given.budget
+    verdicts = list(_verdicts(problem, budget, own["gpus"]))
+    if own["json"] is not None:
+        _write(own["json"], to_json(verdicts, problem.hardware) + "\n")
+    if own["json"] != "-":
+        for note in given.notes:
+            print(f"note: {note}")
+        for one in verdicts:
+            print("\n".join(["", *lines(one, problem.hardware)]))
+    return status(verdicts)
+
+
+def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[Verdict]:
+    if gpus is not None:
+        for count in _counts(gpus):
+            yield verdict(problem, count, budget)
+        return
+    base = problem.base
+    parameters = parameter_count(base.model, base.tokenizer.true_vocab_size)
+    yield smallest_machine(problem, budget, parameters)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [parse_whole_number(one) for one in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1 or max(counts) > MOST_RANKS or len(counts) > MOST_COUNTS:
+        raise InputError(
+            f"--gpus {shown(repr(text))}: give up to {MOST_COUNTS} numbers from 1 to {MOST_RANKS}, "
+            "such as 8 or 8,16,32"
+        )
+    return counts
+
+
+def _write(path: str, text: str) -> None:
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    with replacing(path) as beside, open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
+    machine = own["machine"] or own["gpu"]
+    if (own["machine"] is None) == (own["gpu"] is None):
+        raise InputError(
+            f"give the machine once: --gpu NAME ({', '.join(machine_names())}) or --machine FILE"
+        )
+    if own["machine"] is not None and not machine.endswith(".json"):
+        raise InputError(f"--machine {shown(repr(machine))}: give a file that ends in .json")
+    hardware = load_hardware(machine)
+    memory = hardware.memory_bytes
+    if own["memory_budget"] is not None:
+        memory = _bytes_of(own, "memory_budget")
+    reserve = default_reserve(memory)
+    if own["reserve"] is not None:
+        reserve = _bytes_of(own, "reserve")
+    if reserve >= memory:
+        raise InputError(
+            f"--reserve {reserve} bytes leave nothing of the {memory} bytes of memory: give less"
+        )
+    host_bytes = _bytes_of(own, "host_memory")
+    values, notes = _model_values(own)
+    chosen = parsed(flags)
+    for text in own["fix"]:
+        name, value = fixed_value(text)
+        if name in chosen and chosen[name] != value:
+            raise InputError(f"--fix {shown(text)} contradicts the flag of the same name")
+        chosen[name] = value
+    problem = _problem(values, chosen, notes)
+    return _Input(
+        problem._replace(hardware=hardware, host_bytes=host_bytes),
+        Budget(memory, reserve),
+        tuple(notes),
+    )
+
+
+def _bytes_of(own: Mapping[str, Any], name: str) -> int:
+    try:
+        return parse_bytes(flag_of(name), own[name])
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _model_values(own: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Returns the values of the model by topic and field, and the notes about them."""
+    sources = {name: own[name] for name in ("model", "hf_config", "config_json")}
+    if sum(value is not None for value in sources.values()) > 1:
+        raise InputError("--model, --hf-config and --config-json each describe the run: give one")
+    if own["config_json"] is not None:
+        return _from_run(own["config_json"]), []
+    if own["hf_config"] is not None:
+        model = _from_hf(own["hf_config"])
+        notes = [f"{own['hf_config']}: {note}" for note in model.notes]
+        return _values(model.fields, model.vocab_size), notes
+    if own["model"] is not None:
+        known = preset(own["model"])
+        return _values(known.fields, known.vocab_size), []
+    return {}, []
+
+
+def _values(fields: Mapping[str, Any], vocab_size: int) -> dict[str, dict[str, Any]]:
+    # NullTokenizer adds one id to --vocab-size.
+    return {"model": dict(fields), "tokenizer": {"vocab_size": vocab_size - 1}}
+
+
+def _from_run(path: str) -> dict[str, dict[str, Any]]:
+    text = _text(path)
+    try:
+        return dataclasses.asdict(RunConfig.from_json(text))
+    except ValueError as error:
+        raise InputError(f"--config-json {path}: {error}") from None
+
+
+def _from_hf(path: str) -> HfModel:
+    text = _text(path)
+    try:
+        return from_hf(parse_json(text))
+    except ValueError as error:
+        raise InputError(f"--hf-config {path}: {error}") from None
+
+
+def _text(path: str) -> str:
+    with open(path, "rb") as file:
+        content = read_up_to(file, LARGEST_TEXT)
+    if content is None:
+        raise InputError(f"{path}: larger than {LARGEST_TEXT} bytes, so not a config")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
+
+
+def _problem(
+    values: dict[str, dict[str, Any]], chosen: Mapping[str, Any], notes: list[str]
+) -> Problem:
+    """Returns the problem, still without a machine.
+
+    values: those of the model or of a whole run. chosen: those of flags and --fix, which override
+    them. Adds the assumptions to `notes`.
+    """
+    topics = {field.name: field.topic for field in run_fields()}
+    policy = {
+        name: value
+        for name, value in chosen.items()
+        if topics[name] == "recompute" and name not in KEPT_RECOMPUTE
+    }
+    fixed = {name: value for name, value in chosen.items() if name in SEARCHED | DATA_PARALLEL}
+    for name, value in chosen.items():
+        if name not in SEARCHED and name not in policy:
+            values.setdefault(topics[name], {})[name] = value
+    _drop_searched(values, topics)
+    _complete(values, chosen, notes)
+    base = build_run(values)
+    recompute = None
+    if policy or base.training.torch_compile:
+        kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}
+        try:
+            recompute = RecomputeConfig(**{**kept, **policy})
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    return Problem(base, load_hardware(machine_names()[0]), fixed, recompute)
+
+
+def _drop_searched(values: dict[str, dict[str, Any]], topics: Mapping[str, str]) -> None:
+    """Removes the dimensions of a layout and the policy from the values of a whole run."""
+    for name, topic in topics.items():
+        if name in SEARCHED or (topic == "recompute" and name not in KEPT_RECOMPUTE):
+            values.get(topic, {}).pop(name, None)
+
+
+def _complete(
+    values: dict[str, dict[str, Any]], chosen: Mapping[str, Any], notes: list[str]
+) -> None:
+    """Adds the values that a plan needs and that were not given, with a note for each."""
+    model, training = values.setdefault("model", {}), values.setdefault("training", {})
+    data = values.setdefault("data", {})
+    training.setdefault("micro_batch_size", 1)
+    if not training.get("fp16") and "bf16" not in chosen and "bf16" not in training:
+        training["bf16"] = True
+        notes.append("--bf16 is assumed (--fix bf16=false plans in float32)")
+    positions = model.get("max_position_embeddings")
+    if "seq_length" not in data and positions is not None:
+        data["seq_length"] = min(positions, USUAL_LENGTH)
+        notes.append(f"--seq-length {data['seq_length']} is assumed")
+    length = data.get("seq_length")
+    if length is None:
+        raise InputError("missing --seq-length: give it, or a model with --model or --hf-config")
+    if positions is None or (
+        length > positions
+        and model.get("position_embedding_type") == "rope"
+        and "max_position_embeddings" not in chosen
+    ):
+        model["max_position_embeddings"] = length
+        notes.append(f"--max-position-embeddings {length} is assumed, as --seq-length")
+    if training.get("global_batch_size") is None:
+        training["global_batch_size"] = max(1, USUAL_TOKENS // length)
+        notes.append(
+            f"--global-batch-size {training['global_batch_size']} is assumed, about 4 million "
+            "tokens a step"
+        )
+    missing = [
+        flag_of(name)
+        for name in ("num_layers", "hidden_size", "num_attention_heads")
+        if name not in model
+    ]
+    if missing:
+        raise InputError(
+            f"missing {', '.join(missing)}: give a model with --model ({', '.join(PRESETS)}), "
+            "--hf-config FILE or --config-json FILE, or give its flags"
+        )
+
+
+OWN = (
+    "model",
+    "hf_config",
+    "config_json",
+    "gpus",
+    "gpu",
+    "machine",
+    "fix",
+    "memory_budget",
+    "reserve",
+    "host_memory",
+    "json",
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.plan",
+        allow_abbrev=False,
+        description=(
+            "Finds the fastest plan of a training run that fits into memory. A flag of "
+            "pretrain_gpt.py fixes that setting."
+        ),
+        epilog="Exit status: 0 a plan fits, 1 only in a part of the reserve, 2 none fits or bad "
+        "input.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=", ".join(PRESETS))
+    add("--hf-config", metavar="FILE", help="a config.json of Hugging Face")
+    add("--config-json", metavar="FILE", help="a run as pretrain_gpt.py --dump-config prints it")
+    add("--gpus", metavar="N,..", help="numbers of GPUs (default: the fewest on which it trains)")
+    names = [*machine_names(), *sorted(ALIASES)]
+    add("--gpu", metavar="NAME", help=", ".join(names))
+    add("--machine", metavar="FILE", help="a machine as megatron_lite.tools.calibrate writes it")
+    add("--fix", metavar="NAME=VALUE", action="append", default=[], help="fix a setting (several)")
+    add("--memory-budget", metavar="SIZE", help="such as 40GiB, instead of the card's memory")
+    add("--reserve", metavar="SIZE", help="memory to leave free (default: 1 GiB and 3%% of it)")
+    add(
+        "--host-memory",
+        metavar="SIZE",
+        default="0",
+        help="host memory of each GPU in which a policy may keep tensors, @host (default: 0)",
+    )
+    add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
+    add_run_flags(parser, without=OWN)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""Measures the memory of a step of any rank of any run, without its machine: `--dry-run-memory`.
+
+The real model, recompute engine, schedule and optimizer run one step. Under torch's FakeTensorMode
+every tensor has a shape and a storage of some size, but no memory, and no operator computes. The
+rank's collectives are simulated (parallel/simulated.py). The step meter counts the storages.
+
+The closed form (memory/predict/) adds up what the description of the operations says. This way
+shares nothing with it but the configuration, so each is a check of the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.memory.explain.report import of_one_replica
+from megatron_lite.memory.measure.step_meter import (
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    StepMeter,
+    StepPeakMeasured,
+)
+from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
+from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.memory.predict.step_peak import step_peak
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
+from megatron_lite.training.batches import Batches, MicroBatch, cut
+from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import train_step
+
+STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """The memory of one optimizer step of one rank, in bytes.
+
+    held: the bytes between two steps, by category (memory/measure/step_meter.py). Under FSDP2 the
+        gradients are those at the end of the step.
+    host_bytes: the most bytes in host memory.
+    num_microbatches: the micro-batches of the step.
+    """
+
+    held: dict[str, int]
+    peak: StepPeakMeasured
+    host_bytes: int
+    num_microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRank:
+    """The dry run of one rank.
+
+    num_microbatches: the micro-batches of a step of the run. The dry run may have had fewer, since
+        from some number on more of them do not change the peak.
+    states: the closed form of the bytes between two steps.
+    predicted_peak: the closed form of the peak. Besides tensors it counts the memory that torch
+        allocates inside its operators.
+    seconds: how long the dry run took.
+    """
+
+    rank: int
+    world_size: int
+    pp_rank: int
+    dp_cp_rank: int
+    num_microbatches: int
+    measured: MeasuredStep
+    states: RankStates
+    predicted_peak: int
+    seconds: float
+
+    @property
+    def held_bytes(self) -> int:
+        """The measured bytes of the four kinds of states that `states` has."""
+        return sum(self.measured.held[kind] for kind in STATES)
+
+    @property
+    def peak_difference(self) -> int:
+        """The measured peak minus the closed form."""
+        return self.measured.peak.num_bytes - self.predicted_peak
+
+
+def dry_run(
+    config: RunConfig,
+    rank: int,
+    *,
+    world_size: int,
+    device: str = "cpu",
+    num_microbatches: int | None = None,
+) -> DryRank:
+    """Returns the memory of a step of global rank `rank` of `world_size` ranks.
+
+    The vocabulary size must be known. The process must not be in any process group.
+    device: "cpu" or "cuda". The operators are those of a CPU on both. Host memory counts in the
+        peak on a CPU only.
+    num_microbatches: the micro-batches to run; None: as many as reach the peak of a step.
+    Raises InputError for a setting that a run without values cannot follow.
+    """
+    check_can_run_dry(config)
+    began, fake = time.perf_counter(), SimulatedTensors()
+    # The samples are made outside of the mode. The meter does not count them, nor does it count
+    # those that a real run reads from its data.
+    samples = fake.from_tensor(torch.zeros(sample_shape(config), dtype=torch.int64))
+    with simulated_rank(
+        config.parallel, fake, rank=rank, world_size=world_size, seed=config.training.seed
+    ) as parallel:
+        check_kernels(config, parallel.device.type)
+        replica = of_one_replica(config, parallel.dp_size)
+        stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
+        number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
+        with fake, _told_of_sizes():
+            measured = measure_step(
+                config, parallel, SameTokens(samples, number, parallel), host_apart=device != "cpu"
+            )
+        place = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
+        return DryRank(
+            rank=rank,
+            world_size=world_size,
+            pp_rank=parallel.pp_rank,
+            dp_cp_rank=parallel.dp_cp_rank,
+            num_microbatches=step_microbatches(replica),
+            measured=measured,
+            states=rank_states(config, parallel.pp_rank, **place),
+            predicted_peak=step_peak(
+                config,
+                parallel.pp_rank,
+                device=device,
+                num_microbatches=step_microbatches(replica),
+                **place,
+            ).num_bytes,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def check_can_run_dry(config: RunConfig) -> None:
+    """Raises InputError for a setting that a run without values cannot follow."""
+    refused = {
+        "--torch-compile": (config.training.torch_compile, "compiled code hides its tensors"),
+        "--recompute-verify": (
+            config.recompute.recompute_verify,
+            "it compares values, and a dry run has none",
+        ),
+    }
+    for flag, (is_set, reason) in refused.items():
+        if is_set:
+            raise InputError(f"--dry-run-memory cannot follow {flag}: {reason}. Leave it out")
+
+
+@contextmanager
+def _told_of_sizes() -> Iterator[None]:
+    """Turns torch's error about a size beyond 64 bits into an InputError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise InputError(
+            f"no tensor can have these sizes ({str(error).splitlines()[0]}): give smaller sizes, "
+            "or more ranks"
+        ) from error
+
+
+def sample_shape(config: RunConfig) -> tuple[int, int]:
+    """Returns the shape of a micro-batch's samples: [b, s + 1] token ids."""
+    return config.training.micro_batch_size, config.data.seq_length + 1
+
+
+class SameTokens(Batches):
+    """The micro-batches of a step that all have the same samples.
+
+    samples: [b, s + 1] token ids.
+    """
+
+    def __init__(self, samples: Tensor, num_microbatches: int, parallel: ParallelState) -> None:
+        self._samples, self._number, self._parallel = samples, num_microbatches, parallel
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, number: int, /) -> MicroBatch:
+        parallel = self._parallel
+        return cut(self._samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+
+
+def measure_step(
+    config: RunConfig, parallel: ParallelState, batches: Batches, *, host_apart: bool = False
+) -> MeasuredStep:
+    """Builds the rank's model and optimizer, runs one step and returns its memory.
+
+    It is for real and simulated ranks. A real rank issues the collectives of a step.
+    host_apart: whether host memory for offloaded tensors is no part of the peak.
+    """
+    with StepMeter(host_apart=host_apart) as meter:
+        model = build_stages(config, parallel)
+        optimizer = build_optimizer(config, parallel, model)
+        fuse_weight_gradients_(config, parallel, model, optimizer)
+        runner = _NotingRunner.of(config, model, parallel)
+        runner.meter = meter
+        _assign(meter, model, optimizer)
+        with meter.step(model):
+            train_step(runner, optimizer, batches, learning_rate=1e-6)
+        optimizer.finish()
+        # The gradients of FSDP2 and the rotary tables are made in the step, and outlive it.
+        _assign(meter, model, optimizer)
+        return MeasuredStep(
+            held=meter.held(),
+            peak=meter.peak,
+            host_bytes=meter.host_peak_bytes,
+            num_microbatches=len(batches),
+        )
+
+
+class _NotingRunner(StageRunner):
+    """Tells the meter when the backwards of a step are done."""
+
+    meter: StepMeter
+
+    def train(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().train(*args, **kwargs)
+        self.meter.begins_update()
+        return loss
+
+
+def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:
+    """Assigns the storages that outlive a step to their categories.
+
+    A float32 master may be the weight itself, so the weights come last.
+    """
+    meter.assign(OTHER, model.constants())
+    for states in optimizer.states.values():
+        meter.assign(OPTIMIZER, (state for name, state in states.items() if name != "master"))
+    meter.assign(MASTERS, (piece.master.detach() for piece in optimizer.layout.pieces))
+    gradients = optimizer.layout.gradients
+    meter.assign(
+        GRADIENTS,
+        [bucket.flat for bucket in gradients.buckets]
+        if isinstance(gradients, GradBuffer)
+        else [piece.grad for piece in optimizer.layout.pieces if piece.master.grad is not None],
+    )
+    meter.assign(WEIGHTS, (_own_rows(parameter) for parameter in model.parameters()))
+
+
+def _own_rows(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,115 @@
+"""The peak of a step, predicted and measured, for the log.
+
+    rank     the largest peak of any rank, and the pipeline rank that has it
+    CUDA     torch's allocator counts anyway, so every run measures its second step
+    CPU      a profiler has to run during the step, so --log-peak-memory asks for it
+
+The second step is measured, because states and buffers exist from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
+from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """The peak of a step on the rank that holds most.
+
+    predicted, measured: bytes. measured is None if it was not measured.
+    """
+
+    predicted: int
+    measured: int | None
+
+    def __str__(self) -> str:
+        if self.measured is None:
+            return f"{size(self.predicted)} predicted"
+        return (
+            f"{size(self.measured)} measured, {size(self.predicted)} predicted "
+            f"({self.predicted / max(1, self.measured):.1%} of it)"
+        )
+
+
+def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> StepPeak:
+    """Returns the predicted peak of this rank."""
+    return step_peak(
+        config,
+        parallel.pp_rank,
+        device=parallel.device.type,
+        dp_cp_size=parallel.dp_cp_size,
+        dp_cp_rank=parallel.dp_cp_rank,
+        num_microbatches=num_microbatches,
+    )
+
+
+class PeakMeter:
+    """Measures the peak of one step of this rank. peak_bytes: None before it has measured."""
+
+    def __init__(self, model: ModelStages, optimizer: Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self.peak_bytes: int | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measures the block, which is one step."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            return
+        held = _bytes_of(_held_tensors(self._model, self._optimizer))
+        with allocator_peak() as found:
+            yield
+        self.peak_bytes = held + found.peak_bytes
+
+
+def peak_of_all_ranks(predicted: int, measured: int | None, parallel: ParallelState) -> PeakMemory:
+    """Returns the largest predicted and the largest measured peak of any rank.
+
+    Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
+    """
+    figures = torch.tensor(
+        [predicted, -1 if measured is None else measured], device=parallel.device
+    )
+    most, found = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist()
+    return PeakMemory(predicted=most, measured=None if found < 0 else found)
+
+
+def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yields the tensors that this rank holds from step to step."""
+    for chunk in model:
+        yield from chunk.parameters()
+        yield from chunk.constants()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+    for piece in optimizer.layout.pieces:
+        yield piece.master
+        if piece.master.grad is not None:
+            yield piece.master.grad
+    for states in optimizer.states.values():
+        yield from states.values()
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of the storages of the tensors, each once."""
+    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in local}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -1,0 +1,78 @@
+"""The flags of a configuration: every one is a flag of arguments.py, and the way back is exact."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+from arguments import build_parser, parse_args, topics
+from megatron_lite.config.command_line import OFF_SWITCHES, flag_of, flags_of
+from megatron_lite.config.run import RunConfig
+from tests.plan.runs import preset_run, small_run
+
+
+def test_every_field_has_the_flag_of_the_parser() -> None:
+    by_field = {
+        action.dest: action.option_strings
+        for action in build_parser()._actions
+        if action.default == "==SUPPRESS=="
+    }
+    for config_class in topics().values():
+        for field in dataclasses.fields(config_class):
+            assert flag_of(field.name) in by_field[field.name]
+
+
+def test_exactly_the_fields_that_are_on_have_a_flag_that_turns_them_off() -> None:
+    on = {
+        field.name
+        for config_class in topics().values()
+        for field in dataclasses.fields(config_class)
+        if field.default is True
+    }
+    assert on == set(OFF_SWITCHES)
+
+
+WINDOWS = dict(
+    position_embedding_type="rope",
+    window_size=(127, 0),
+    window_attn_skip_freq=(1, 0, 1, 1),
+    no_rope_freq=2,
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        small_run(),
+        small_run(**WINDOWS),
+        small_run(bias_gelu_fusion=False, add_bias_linear=False, qk_layernorm=True),
+        preset_run("llama3-8b", seq_length=8192, batch=64),
+        preset_run("qwen3-0.6b", seq_length=4096, batch=64),
+        small_run(
+            layers=8,
+            parallel=dict(
+                pipeline_model_parallel_size=2,
+                num_virtual_stages_per_pipeline_rank=2,
+                tensor_model_parallel_size=2,
+                sequence_parallel=True,
+                overlap_p2p_comm=False,
+            ),
+        ),
+    ],
+)
+def test_the_flags_of_a_run_are_parsed_to_the_same_run(config: RunConfig) -> None:
+    assert parse_args(flags_of(config)).config == config
+
+
+def test_the_flags_of_recomputation_are_parsed_to_the_same_run() -> None:
+    config = small_run()
+    for settings in (
+        dict(recompute_policy="0-1:full/2; 2:core_attn+layernorm@host; *:none"),
+        dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp")),
+        dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+        dict(recompute_verify=True, recompute_tail_skip=False),
+    ):
+        one = replace(config, recompute=replace(config.recompute, **settings))
+        assert parse_args(flags_of(one)).config == one

@@ -1,0 +1,132 @@
+"""Published config.json files: what they become, and what has no counterpart."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_lite.config.hf_config import from_hf
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.presets import preset
+from megatron_lite.memory.predict.parameters import parameter_count
+
+GPT2 = """{
+  "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+  "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+  "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+  "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": null,
+  "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index",
+  "summary_use_proj": true,
+  "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+  "vocab_size": 50257
+}"""
+LLAMA_3_8B = """{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096,
+  "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 8192,
+  "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+  "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
+  "rope_theta": 500000.0, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+  "transformers_version": "4.40.0.dev0", "use_cache": true, "vocab_size": 128256
+}"""
+MISTRAL_7B = """{
+  "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+  "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+  "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+  "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0",
+  "use_cache": true, "vocab_size": 32000
+}"""
+QWEN2_0_5B = """{
+  "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+  "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+  "intermediate_size": 4864, "max_position_embeddings": 131072, "max_window_layers": 24,
+  "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+  "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+  "sliding_window": 131072, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers_version": "4.40.1", "use_cache": true, "use_sliding_window": false,
+  "vocab_size": 151936
+}"""
+QWEN3_0_6B = """{
+  "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+  "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+  "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+  "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+  "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+  "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
+}"""
+# The published number of parameters of each checkpoint.
+PARAMETERS = {
+    GPT2: 124_439_808,
+    LLAMA_3_8B: 8_030_261_248,
+    MISTRAL_7B: 7_241_732_096,
+    QWEN2_0_5B: 494_032_768,
+    QWEN3_0_6B: 596_049_920,
+}
+
+
+def changed(text: str, **values: Any) -> dict[str, Any]:
+    return {**json.loads(text), **values}
+
+
+@pytest.mark.parametrize("text", PARAMETERS, ids=["gpt2", "llama", "mistral", "qwen2", "qwen3"])
+def test_a_published_config_has_the_published_number_of_parameters(text: str) -> None:
+    model = from_hf(json.loads(text))
+    assert parameter_count(ModelConfig(**model.fields), model.vocab_size) == PARAMETERS[text]
+    assert model.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [(GPT2, "gpt2"), (LLAMA_3_8B, "llama3-8b"), (QWEN3_0_6B, "qwen3-0.6b")]
+)
+def test_a_published_config_is_the_preset_of_the_same_name(text: str, name: str) -> None:
+    model, known = from_hf(json.loads(text)), preset(name)
+    assert ModelConfig(**model.fields) == ModelConfig(**known.fields)
+    assert model.vocab_size == known.vocab_size
+
+
+def test_a_sliding_window_counts_the_token_itself() -> None:
+    assert from_hf(json.loads(MISTRAL_7B)).fields["window_size"] == (4095, 0)
+
+
+def test_the_later_layers_of_qwen2_have_the_window() -> None:
+    config = changed(QWEN2_0_5B, use_sliding_window=True, sliding_window=64, max_window_layers=22)
+    model = ModelConfig(**from_hf(config).fields)
+    windows = [model.layer_window(layer) for layer in range(24)]
+    assert windows == [None] * 22 + [(63, 0)] * 2
+
+
+def test_what_changes_no_size_becomes_a_note() -> None:
+    scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "llama3", "factor": 8.0}, new_key=1)
+    scaling, unread = from_hf(scaled).notes
+    assert "rope_scaling 'llama3' is left out" in scaling and "not read: new_key" in unread
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ([], "is an object"),
+        ({}, "model_type None has no counterpart here, only gpt2, llama"),
+        ({"model_type": "mixtral"}, "'mixtral' has no counterpart"),
+        ({"model_type": "llama"}, "num_hidden_layers is missing"),
+        (changed(LLAMA_3_8B, hidden_size="4096"), "hidden_size must be of type int"),
+        (changed(LLAMA_3_8B, hidden_size=True), "hidden_size must be of type int"),
+        (changed(LLAMA_3_8B, hidden_act="gelu"), "hidden_act 'gelu' has no counterpart: .*SwiGLU"),
+        (changed(LLAMA_3_8B, attention_bias=True), "attention_bias True with mlp_bias False"),
+        (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
+        (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
+        (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
+        (changed(QWEN3_0_6B, attention_bias=True), "attention_bias true has no counterpart"),
+        (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 and embd_pdrop 0.0 differ"),
+        (changed(GPT2, activation_function="relu"), "activation_function 'relu' has no counter"),
+        (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "no layer scales its scores"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_the_reason(config: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        from_hf(config)

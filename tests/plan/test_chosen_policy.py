@@ -1,0 +1,147 @@
+"""`--recompute-policy auto`: the flags, and the policy that takes its place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arguments import parse_args
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
+from megatron_lite.plan.chosen_policy import with_chosen_policy
+from megatron_lite.plan.hardware import load_hardware, machine_names
+from megatron_lite.plan.machine_choice import GPU_MACHINES, machine_for_policy, machine_of_gpu
+
+ROOT = Path(__file__).parents[2]
+RUN = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --micro-batch-size 4 --global-batch-size 8 --mock-data "
+    "--vocab-size 4096 --lr 1e-3 --train-iters 3 --distributed-backend gloo"
+)
+MIB = 2**20
+
+
+def config_of(flags: str = "") -> RunConfig:
+    return parse_args(f"{RUN} {flags}".split()).config
+
+
+def peak_of(config: RunConfig) -> int:
+    return fullest_step_peak(config, device="cpu", dp_cp_size=1, num_microbatches=2).num_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
+def test_the_chosen_policy_fits_the_budget(share: float) -> None:
+    budget = int(share * peak_of(config_of()) / MIB) + 1
+    config = config_of(f"--recompute-policy auto --memory-budget {budget}MiB")
+    chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
+    assert not chosen.config.recompute.is_to_be_chosen
+    assert peak_of(chosen.config) <= budget * MIB
+    assert repr(chosen.config.recompute.recompute_policy) in chosen.notice
+    assert chosen.config == replace(config, recompute=chosen.config.recompute)
+
+
+def test_with_room_for_everything_nothing_is_recomputed() -> None:
+    config = config_of("--recompute-policy auto --memory-budget 64GiB")
+    chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
+    assert str(chosen.config.recompute.policy) == "*:none"
+
+
+def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve() -> None:
+    config = config_of("--recompute-policy auto")
+    least = peak_of(config_of()) + 2**30
+    chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=least)
+    assert peak_of(chosen.config) <= least - 2**30 - 0.03 * least
+    with pytest.raises(InputError, match="give --memory-budget"):
+        with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
+
+
+def test_a_budget_that_no_policy_reaches_names_the_smallest_peak() -> None:
+    config = config_of("--recompute-policy auto --memory-budget 1MiB")
+    with pytest.raises(InputError, match="the smallest peak is .* GiB"):
+        with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--memory-budget 1GiB", "is for --recompute-policy auto"),
+        ("--recompute-policy *:full --memory-budget 1GiB", "is for --recompute-policy auto"),
+        ("--recompute-policy auto --memory-budget 12PiB", "give a number of bytes with a unit"),
+        ("--recompute-policy auto --memory-budget 0", "must be at least 1 bytes"),
+        ("--recompute-policy auto --recompute-granularity selective", "are two ways to say"),
+        ("--recompute-policy auto --contiguous-saved-activations", "chooses a policy without it"),
+        ("--recompute-policy auto --torch-compile", "--torch-compile decides itself"),
+    ],
+)
+def test_flags_that_cannot_go_together_are_one_error(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        config_of(flags)
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    stored = config_of("--recompute-policy auto --memory-budget 1GiB")
+    file.write_text(stored.to_json())
+    assert RunConfig.from_json(stored.to_json()) == stored
+    for flags, policy in (
+        ("--recompute-policy *:full", "*:full"),
+        ("--recompute-granularity selective", None),
+    ):
+        config = parse_args(f"--config-json {file} {flags}".split()).config
+        assert config.recompute.recompute_policy == policy
+        assert config.recompute.memory_budget is None
+    again = parse_args(f"--config-json {file} --recompute-policy auto".split()).config
+    assert again.recompute == RecomputeConfig(recompute_policy="auto", memory_budget="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "machine"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+    ],
+)
+def test_a_gpus_name_leads_to_its_machine(gpu: str, machine: str) -> None:
+    found = machine_of_gpu(gpu)
+    assert found is not None and found.name == machine
+    assert machine_for_policy(None, device="cuda", gpu_name=gpu).name == machine
+    assert machine_for_policy("h200", device="cuda", gpu_name=gpu).name == "h200"
+
+
+def test_an_unknown_gpu_is_an_error_that_lists_the_machines() -> None:
+    assert {machine for _, machine in GPU_MACHINES} <= set(machine_names())
+    assert machine_of_gpu("Tesla T4") is None
+    with pytest.raises(InputError, match="no machine is known for Tesla T4.*a100-80gb"):
+        machine_for_policy(None, device="cuda", gpu_name="Tesla T4")
+
+
+@pytest.mark.slow
+def test_the_explanation_is_that_of_the_chosen_policy(tmp_path: Path) -> None:
+    words = [*RUN.split(), "--recompute-policy", "auto", "--memory-budget", "300MiB"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--explain-recompute"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("--recompute-policy auto chose '"), first
+    text = first.split("'")[1]
+    assert f"policy {text}"[:20] in done.stdout
+    config = config_of("")
+    policy = replace(config, recompute=RecomputeConfig(recompute_policy=text))
+    assert peak_of(policy) <= 300 * MIB
+    assert json.loads(policy.to_json())["recompute"]["recompute_policy"] == text

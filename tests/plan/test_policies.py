@@ -1,0 +1,97 @@
+"""The best mix of actions for a stage: against every assignment of actions to layers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_lite.plan.policies import Choice, Room, best_mix, layer_order, mix_peak
+
+
+def exhaustive(choices: Sequence[Choice], num_layers: int, room: Room) -> float | None:
+    """The fewest seconds over all assignments of a choice to every layer that fit, or None."""
+    best = None
+    for assigned in itertools.product(choices, repeat=num_layers):
+        kept = fullest = 0
+        for choice in assigned:
+            kept += choice.kept
+            fullest = max(fullest, kept + choice.rebuilt)
+        if room.peak(kept, fullest) <= room.limit:
+            seconds = sum(choice.seconds for choice in assigned)
+            best = seconds if best is None else min(best, seconds)
+    return best
+
+
+def drawn(rng: random.Random) -> tuple[list[Choice], int, Room]:
+    choices = [
+        Choice(
+            rng.randint(0, 20),
+            rng.choice([0, rng.randint(0, 30)]),
+            rng.choice([0.0, 5.0 * rng.random(), float(rng.randint(0, 4))]),
+        )
+        for _ in range(rng.randint(1, 4))
+    ]
+    room = Room(rng.randint(1, 4), rng.randint(0, 200), rng.randint(0, 4), rng.randint(0, 4))
+    return choices, rng.randint(1, 5), room
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_assignment_to_layers_is_faster_than_the_best_mix(seed: int) -> None:
+    choices, num_layers, room = drawn(random.Random(seed))
+    mix, expected = best_mix(choices, num_layers, room), exhaustive(choices, num_layers, room)
+    if mix is None:
+        assert expected is None
+        return
+    assert sum(mix.counts) == num_layers
+    assert mix_peak(choices, mix.counts, room) <= room.limit
+    assert mix.seconds == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_fixed_choice_has_exactly_its_number_of_layers(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    choices, num_layers, room = drawn(rng)
+    place, count = rng.randrange(len(choices)), rng.randint(0, num_layers)
+    mix = best_mix(choices, num_layers, room, fixed=(place, count))
+    every = (
+        counts
+        for counts in itertools.product(range(num_layers + 1), repeat=len(choices))
+        if sum(counts) == num_layers and counts[place] == count
+    )
+    seconds = [
+        sum(number * choice.seconds for number, choice in zip(counts, choices, strict=True))
+        for counts in every
+        if mix_peak(choices, counts, room) <= room.limit
+    ]
+    assert (mix is None) == (not seconds)
+    if mix is not None:
+        assert mix.counts[place] == count and mix.seconds == pytest.approx(min(seconds), abs=1e-9)
+
+
+def test_layers_that_rebuild_most_come_first() -> None:
+    choices = [Choice(4, 1, 0.0), Choice(2, 9, 1.0), Choice(3, 5, 1.0)]
+    assert layer_order(choices) == [1, 2, 0]
+    # One layer of each: 2 + 9, then 5 + 5, then 9 + 1 bytes; another order would hold more.
+    assert mix_peak(choices, (1, 1, 1), Room(1, 0)) == 11
+
+
+def test_only_a_faster_mix_than_the_bound_counts() -> None:
+    choices = [Choice(1, 0, 2.0), Choice(5, 0, 1.0)]
+    assert best_mix(choices, 3, Room(1, 7)).counts == (2, 1)  # type: ignore[union-attr]
+    assert best_mix(choices, 3, Room(1, 7), below=5.0) is None
+
+
+def test_a_deep_stage_takes_no_longer_than_the_search_can_afford() -> None:
+    """The search visits few of the millions of mixes of 126 layers with 8 choices."""
+    rng = random.Random(0)
+    kept = sorted(rng.randint(5_000, 10**9) for _ in range(8))
+    choices = [
+        Choice(one, rng.randint(0, 10**9), (8 - place) * (0.5 + rng.random()))
+        for place, one in enumerate(kept)
+    ]
+    room = Room(2, 126 * sum(kept) // 4)
+    mix = best_mix(choices, 126, room)
+    assert mix is not None and mix_peak(choices, mix.counts, room) <= room.limit

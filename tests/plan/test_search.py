@@ -1,0 +1,151 @@
+"""The search over layouts: against every layout, within the card, and along its sliders."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.plan.auto_policy import Unreachable
+from megatron_lite.plan.budget import Budget, default_reserve
+from megatron_lite.plan.layouts import KINDS, Problem, kind_of, layouts
+from megatron_lite.plan.neighbours import largest_micro_batch
+from megatron_lite.plan.search import HANDICAP, Search
+from megatron_lite.plan.step_time import step_time
+from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, TIGHT, smallest_machine, verdict
+from tests.plan.runs import H100, preset_run, small_run
+
+LLAMA = Problem(preset_run("llama3-8b", seq_length=8192, batch=64), H100)
+BUDGET = Budget(H100.memory_bytes, default_reserve(H100.memory_bytes))
+SMALL = Problem(small_run(layers=6, batch=32, hidden_size=2048), H100)
+GIB = 2**30
+
+
+def test_the_first_plan_is_the_fastest_of_all_layouts() -> None:
+    """Every layout is fitted in full, without bounds or an order."""
+    search = Search(SMALL)
+    everything = list(layouts(SMALL, 4))
+    fitting = []
+    limit = 5 * GIB
+    for config in everything:
+        chosen = search.fit(config, 4, limit)
+        if not isinstance(chosen, Unreachable):
+            fitting.append(search.time(chosen.config, 4).seconds)
+    found = Search(SMALL).find(4, limit)
+    assert found.num_layouts == len(everything) > len(fitting) > 10
+    best = found.plans[0]
+    assert best.peak.num_bytes <= limit
+    # A simpler layout wins if it is less than a handicap slower.
+    assert best.time.seconds <= min(fitting) * (1 + 5 * HANDICAP)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 8])
+def test_the_bound_of_a_layout_is_not_above_its_time(num_ranks: int) -> None:
+    search = Search(LLAMA)
+    for config in list(layouts(LLAMA, num_ranks))[::23]:
+        assert search.bound(config, num_ranks) <= search.time(config, num_ranks).seconds * (
+            1 + 1e-12
+        )
+
+
+def test_a_shared_memo_gives_the_times_of_fresh_computations() -> None:
+    search = Search(LLAMA)
+    for config in list(layouts(LLAMA, 8))[::97]:
+        alone = step_time(config, H100, 8)
+        assert search.time(config, 8).seconds == pytest.approx(alone.seconds, rel=1e-12)
+
+
+def test_llama_3_8b_on_8_h100_fits_and_fills_the_card() -> None:
+    found = Search(LLAMA).find(8, BUDGET.plan_bytes)
+    best = found.plans[0]
+    assert 0.5 * BUDGET.plan_bytes < best.peak.num_bytes <= BUDGET.plan_bytes
+    assert 0.4 < best.time.mfu < 0.8
+    seconds = [plan.time.seconds for plan in found.plans]
+    assert all(one <= other * (1 + 5 * HANDICAP) for one, other in itertools.pairwise(seconds))
+
+
+def test_a_plan_that_cannot_fit_gives_the_smallest_peak() -> None:
+    found = Search(LLAMA).find(1, BUDGET.plan_bytes)
+    assert not found.plans and found.smallest is not None
+    # 8 billion parameters with 16 bytes each are 120 GiB.
+    assert found.smallest.peak.num_bytes > 119 * GIB
+
+
+def test_a_larger_card_is_never_slower() -> None:
+    seconds = []
+    problem = LLAMA._replace(fixed={"tensor_model_parallel_size": 2, "context_parallel_size": 1})
+    for gib in (34, 40, 50, 70):
+        found = Search(problem).find(8, gib * GIB, most=1)
+        seconds.append(found.plans[0].time.seconds)
+    assert all(more <= less * (1 + 5 * HANDICAP) for less, more in itertools.pairwise(seconds))
+
+
+def test_a_fixed_dimension_keeps_its_value() -> None:
+    fixed = {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "loss_chunk_size": 512}
+    for config in layouts(LLAMA._replace(fixed=fixed), 8):
+        assert config.parallel.tensor_model_parallel_size == 2
+        assert config.training.micro_batch_size == 1
+        assert config.training.loss_chunk_size == 512
+
+
+def test_layouts_have_every_kind_of_data_parallelism_and_the_right_number_of_ranks() -> None:
+    kinds = set()
+    for config in layouts(LLAMA, 8):
+        kinds.add(kind_of(config))
+        dp_size = config.parallel.data_parallel_size(8)
+        assert config.training.num_microbatches(dp_size) >= 1
+        assert config.parallel.sequence_parallel == (config.parallel.tensor_model_parallel_size > 1)
+    assert kinds == set(KINDS)
+
+
+def test_layers_that_do_not_divide_get_shorter_first_and_last_stages() -> None:
+    base = small_run(layers=14, batch=32)
+    lengths = {
+        tuple(config.stage_lengths())
+        for config in layouts(Problem(base, H100, {"pipeline_model_parallel_size": 4}), 4)
+        if config.parallel.num_virtual_stages_per_pipeline_rank is None
+    }
+    assert lengths == {(3, 4, 4, 3)}
+
+
+def test_the_verdict_is_tight_where_only_the_reserve_helps() -> None:
+    fixed = {"tensor_model_parallel_size": 1}
+    problem = SMALL._replace(fixed=fixed)
+    smallest = verdict(problem, 1, Budget(GIB, 0)).plan
+    assert smallest is not None
+    peak = smallest.peak.num_bytes
+    words = [
+        verdict(problem, 1, Budget(peak + free, reserve)).word
+        for free, reserve in ((GIB, 0), (GIB // 2, GIB), (-peak // 20, 0))
+    ]
+    assert words == [FITS, TIGHT, DOES_NOT_FIT]
+
+
+def test_the_largest_micro_batch_fits_and_twice_as_much_does_not() -> None:
+    problem = SMALL._replace(
+        base=replace(SMALL.base, training=replace(SMALL.base.training, global_batch_size=4096))
+    )
+    search = Search(problem)
+    limit = 12 * GIB
+    best = search.find(1, limit).plans[0]
+    largest = largest_micro_batch(search, best, limit)
+    size = largest.config.training.micro_batch_size
+    assert largest.peak.num_bytes <= limit and size >= best.config.training.micro_batch_size
+    twice = replace(
+        largest.config, training=replace(largest.config.training, micro_batch_size=2 * size)
+    )
+    assert isinstance(search.fit(twice, 1, limit), Unreachable)
+
+
+def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
+    answer = smallest_machine(LLAMA, BUDGET, 8_030_261_248)
+    assert answer.word != DOES_NOT_FIT and answer.num_ranks > 1
+    before = verdict(LLAMA, answer.num_ranks // 2, BUDGET)
+    assert before.word == DOES_NOT_FIT
+
+
+def test_ranks_that_no_layout_divides_are_an_error_with_the_reason() -> None:
+    with pytest.raises(InputError, match="3 GPUs: .*divi"):
+        verdict(LLAMA._replace(fixed={"tensor_model_parallel_size": 3}), 3, BUDGET)

@@ -1,0 +1,228 @@
+"""The planner's command line: its verdicts, its command, its JSON and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments import parse_args
+from megatron_lite.config.run import RunConfig
+from megatron_lite.tools import plan
+from tests.config.test_hf_config import LLAMA_3_8B
+from tests.plan.runs import small_run
+from tests.support.limits import HANG_S
+
+SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
+LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
+BATCH = ("--global-batch-size", "64")
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 0) -> str:
+    assert plan.main(arguments) == status
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return shown.out
+
+
+def as_json(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 0
+) -> dict[str, Any]:
+    return json.loads(printed([*arguments, "--json", "-"], capsys, status=status))
+
+
+def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a run that must end with status 2 and print nothing else."""
+    assert plan.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert len(shown.err) < 900
+    return shown.err
+
+
+def test_llama_3_8b_on_8_h100_gets_a_plan_within_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed([*LLAMA, "--gpus", "8", *BATCH], capsys)
+    assert "8 x h100-80gb: fits" in text
+    for heading in ("What holds the peak", "Largest micro-batch", "One step away", "To run plan 1"):
+        assert heading in text
+    rows = re.findall(r"^\d +\d+ .*?(\d+\.\d\d) +(\d+\.\d) ", text, re.MULTILINE)
+    assert len(rows) >= 3 and all(float(peak) <= 80 - 3.4 for peak, _ in rows)
+
+
+def test_no_line_is_longer_than_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed([*LLAMA, "--gpus", "16,1", *BATCH, "--fix", "context-parallel-size=1"], capsys)
+    policy_rows = [line for line in text.splitlines() if "--recompute-policy" not in line]
+    assert max(map(len, policy_rows)) <= 100
+
+
+@pytest.mark.slow
+def test_the_printed_command_is_parsed_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--fix", "pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
+    fixed += ["--fix", "tensor-model-parallel-size=2", "--context-parallel-size", "1"]
+    arguments = [*LLAMA, *fixed, *BATCH]
+    best = as_json(arguments, capsys)["verdicts"][0]["plans"][0]
+    config = RunConfig.from_json(json.dumps(best["config"]))
+    place = best["command"].index("pretrain_gpt.py")
+    assert parse_args(best["command"][place + 1 :]).config == config
+    text = printed(arguments, capsys)
+    command = text[text.index("torchrun") :].partition("\n(")[0]
+    assert shlex.split(command.replace("\\\n", " ")) == best["command"]
+    assert config.parallel.pipeline_model_parallel_size == 2
+
+
+def test_the_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = as_json([*SMALL, "--gpus", "2"], capsys)["verdicts"][0]
+    assert verdict["verdict"] == "fits" and verdict["num_gpus"] == 2
+    for one in verdict["plans"]:
+        assert sum(term["bytes"] for term in one["peak_terms"]) == one["peak_bytes"]
+        assert sum(one["step_terms"].values()) == pytest.approx(one["step_seconds"])
+        assert one["peak_bytes"] <= verdict["memory_bytes"] - verdict["reserve_bytes"]
+
+
+def test_json_goes_to_a_file_beside_the_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert "To run plan 1" in printed([*SMALL, "--gpus", "1", "--json", str(path)], capsys)
+    assert json.loads(path.read_text())["machine"] == "h100-80gb"
+
+
+def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = printed([*LLAMA, "--gpus", "1", *BATCH], capsys, status=2)
+    assert "does not fit" in text and "The smallest peak that was found is" in text
+    assert "optimizer states" in text and "To run" not in text
+
+
+def test_a_plan_within_the_reserve_alone_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["--gpus", "1", "--micro-batch-size", "1", "--recompute-policy", "*:none"]
+    peak = as_json([*SMALL, *fixed], capsys)["verdicts"][0]["plans"][0]["peak_bytes"]
+    sizes = ["--memory-budget", str(peak + 2**20), "--reserve", "1GiB"]
+    text = printed([*SMALL, *fixed, *sizes], capsys, status=1)
+    assert "tight" in text and "of the reserve" in text
+
+
+def test_a_flag_and_a_fix_mean_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    common = [*SMALL, "--gpus", "4"]
+    flags = as_json([*common, "--tensor-model-parallel-size", "2"], capsys)
+    fixed = as_json([*common, "--fix", "tensor-model-parallel-size=2"], capsys)
+    assert flags == fixed
+    for one in fixed["verdicts"][0]["plans"]:
+        assert one["config"]["parallel"]["tensor_model_parallel_size"] == 2
+
+
+def test_a_fixed_policy_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json([*SMALL, "--gpus", "1", "--recompute-policy", "*:mlp"], capsys)
+    assert {one["recompute_policy"] for one in found["verdicts"][0]["plans"]} == {"*:mlp"}
+
+
+def test_without_a_number_the_smallest_machine_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*LLAMA, *BATCH, "--context-parallel-size", "1"]
+    count = as_json(arguments, capsys)["verdicts"][0]["num_gpus"]
+    assert count > 1
+    as_json([*arguments, "--gpus", str(count // 2)], capsys, status=2)
+
+
+def test_a_config_of_hugging_face_is_planned_like_the_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(LLAMA_3_8B)
+    rest = [*LLAMA[2:], "--gpus", "8", *BATCH, "--fix", "tensor-model-parallel-size=8"]
+    assert as_json(["--hf-config", str(path), *rest], capsys) == as_json(
+        [*LLAMA[:2], *rest], capsys
+    )
+
+
+def test_the_json_of_a_run_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(small_run(parallel={"tensor_model_parallel_size": 2}).to_json())
+    found = as_json(["--config-json", str(path), "--gpu", "h100", "--gpus", "1"], capsys)
+    config = found["verdicts"][0]["plans"][0]["config"]
+    # The layout of the file does not count, its model and its batch do.
+    assert config["parallel"]["tensor_model_parallel_size"] == 1
+    assert config["model"]["hidden_size"] == 1024 and config["training"]["global_batch_size"] == 16
+
+
+def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 512"
+    more = "--vocab-size 999 --swiglu --disable-bias-linear --window-size 127,0 --gpus 1"
+    found = as_json(["--gpu", "a100", *sizes.split(), *more.split(), *BATCH], capsys)
+    model = found["verdicts"][0]["plans"][0]["config"]["model"]
+    assert model["swiglu"] and not model["add_bias_linear"] and model["window_size"] == [127, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--gpu", "h100"], "missing --seq-length"),
+        (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),
+        (["--model", "gpt2"], "give the machine once: --gpu NAME"),
+        (["--model", "gpt2", "--gpu", "h900"], "no machine is called 'h900': give one of a100"),
+        (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: give one of gpt2"),
+        ([*SMALL, "--gpus", "0"], "--gpus '0': give up to"),
+        ([*SMALL, "--gpus", "many"], "--gpus 'many': give up to"),
+        ([*SMALL, "--gpus", "8", "--fix", "tp=8"], "--fix 'tp=8': give NAME=VALUE"),
+        ([*SMALL, "--gpus", "8", "--fix", "hidden-size=x"], "--hidden-size: "),
+        ([*SMALL, "--gpus", "8", "--fix", "bf16=maybe"], "--bf16: give true or false"),
+        ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
+        ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leave nothing"),
+        ([*SMALL, "--gpus", "8", "--memory-budget", "big"], "--memory-budget 'big': give a number"),
+        ([*SMALL, "--gpus", "1", "--recompute-granularity", "all"], "must be one of full, select"),
+        ([*SMALL, "--hf-config", "nowhere.json"], "each describe the run: give one"),
+        (["--hf-config", "nowhere.json", "--gpu", "h100"], "nowhere.json"),
+        (["--model", "gpt2", "--machine", "here.txt"], "ends in .json"),
+        (
+            [*SMALL, "--gpus", "2", "--micro-batch-size", "2", "--fix", "micro-batch-size=4"],
+            "contradicts the flag",
+        ),
+    ],
+)
+def test_a_fault_in_the_input_is_one_line(
+    arguments: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert re.search(reason, fault(arguments, capsys))
+
+
+def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"]) == 2
+    message, text, mark = capsys.readouterr().err.splitlines()
+    assert "expected an action" in message and text.index("a") == mark.index("^")
+
+
+def test_a_config_that_does_not_map_is_refused_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    rest = ["--gpu", "h100"]
+    for text, reason in (
+        ('{"model_type": "mixtral"}', "'mixtral' has no counterpart"),
+        ("{", "config.json: "),
+        ('{"a": 1, "a": 2}', "is given twice"),
+        (" " * (2**20 + 1), "larger than"),
+        ("[" * 10_000, "config.json: "),
+    ):
+        path.write_text(text)
+        assert re.search(reason, fault(["--hf-config", str(path), *rest], capsys))
+
+
+def test_the_planner_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom megatron_lite.tools import plan\n"
+        "status = plan.main(['--model', 'gpt2', '--gpu', 'h100', '--gpus', '1'])\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr.decode()

@@ -1,0 +1,300 @@
+"""A dry run has the memory of a real run of the same rank, to the byte."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from arguments import parse_args
+from megatron_lite.cli.explanation import print_dry_run_memory
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.dry_run import DryRunConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.description.sizes import CPU_BLOCK
+from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES
+from megatron_lite.model.activations import tanh_gelu
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.pipeline.links import Links
+from megatron_lite.training.dry_run import (
+    STATES,
+    MeasuredStep,
+    SameTokens,
+    dry_run,
+    measure_step,
+    sample_shape,
+)
+from tests.support.commands import SMALL_MODEL, run_command
+from tests.support.courses import gloo_has_freed
+from tests.support.ranks import run_ranks
+
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 16 "
+    "--seq-length 16 --micro-batch-size 3 --vocab-size 98 --distributed-backend gloo"
+)
+FLAGS = ("--micro-batch-size", "2", "--vocab-size", "98", "--distributed-backend", "gloo")
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+TP, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+PP, FULL = "--pipeline-model-parallel-size 2", "--recompute-granularity full --recompute-method"
+VP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+ZERO1 = "--use-distributed-optimizer --num-layers 2"
+# Each case: the ranks, the micro-batches of a step on each rank, the flags.
+CASES = [
+    (1, 2, ""),
+    (1, 1, f"--bf16 {LLAMA}"),
+    (1, 2, f"--bf16 --loss-chunk-size 8 {FULL} uniform --recompute-num-layers 2"),
+    (1, 2, "--bf16 --recompute-policy 0:full@host;*:none@host"),
+    (2, 2, f"{SP} --bf16 --recompute-activations --num-layers 2"),
+    (2, 2, f"{ZERO1} --bf16 --overlap-grad-reduce --overlap-param-gather"),
+    (2, 3, f"{PP} --bf16 --num-layers 2"),
+    (2, 1, "--use-torch-fsdp2 --bf16 --num-layers 2"),
+]
+LONG_CASES = [
+    (1, 2, "--bf16 --attention-dropout 0 --hidden-dropout 0"),
+    (1, 2, "--fp16 --optimizer muon"),
+    (1, 2, "--fp16 --loss-scale 128 --skip-update-on-spike 3"),
+    (1, 3, "--recompute-granularity selective --recompute-modules core_attn mlp"),
+    (1, 2, "--bf16 --recompute-policy *:pointwise"),
+    (1, 2, "--recompute-policy *:ops(matmul)"),
+    (1, 2, f"{FULL} uniform --contiguous-saved-activations"),
+    (1, 2, "--recompute-policy *:full@host --contiguous-saved-activations"),
+    # More than one block of rows in activations, norms and losses.
+    (1, 1, "--hidden-size 256 --micro-batch-size 40"),
+    (1, 1, f"--hidden-size 256 --micro-batch-size 40 --vocab-size 3000 --bf16 {LLAMA}"),
+    (2, 2, TP),
+    (2, 4, f"{PP} --bf16"),
+    (2, 2, "--use-torch-fsdp2 --bf16"),
+    (2, 2, f"{SP} --bf16 --loss-chunk-size 8 {FULL} block --recompute-num-layers 3"),
+    (2, 2, f"{TP} {FULL} uniform --distribute-saved-activations"),
+    (2, 2, "--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce"),
+    (2, 2, "--use-distributed-optimizer --optimizer muon"),
+    (2, 2, "--context-parallel-size 2 --attention-dropout 0"),
+    (2, 2, "--context-parallel-size 2 --attention-dropout 0 --cp-comm-type allgather --bf16"),
+    (2, 4, f"{VP} --bf16 {FULL} uniform"),
+    (2, 4, f"{PP} --untie-embeddings-and-output-weights --recompute-policy *:full@host"),
+    (2, 4, f"{PP} {FULL} uniform --num-microbatches-with-partial-activation-checkpoints 1"),
+    (4, 4, f"{PP} {SP} --bf16"),
+    (2, 2, "--use-torch-fsdp2"),
+    (2, 2, f"--use-torch-fsdp2 --bf16 --fsdp-memory-efficient-wrapping {LLAMA}"),
+    # Gathers and reductions that are sent in several stretches.
+    (2, 1, "--use-torch-fsdp2 --bf16 --hidden-size 512 --num-layers 2"),
+    (4, 2, f"--use-torch-fsdp2 --bf16 {SP} {FULL} uniform"),
+    (4, 4, f"--use-torch-fsdp2 --bf16 {PP}"),
+]
+
+
+def config_of(flags: str) -> RunConfig:
+    return parse_args(f"{SMALL} {flags}".split()).config
+
+
+def real_steps(
+    config: RunConfig, world_size: int, num_microbatches: int, *, host_apart: bool = False
+) -> list[MeasuredStep]:
+    """The memory of a step of every rank, in a run with values and gloo."""
+
+    def run(rank: int, world_size: int) -> MeasuredStep:
+        # When a sent tensor is freed depends on the receiver. Here it is as early as can be: before
+        # the next action.
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            parallel_state(config.parallel, seed=1) as parallel,
+            gloo_has_freed(),
+        ):
+            patch.setattr(Links, "forget_sent", Links.wait_sent)
+            samples = torch.randint(0, 98, sample_shape(config))
+            batches = SameTokens(samples, num_microbatches, parallel)
+            return measure_step(config, parallel, batches, host_apart=host_apart)
+
+    return run_ranks(run, world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_microbatches", "flags"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
+)
+def test_each_rank_has_the_memory_of_a_real_one(
+    world_size: int, num_microbatches: int, flags: str
+) -> None:
+    config = config_of(flags)
+    dry = [
+        dry_run(config, rank, world_size=world_size, num_microbatches=num_microbatches)
+        for rank in range(world_size)
+    ]
+    assert [one.measured for one in dry] == real_steps(config, world_size, num_microbatches)
+    for one in dry:
+        held = {kind: one.measured.held[kind] for kind in STATES}
+        assert tuple(held.values()) == one.states
+        peak = one.measured.peak
+        assert sum(peak.by_category.values()) == peak.num_bytes > sum(held.values())
+        assert set(peak.by_category) == {*HELD, *PHASES, HOST}
+
+
+def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
+    config = config_of("--bf16 --num-layers 2 --recompute-policy *:none@host")
+    (whole, apart) = (
+        dry_run(config, 0, world_size=1, device=device, num_microbatches=1).measured
+        for device in ("cpu", "cuda")
+    )
+    assert [apart] == real_steps(config, 1, 1, host_apart=True)
+    assert HOST not in apart.peak.by_category
+    assert apart.host_bytes == whole.host_bytes == explain(config, "cpu").own.host_bytes > 0
+    assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "flags", "loss_bytes"),
+    [
+        (1, 0, "", 4),
+        (2, 0, f"{PP} --bf16 --num-layers 2", 0),
+        pytest.param(2, 1, f"{PP} --bf16", 4, marks=pytest.mark.long),
+        pytest.param(2, 0, "--use-torch-fsdp2 --bf16", 4, marks=pytest.mark.long),
+        pytest.param(2, 1, f"{VP} --bf16 --recompute-activations", 4, marks=pytest.mark.long),
+    ],
+)
+def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
+    world_size: int, rank: int, flags: str, loss_bytes: int
+) -> None:
+    config = config_of(f"{flags} --global-batch-size 48")
+    own = dry_run(config, rank, world_size=world_size)
+    number = own.measured.num_microbatches
+    assert number < own.num_microbatches
+    more = dry_run(config, rank, world_size=world_size, num_microbatches=number + 2)
+    peaks = own.measured.peak, more.measured.peak
+    assert peaks[1].num_bytes - peaks[0].num_bytes == 2 * loss_bytes
+    assert peaks[1].moment == peaks[0].moment
+
+
+def test_a_loop_over_blocks_has_the_peak_of_all_its_blocks() -> None:
+    peaks = []
+    for mode in (nullcontext(), SimulatedTensors()):
+        with mode:
+            tensor = torch.zeros(7 * CPU_BLOCK - 5, dtype=torch.bfloat16)
+            with LiveStorages() as live:
+                tanh_gelu(tensor)
+        peaks.append(live.peak_bytes)
+    # the output, and a block and its function in float32
+    assert peaks[0] == peaks[1] == 2 * tensor.numel() + 2 * 4 * CPU_BLOCK
+
+
+def test_a_simulated_rank_has_the_place_and_the_groups_of_a_real_one() -> None:
+    config = config_of(f"{SP} {PP}").parallel
+    with simulated_rank(config, SimulatedTensors(), rank=1022, world_size=1024, seed=1) as parallel:
+        assert (parallel.rank, parallel.world_size) == (1022, 1024)
+        assert (parallel.pp_rank, parallel.dp_rank, parallel.tp_rank) == (1, 255, 0)
+        groups = parallel.tp_group, parallel.dp_group, parallel.pp_group
+        assert [group.size() for group in groups if group is not None] == [2, 256, 2]
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_default_ranks_are_the_first_of_each_kind() -> None:
+    parallel = config_of(f"{SP} --pipeline-model-parallel-size 8 --num-layers 16").parallel
+    assert DryRunConfig().ranks(parallel, 16, world_size=64) == [0, 8, 56]
+    uneven = config_of(
+        f"{PP} --pipeline-model-parallel-size 4 --num-layers 7 "
+        "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
+    ).parallel
+    assert DryRunConfig().ranks(uneven, 7, world_size=4) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--dry-run-memory --dry-run-ranks 0,5000 --dry-run-world-size 1024",
+            "--dry-run-ranks has rank 5000, and a world of 1024 ranks has the ranks 0 to 1023: "
+            "give one of them, or a larger --dry-run-world-size",
+        ),
+        (
+            "--dry-run-memory --dry-run-ranks 0,a",
+            "--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
+            "(got '0,a'): invalid literal for int() with base 10: 'a'",
+        ),
+        (
+            "--dry-run-memory --dry-run-ranks 0,0",
+            "--dry-run-ranks has rank 0 more than once: leave one out",
+        ),
+        ("--dry-run-ranks 0", "--dry-run-ranks needs --dry-run-memory"),
+        ("--dry-run-device cpu", "--dry-run-device needs --dry-run-memory"),
+        (
+            "--dry-run-memory --dry-run-device tpu",
+            "--dry-run-device must be one of cpu, cuda (got 'tpu')",
+        ),
+        (
+            "--dry-run-memory --dry-run-world-size 3 --pipeline-model-parallel-size 2",
+            "--dry-run-world-size 3 is not a multiple of 2, the ranks of one model (tensor- x "
+            "context- x pipeline-parallel): give a multiple of it",
+        ),
+        (
+            "--dry-run-memory --dry-run-world-size 4 --global-batch-size 6",
+            "--global-batch-size 6 is not divisible by --micro-batch-size 2 x data-parallel size "
+            "4 = 8",
+        ),
+        (
+            "--dry-run-memory --explain-recompute",
+            "--explain-recompute and --dry-run-memory each print something else and stop: leave "
+            "one of them out",
+        ),
+    ],
+)
+def test_a_fault_in_the_flags_is_one_line_and_status_2(flags: str, message: str) -> None:
+    done = run_command(*SMALL_MODEL, *FLAGS, *flags.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"pretrain_gpt.py: error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--torch-compile", "--dry-run-memory cannot follow --torch-compile"),
+        ("--recompute-verify", "--dry-run-memory cannot follow --recompute-verify"),
+        ("--optimizer-impl apex", "--optimizer-impl apex cannot be used"),
+        ("--hidden-size 40000000000", "no tensor can have these sizes"),
+    ],
+)
+def test_what_a_dry_run_cannot_follow_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        dry_run(config_of(flags), 0, world_size=1)
+
+
+def test_the_report_has_every_figure_and_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--bf16 --recompute-policy *:full@host --dry-run-memory --dry-run-device cuda"
+    arguments = parse_args([*SMALL_MODEL, *FLAGS, *flags.split()])
+    assert arguments.dry_run is not None
+    print_dry_run_memory(
+        arguments.config, arguments.dry_run, arguments.notices, Launch(launcher="single")
+    )
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    rank = dry_run(arguments.config, 0, world_size=1, device="cuda")
+    peak = rank.measured.peak
+    assert "This torch cannot run kernels of cuda on tensors without values" in text
+    assert "WARNING: with --attention-dropout 0.1 a CPU builds and keeps the scores" in text
+    rows = [(line[:28].strip(), line[28:].strip()) for line in text.splitlines()]
+    assert dict(rows)["peak, bytes"] == f"{peak.num_bytes:,}"
+    assert dict(rows)["without other, bytes"] == f"{rank.states.total:,}"
+    assert [value for name, value in rows if name == "closed form, bytes"] == [
+        f"{rank.states.total:,}",
+        f"{rank.predicted_peak:,}",
+    ]
+    share = rank.peak_difference / peak.num_bytes
+    assert [value for name, value in rows if name == "difference"] == ["+0", f"{share:+.2%}"]
+    assert dict(rows)["host memory, at most"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
+    assert f": {peak.moment.phase} of {peak.moment.module}, {peak.moment.operator}" in text
+
+
+def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(f"{PP} --bf16")
+    for rank in (0, 1):
+        launch = Launch(launcher="torchrun", rank=rank, world_size=4)
+        print_dry_run_memory(config, DryRunConfig(dry_run_ranks=(3,)), (), launch)
+        text = capsys.readouterr().out
+        assert ("4 rank(s)" in text and "rank 3" in text) if rank == 0 else text == ""

@@ -1,0 +1,168 @@
+"""A run whose memory runs out ends with one message that says what fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.step_peak import step_peak
+from megatron_lite.training import predictions
+from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
+from tests.support.commands import run_command
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_to_end, tiny_run
+
+CPU = torch.device("cpu")
+SIZE = [
+    *("--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "4"),
+    *("--seq-length", "512", "--max-position-embeddings", "512", "--vocab-size", "4096"),
+    *("--micro-batch-size", "8", "--global-batch-size", "8", "--mock-data", "--lr", "1e-3"),
+    *("--train-iters", "1", "--eval-iters", "0", "--distributed-backend", "gloo"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (ValueError("not enough memory"), False),
+    ],
+)
+def test_errors_of_failed_allocations_are_known(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def message_of(config: RunConfig) -> str:
+    peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+    return advice(config, peak, num_ranks=1, device=CPU, when="in iteration 3 on rank 0")
+
+
+def large_run(**training: Any) -> RunConfig:
+    return tiny_run(
+        model=dict(num_layers=8, hidden_size=64),
+        training=dict(micro_batch_size=64, global_batch_size=64, **training),
+    )
+
+
+def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None:
+    config = large_run()
+    whole = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+    limit = int(0.9 * whole.num_bytes)
+    text = message_of(large_run(memory_limit=f"{limit}B"))
+    assert "\n" not in text and "in iteration 3 on rank 0" in text
+    assert f"by --memory-limit {limit}B" in text and whole.moment in text
+    for term in sorted(whole.terms, key=lambda term: -term.num_bytes)[:3]:
+        assert term.name in text
+    policy = re.search(r"--recompute-policy '?([^']*)'? \(docs/memory.md\)", text)
+    assert policy is not None, text
+    fits = replace(config, recompute=RecomputeConfig(recompute_policy=policy[1]))
+    assert (
+        step_peak(fits, 0, device="cpu", dp_cp_size=1, num_microbatches=1).num_bytes
+        <= limit
+        < whole.num_bytes
+    )
+
+
+def test_the_message_says_so_if_no_policy_fits() -> None:
+    assert "no way to fit: no recompute policy fits" in message_of(large_run(memory_limit="1MiB"))
+
+
+def test_the_message_does_not_blame_the_plan_if_the_plan_fits() -> None:
+    assert "something else takes memory" in message_of(large_run(memory_limit="64GiB"))
+
+
+def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+
+    def work(rank: int, world_size: int) -> str:
+        with pytest.raises(InputError) as fault:
+            run_to_end(tiny_run(tp_size=2, training=dict(memory_limit="1MiB")))
+        return str(fault.value)
+
+    texts = run_ranks(work, 2, detail=False)
+    assert [f"in iteration 1 on rank {rank}" in text for rank, text in enumerate(texts)] == [
+        True
+    ] * 2
+
+
+def test_another_error_of_a_step_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+    with pytest.raises(RuntimeError, match="shapes"):
+        run_to_end(tiny_run())
+
+
+def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
+    def work(rank: int, world_size: int) -> bool:
+        with memory_limited(tiny_run(training=dict(memory_limit="64MiB")), CPU):
+            torch.ones(32 * 2**20, dtype=torch.uint8)
+            with pytest.raises(RuntimeError) as fault:
+                torch.ones(2**30, dtype=torch.uint8)
+        torch.ones(2**30, dtype=torch.uint8)
+        return is_out_of_memory(fault.value)
+
+    assert run_ranks(work, 1) == [True]
+
+
+@pytest.mark.slow
+def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
+    done = run_command(*SIZE, "--memory-limit", "700MiB")
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
+    assert len(lines) == 1 and "Traceback" not in done.stderr
+    assert "The fastest setting that fits: --recompute-policy" in lines[0]
+
+
+def test_the_second_step_is_measured_and_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    config = large_run(train_iters=4, eval_iters=0)
+    logging = replace(
+        config.logging,
+        log_peak_memory=True,
+        machine="cpu",
+        metrics_jsonl=str(tmp_path / "metrics.jsonl"),
+    )
+    run_to_end(replace(config, logging=logging))
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("peak of a step"))
+    share = re.search(r"\((\d+\.\d)% of it\)", line)
+    assert share is not None and 95.0 < float(share[1]) < 105.0, line
+    assert "how right the predictions were: peak of a step" in out and "for cpu (" in out
+    assert (tmp_path / "metrics.jsonl.summary.json").exists()
+
+
+def test_a_run_that_measures_nothing_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run_to_end(tiny_run(training=dict(train_iters=3)))
+    out = capsys.readouterr().out
+    assert "measured" not in out and "how right" not in out
+
+
+def test_every_rank_takes_part_in_the_measurement(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(rank: int, world_size: int) -> tuple[int, int | None]:
+        config = tiny_run(tp_size=2, training=dict(train_iters=2, eval_iters=0))
+        trainer = run_to_end(replace(config, logging=replace(config.logging, log_peak_memory=True)))
+        found = trainer._predictions.peak
+        assert isinstance(found, predictions.PeakMemory)
+        return found.predicted, found.measured
+
+    first, second = run_ranks(work, 2, detail=False)
+    assert first == second and first[1] is not None
