@@ -146,7 +146,10 @@ def _events(run: RunRecord) -> Html:
     return Html(
         element("h2", "Events")
         + table(
-            ["iteration", "event", "details"], rows, caption=f"Events by kind: {counted}.{more}"
+            ["iteration", "event", "details"],
+            rows,
+            caption=f"Events by kind: {counted}.{more}",
+            class_="rows",
         )
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,10 +27,13 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import read_up_to, replacing
 from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.plan.budget import Budget, default_reserve
+from megatron_lite.plan.details import MOST_LAYOUTS, details
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.layouts import DATA_PARALLEL, SEARCHED, Problem
 from megatron_lite.plan.report import lines, to_json
+from megatron_lite.plan.search import Search
 from megatron_lite.plan.verdict import MOST_RANKS, Verdict, smallest_machine, status, verdict
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value, parsed, run_fields
@@ -63,17 +67,30 @@ def _plan(args: dict[str, Any]) -> int:
     Raises InputError for a fault in the input.
     """
     own = {name: args.pop(name) for name in OWN}
+    if own["html"] is not None and not own["html"].endswith((".html", ".htm")):
+        raise InputError(f"--html {shown(own['html'])}: give a file that ends in .html")
     given = _input(own, args)
     problem, budget = given.problem, given.budget
     verdicts = list(_verdicts(problem, budget, own["gpus"]))
     if own["json"] is not None:
         _write(own["json"], to_json(verdicts, problem.hardware) + "\n")
+    if own["html"] is not None:
+        _write(own["html"], _page(given, verdicts))
     if own["json"] != "-":
         for note in given.notes:
             print(f"note: {note}")
         for one in verdicts:
             print("\n".join(["", *lines(one, problem.hardware)]))
     return status(verdicts)
+
+
+def _page(given: _Input, verdicts: Sequence[Verdict]) -> str:
+    """Returns the planning page. The grids of several verdicts share the size of one."""
+    problem, most = given.problem, max(MOST_LAYOUTS // len(verdicts), 8)
+    shown = json.loads(to_json(verdicts, problem.hardware))
+    for one, plain in zip(verdicts, shown["verdicts"], strict=True):
+        plain["details"] = details(Search(problem), one, most_layouts=most)
+    return plan_page({**shown, "notes": given.notes})
 
 
 def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[Verdict]:
@@ -290,6 +307,7 @@ OWN = (
     "reserve",
     "host_memory",
     "json",
+    "html",
 )
 
 
@@ -322,6 +340,7 @@ def _parser() -> argparse.ArgumentParser:
         help="host memory of each GPU in which a policy may keep tensors, @host (default: 0)",
     )
     add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
+    add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
     add_run_flags(parser, without=OWN)
     return parser
 
