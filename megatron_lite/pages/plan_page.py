@@ -36,6 +36,7 @@ from megatron_lite.pages.plan_terms import (
     GIB,
     GIBIBYTES,
     TAGS,
+    categories,
     category,
     colors_of,
     hint,
@@ -148,28 +149,26 @@ def _command(plan: Mapping[str, Any]) -> Html:
 
 def _stages(one: Mapping[str, Any], plan: Mapping[str, Any], details: Mapping[str, Any]) -> Html:
     stages = details.get("stages") or [{"rank": plan["pipeline_rank"], "terms": plan["peak_terms"]}]
-    names: dict[tuple[str, str], None] = {}
-    for stage in stages:
-        names |= {category(term): None for term in stage["terms"] if term["bytes"]}
+    tags = categories(term for stage in stages for term in stage["terms"])
     colors = colors_of(details, plan)
-    parts = [Part(name, hint(name, tag), colors[name]) for name, tag in names]
+    parts = [Part(name, hint(name, tag), colors[name]) for name, tag in tags.items()]
     bars = []
     for stage in stages:
-        held: dict[tuple[str, str], int] = {}
+        held: dict[str, int] = {}
         for term in stage["terms"]:
             held[category(term)] = held.get(category(term), 0) + term["bytes"]
-        bars.append(Bar(f"rank {stage['rank']}", [held.get(name, 0) for name in names]))
+        bars.append(Bar(f"rank {stage['rank']}", [held.get(name, 0) for name in tags]))
     limits = Limits.over(bars, capacity=one["memory_bytes"], reserve=one["reserve_bytes"])
     size = plan["config"]["parallel"]["pipeline_model_parallel_size"]
     shown = "Every pipeline rank" if len(stages) == size else f"{len(stages)} of {size} ranks"
     rows = [
         [
             part.name,
-            tag,
+            tags[part.name],
             GIBIBYTES.shown(max(bar.values[place] for bar in bars)),
             FORMULAS.get(part.name, ""),
         ]
-        for place, (part, (_, tag)) in enumerate(zip(parts, names, strict=True))
+        for place, part in enumerate(parts)
     ]
     return joined(
         [
@@ -178,7 +177,8 @@ def _stages(one: Mapping[str, Any], plan: Mapping[str, Any], details: Mapping[st
                 "p",
                 f"{shown}. The line is the capacity of {number(one['memory_bytes'] / GIB)} GiB, "
                 f"and the hatched area before it the reserve of "
-                f"{number(one['reserve_bytes'] / GIB)} GiB.",
+                f"{number(one['reserve_bytes'] / GIB)} GiB. Rank {plan['pipeline_rank']} is the "
+                f"fullest: {shortened(str(plan['moment']))}.",
                 class_="soft",
             ),
             element("div", stacked_bars(parts, bars, GIBIBYTES, limits), class_="panel"),

@@ -9,6 +9,7 @@ from megatron_lite.pages.figures import number
 from megatron_lite.pages.markup import Html, element, joined, shortened, table
 from megatron_lite.pages.plan_terms import GIB
 
+DIMENSIONS = ("t", "p", "v", "c", "d", "states", "b")
 WORDS = {"fits": "good", "tight": "", "does not fit": "bad"}
 
 
@@ -28,6 +29,7 @@ def sizes_of(plan: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
     return {
         "t": t,
         "p": p,
+        "v": _virtual_stages(plan["config"]),
         "c": c,
         "d": num_gpus // (t * p * c),
         "states": states,
@@ -36,13 +38,24 @@ def sizes_of(plan: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
     }
 
 
+def _virtual_stages(config: Mapping[str, Any]) -> int:
+    """Returns the virtual stages of each pipeline rank."""
+    parallel = config["parallel"]
+    per_stage = parallel["num_layers_per_virtual_pipeline_stage"]
+    if per_stage is None:
+        return parallel["num_virtual_stages_per_pipeline_rank"] or 1
+    size: int = parallel["pipeline_model_parallel_size"]
+    return int(config["model"]["num_layers"]) // (size * int(per_stage))
+
+
 def layout_text(sizes: Mapping[str, Any]) -> str:
     """Returns the dimensions that `sizes_of` gives as words."""
+    virtual = f" with {sizes['v']} virtual stages" if sizes["v"] > 1 else ""
     chunk = f", loss in chunks of {sizes['chunk']} tokens" if sizes["chunk"] else ""
     return (
-        f"tensor-parallel {sizes['t']}, pipeline-parallel {sizes['p']}, context-parallel "
-        f"{sizes['c']}, data-parallel {sizes['d']} ({sizes['states']}), micro-batch {sizes['b']}"
-        f"{chunk}"
+        f"tensor-parallel {sizes['t']}, pipeline-parallel {sizes['p']}{virtual}, "
+        f"context-parallel {sizes['c']}, data-parallel {sizes['d']} ({sizes['states']}), "
+        f"micro-batch {sizes['b']}{chunk}"
     )
 
 
@@ -92,7 +105,7 @@ def plans_tables(one: Mapping[str, Any]) -> Html:
         rows.append(
             [
                 name,
-                *(str(sizes[key]) for key in ("t", "p", "c", "d", "states", "b")),
+                *(str(sizes[key]) for key in DIMENSIONS),
                 str(sizes["chunk"] or "none"),
                 number(plan["peak_bytes"] / GIB),
                 number(plan["step_seconds"]),
@@ -102,23 +115,10 @@ def plans_tables(one: Mapping[str, Any]) -> Html:
         )
     if not rows:
         return Html()
-    head = [
-        "plan",
-        "t",
-        "p",
-        "c",
-        "d",
-        "states",
-        "b",
-        "chunk",
-        "peak GiB",
-        "step s",
-        "MFU",
-        "policy",
-    ]
+    head = ["plan", *DIMENSIONS, "chunk", "peak GiB", "step s", "MFU", "policy"]
     caption = (
         "The fastest plans, and the next better one. t, p, c, d: tensor-, pipeline-, context- and "
-        "data-parallel sizes; b: micro-batch size."
+        "data-parallel sizes; v: virtual stages; b: micro-batch size."
     )
     parts = [element("h2", "Plans"), table(head, rows, caption=caption, class_="rows")]
     if one.get("neighbours"):

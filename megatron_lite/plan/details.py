@@ -12,7 +12,7 @@ Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
@@ -88,18 +88,18 @@ def grid(search: Search, one: Verdict, most_layouts: int) -> dict[str, Any]:
         policy = SMALLEST
         cells.append(_cell(search, plan.config, plan.num_ranks, SMALLEST, plan.peak))
     axes = [sorted({cell.place[axis] for cell in cells}, key=_order) for axis in range(5)]
-    names = _term_names(cells)
+    tags = _tags(cells)
     policies = sorted({str(cell.config.recompute.policy) for cell in cells})
     return {
         "axes": dict(zip(("t", "p", "states", "b", "policy"), axes, strict=True)),
-        "terms": [list(name) for name in names],
+        "terms": [list(term) for term in tags.items()],
         "policies": policies,
         "cells": [
             [
                 _indices(axes, cell.place),
                 float(f"{cell.seconds:.5g}"),
                 policies.index(str(cell.config.recompute.policy)),
-                [[peak.rank, *_mebibytes(peak, names)] for peak in cell.peaks],
+                [[peak.rank, *_mebibytes(peak, tags)] for peak in cell.peaks],
             ]
             for cell in cells
         ],
@@ -203,18 +203,24 @@ def _indices(axes: Sequence[Sequence[Any]], place: _Place) -> list[int]:
     ]
 
 
-def _category(term: PeakTerm) -> tuple[str, str]:
-    """Returns the name and the tag of a term; workspaces of all operations have one name."""
-    return ("workspace" if term.name.startswith("workspace") else term.name), term.tag
+def _category(term: PeakTerm) -> str:
+    """Returns the name of a term; workspaces of all operations have one name."""
+    return "workspace" if term.name.startswith("workspace") else term.name
 
 
-def _term_names(cells: Sequence[_Cell]) -> list[tuple[str, str]]:
-    terms = [term for cell in cells for peak in cell.peaks for term in peak.terms if term.num_bytes]
-    return list(dict.fromkeys(map(_category, terms)))
+def _tags(cells: Sequence[_Cell]) -> dict[str, str]:
+    """Returns the terms that are not empty in all cells, each with its weakest tag."""
+    weakness = {"exact": 0, "bound": 1, "estimate": 2}
+    found: dict[str, str] = {}
+    for term in (term for cell in cells for peak in cell.peaks for term in peak.terms):
+        if term.num_bytes:
+            name = _category(term)
+            found[name] = max(found.get(name, term.tag), term.tag, key=weakness.__getitem__)
+    return found
 
 
-def _mebibytes(peak: StepPeak, names: Sequence[tuple[str, str]]) -> list[float]:
-    found: dict[tuple[str, str], int] = {}
+def _mebibytes(peak: StepPeak, names: Iterable[str]) -> list[float]:
+    found: dict[str, int] = {}
     for term in peak.terms:
         found[_category(term)] = found.get(_category(term), 0) + term.num_bytes
     return [round(found.get(name, 0) / MIB, 1) for name in names]

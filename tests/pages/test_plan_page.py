@@ -11,6 +11,7 @@ import pytest
 
 from megatron_lite.pages.plan_grid import Dot, pareto
 from megatron_lite.pages.plan_page import plan_page
+from megatron_lite.pages.plan_terms import categories
 from tests.support.browser import CHROMIUM, Parsed, look
 
 GIB, MIB = 2**30, 2**20
@@ -26,11 +27,16 @@ TERMS = [
 
 def plan(**values: Any) -> dict[str, Any]:
     parallel = dict(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=1
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=1,
+        num_layers_per_virtual_pipeline_stage=2,
+        num_virtual_stages_per_pipeline_rank=None,
     )
     return {
         "command": ["torchrun", "pretrain_gpt.py", "--recompute-policy", "0-3:full; *:none"],
         "config": {
+            "model": dict(num_layers=12),
             "parallel": parallel,
             "data_parallel": dict(use_torch_fsdp2=False, use_distributed_optimizer=True),
             "training": dict(micro_batch_size=2, loss_chunk_size=None),
@@ -125,7 +131,9 @@ def test_the_page_has_the_figures_of_the_plan() -> None:
         "2.5 s",
         "12,345",
         "45.6 %",
-        "tensor-parallel 2, pipeline-parallel 2, context-parallel 1, data-parallel 2 (ZeRO-1)",
+        "tensor-parallel 2, pipeline-parallel 2 with 3 virtual stages, context-parallel 1, "
+        "data-parallel 2 (ZeRO-1), micro-batch 2",
+        "Rank 0 is the fullest: a backward.",
         "0-3:full; *:none",
         "12.5 % FLOPs",
         "halve the micro-batch",
@@ -175,6 +183,12 @@ def test_every_category_has_one_colour_on_the_whole_page() -> None:
         if str(attributes.get("class")).startswith("part c")
     }
     assert [drawn["activations kept for backward"], drawn["weights"]] == [str(c) for c in colors]
+
+
+def test_a_category_has_the_weakest_tag_of_its_terms() -> None:
+    rows = [("workspace of A", 3, "bound"), ("workspace of B", 1, "estimate")]
+    rows += [("weights", 2, "exact"), ("workspace of C", 1, "exact"), ("nothing", 0, "exact")]
+    assert categories(terms(rows)) == {"workspace": "estimate", "weights": "exact"}
 
 
 def test_the_front_holds_what_no_other_layout_beats() -> None:

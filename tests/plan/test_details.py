@@ -12,6 +12,7 @@ import pytest
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.predict.pipeline_memory import ticks
 from megatron_lite.pages.plan_page import plan_page
+from megatron_lite.pages.plan_terms import FORMULAS, category
 from megatron_lite.plan.budget import Budget
 from megatron_lite.plan.details import FASTEST, FIXED, FULL, KEEP, MIB, SMALLEST, details
 from megatron_lite.plan.layouts import Problem, kind_of, layouts
@@ -159,6 +160,12 @@ def test_the_smallest_plan_is_a_cell_if_none_fits() -> None:
     grid = details(Search(SMALL), one, most_layouts=6)["grid"]
     assert SMALLEST in grid["axes"]["policy"]
     assert grid["plan"] in [cell[0] for cell in grid["cells"]]
+
+
+def test_every_term_has_a_formula(fits: Verdict, found: dict[str, Any]) -> None:
+    names = {name for name, _ in found["grid"]["terms"]}
+    names |= {category(term) for stage in found["stages"] for term in stage["terms"]}
+    assert len(names) >= 6 and names <= FORMULAS.keys()
 
 
 def test_the_page_of_a_real_verdict_is_well_formed_and_small(

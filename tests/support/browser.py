@@ -79,8 +79,10 @@ def look(page: str, folder: Path, *, width: int = 375, script: str = "() => null
 class Parsed(HTMLParser):
     """An HTML page as its elements.
 
-    faults: end tags without a beginning and elements without an end. scripts: the text of each
-    script that a browser runs. data: the JSON of each other script, by its id.
+    faults: end tags without a beginning, elements without an end, and tables whose rows differ in
+        their number of cells.
+    scripts: the text of each script that a browser runs.
+    data: the JSON of each other script, by its id.
     """
 
     def __init__(self, page: str) -> None:
@@ -91,6 +93,7 @@ class Parsed(HTMLParser):
         self.scripts: list[str] = []
         self.data: dict[str, Any] = {}
         self._open: list[str] = []
+        self._row, self._columns = 0, 0
         self.feed(page)
         self.close()
         self.faults += [f"<{tag}> has no end" for tag in self._open]
@@ -99,10 +102,19 @@ class Parsed(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self._open.append(tag)
+        if tag == "table":
+            self._columns = 0
+        if tag == "tr":
+            self._row = 0
+        self._row += tag in ("th", "td")
 
     def handle_endtag(self, tag: str) -> None:
         if not self._open or self._open.pop() != tag:
             self.faults.append(f"</{tag}> ends no element")
+        if tag == "tr":
+            self._columns = self._columns or self._row
+            if self._row != self._columns:
+                self.faults.append(f"a row of {self._row} cells below {self._columns} titles")
 
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] == "script":
