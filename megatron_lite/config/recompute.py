@@ -6,6 +6,7 @@ recompute/schedule.py derives from it what each layer rebuilds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import chosen, require_at_least
@@ -138,7 +139,7 @@ class RecomputeConfig:
                 "with full"
             )
 
-    @property
+    @cached_property
     def policy(self) -> Policy:
         """The policy that the flags describe. "uniform" and "block" count the layers of a stage."""
         if self.recompute_policy is not None and not self.is_to_be_chosen:
