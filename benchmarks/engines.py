@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.stages import Stage
+from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
@@ -32,6 +34,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
@@ -161,14 +164,23 @@ def one_rank(setting: Setting) -> ParallelState:
 def our_step(setting: Setting, batch: MicroBatch) -> Step:
     """Returns megatron_lite's own train_step on one rank."""
     parallel = one_rank(setting)
-    model = our_model(setting, parallel)
-    runner = StageRunner(ModelStages([model]), parallel)
-    optimizer = Optimizer(model, OptimizerConfig(), parallel)
+    model = ModelStages([our_model(setting, parallel)])
+    runner = StageRunner(model, parallel)
+    optimizer = our_optimizer(model, parallel, DataParallelConfig())
 
     def step() -> Tensor:
         return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
 
     return step
+
+
+def our_optimizer(
+    model: ModelStages, parallel: ParallelState, data_parallel: DataParallelConfig
+) -> Optimizer:
+    """Returns the optimizer of a training run, whose weight gradients go the way of a run."""
+    optimizer = Optimizer(model, OptimizerConfig(), parallel, data_parallel)
+    fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, model, optimizer)
+    return optimizer
 
 
 def peer_step(

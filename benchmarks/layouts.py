@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engines import DTYPES, LEARNING_RATE, SEED, Setting, our_model
+from benchmarks.engines import DTYPES, LEARNING_RATE, SEED, Setting, our_model, our_optimizer
 from benchmarks.harness import Progress, clock_of
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.model.sharding import shard_model_
@@ -166,7 +165,7 @@ def build_engine(
     shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
     for chunk in model:
         shard_model_(chunk, parallel, layout.data_parallel)
-    optimizer = Optimizer(model, OptimizerConfig(), parallel, layout.data_parallel)
+    optimizer = our_optimizer(model, parallel, layout.data_parallel)
     links = None
     if parallel.pp_size > 1:
         links = Links(

@@ -61,7 +61,7 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
     ):
         model = build_stages(config, parallel)
         optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel)
-        fuse_weight_gradients_(config, parallel, model, optimizer)
+        fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = StageRunner.of(config, model, parallel)
         batches = MicroBatches(
             dataset=_Samples(config),

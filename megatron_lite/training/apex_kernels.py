@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.norm import APEX_NORMS
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
@@ -64,14 +65,14 @@ def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Ker
 
 
 def fuse_weight_gradients_(
-    config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
+    training: TrainingConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
 ) -> str:
     """Makes a kernel sum the weight gradients of all matmuls that allow it.
 
     It is apex's kernel or torch's addmm. Returns the log's line about it.
     """
     kernel = apex.weight_gradient_kernel(parallel.device.type)
-    paths = weight_paths(config, model, optimizer, kernel)
+    paths = weight_paths(training, model, optimizer, kernel)
     gradients = optimizer.layout.gradients
     if isinstance(gradients, GradBuffer):
         for function, own in (
@@ -91,15 +92,15 @@ def fuse_weight_gradients_(
 
 
 def weight_paths(
-    config: RunConfig, model: ModelStages, optimizer: Optimizer, kernel: apex.Kernel
+    training: TrainingConfig, model: ModelStages, optimizer: Optimizer, kernel: apex.Kernel
 ) -> dict[str, str]:
     """Returns, by the name of each weight of a matmul, who sums its gradient.
 
     FUSED and FUSED_PROJECTION mean apex's kernel, ADDMM and ADDMM_PROJECTION torch's addmm. Any
     other text is why autograd sums it.
     """
-    reason = _reason_for_all(config, optimizer)
-    compiled = _compiled_weights(config, model)
+    reason = _reason_for_all(training, optimizer)
+    compiled = _compiled_weights(training, model)
     paths = {}
     for name, weight, has_lookup in _matmul_weights(model):
         if reason or weight in compiled:
@@ -117,8 +118,8 @@ def weight_paths(
     return paths
 
 
-def _reason_for_all(config: RunConfig, optimizer: Optimizer) -> str:
-    if not config.training.gradient_accumulation_fusion:
+def _reason_for_all(training: TrainingConfig, optimizer: Optimizer) -> str:
+    if not training.gradient_accumulation_fusion:
         return "of --no-gradient-accumulation-fusion"
     if not isinstance(optimizer.layout.gradients, GradBuffer):
         return (
@@ -149,8 +150,8 @@ def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
     ]
 
 
-def _compiled_weights(config: RunConfig, model: ModelStages) -> set[nn.Parameter]:
+def _compiled_weights(training: TrainingConfig, model: ModelStages) -> set[nn.Parameter]:
     """Returns the parameters of the transformer layers: --torch-compile compiles only these."""
-    if not config.training.torch_compile:
+    if not training.torch_compile:
         return set()
     return {parameter for chunk in model for parameter in chunk.decoder.layers.parameters()}

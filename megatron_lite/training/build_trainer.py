@@ -161,7 +161,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
     )
     model = build_stages(config, parallel)
     optimizer = build_optimizer(config, parallel, model)
-    accumulation = fuse_weight_gradients_(config, parallel, model, optimizer)
+    accumulation = fuse_weight_gradients_(config.training, parallel, model, optimizer)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,

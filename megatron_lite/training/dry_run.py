@@ -212,7 +212,7 @@ def measure_step(
     with StepMeter(host_apart=host_apart) as meter:
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
-        fuse_weight_gradients_(config, parallel, model, optimizer)
+        fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = _NotingRunner.of(config, model, parallel)
         runner.meter = meter
         _assign(meter, model, optimizer)

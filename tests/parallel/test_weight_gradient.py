@@ -440,7 +440,9 @@ def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(
         with parallel_state(config.parallel, seed=1) as parallel:
             stages = build_stages(config, parallel)
             optimizer = Optimizer(stages, config.optimizer, parallel)
-            return parallel.pp_rank, fuse_weight_gradients_(config, parallel, stages, optimizer)
+            return parallel.pp_rank, fuse_weight_gradients_(
+                config.training, parallel, stages, optimizer
+            )
 
     lines = {
         rank: said(line).partition(" float32: ")[2]
