@@ -35,14 +35,21 @@ class Prediction(NamedTuple):
 
 
 def predictions(run: RunRecord) -> list[Prediction]:
-    """Returns the columns NAME_predicted, each with NAME_measured or NAME."""
+    """Returns the columns NAME_predicted, each with NAME_measured or NAME.
+
+    The figures of the run's summary count as columns with one value.
+    """
     found = []
-    for name, predicted in run.columns.items():
+    summary: dict[str, list[float | None]] = {name: [one] for name, one in run.summary.items()}
+    columns = {**summary, **run.columns}
+    for name, predicted in columns.items():
         base = name.removesuffix(PREDICTED)
         if base == name:
             continue
-        measured = run.columns.get(base + MEASURED, run.columns.get(base))
-        values = [*run.finite(name), *(value for value in measured or () if value is not None)]
+        measured = columns.get(base + MEASURED, columns.get(base))
+        values = [value for value in (*predicted, *(measured or ())) if value is not None]
+        if not values:
+            continue
         unit, size = unit_of(base, max(values))
         found.append(
             Prediction(words_of(base), times(predicted, size), times(measured, size), unit)

@@ -27,6 +27,8 @@ MOST_METRICS_BYTES = 2**29
 MOST_LOG_BYTES = 2**28
 MOST_EVENT_BYTES = 2**26
 MOST_CONFIG_BYTES = 2**20
+MOST_SUMMARY_BYTES = 2**16
+SUMMARY = ".summary.json"  # training/run_summary.py
 MOST_COLUMNS = 60
 AXES = ("tp_size", "cp_size", "pp_size", "dp_size")
 EVALUATIONS = {"lm loss validation": "validation", "lm loss test": "test"}
@@ -40,6 +42,8 @@ class RunRecord:
     iterations: ascending. columns: by name one value for each of them; None where there is none.
     evaluations: by name ("validation", "test") the loss by iteration.
     marks: what happened, in the order of the iterations.
+    summary: the figures of the whole run from the file beside the metrics, such as
+        "peak_bytes_measured".
     config, axes: the settings and the sizes of the parallel axes, from the newest checkpoint.
     notices: what could not be read.
     written: when the metrics were last written, in seconds since 1970.
@@ -51,6 +55,7 @@ class RunRecord:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     num_iterations: int | None = None
+    summary: dict[str, float] = field(default_factory=dict)
     config: RunConfig | None = None
     axes: dict[str, int] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -67,6 +72,7 @@ def read_run(files: RunFiles) -> RunRecord:
     assert files.metrics is not None  # find_run found them
     run.written = files.metrics.stat().st_mtime
     rewritten = _read_metrics(files.metrics, run)
+    run.summary = _summary(Path(f"{files.metrics}{SUMMARY}"), run)
     log = _read_logs(files, run)
     restarts = {*rewritten, *log.restarts, *_read_events(files, run, log)}
     restarts |= _abandoned(files, run)
@@ -81,6 +87,24 @@ def read_run(files: RunFiles) -> RunRecord:
         [*_skipped(files, run), *_events(files, log, restarts)], key=lambda mark: mark.x
     )
     return run
+
+
+def _summary(path: Path, run: RunRecord) -> dict[str, float]:
+    """Returns the finite numbers of a run's summary; none if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        with path.open("rb") as file:
+            text = read_up_to(file, MOST_SUMMARY_BYTES)
+        values = plain.parse_object(text or b"")
+    except (OSError, ValueError):
+        run.notices.append(f"{path.name} is no summary of a run")
+        return {}
+    return {
+        shortened(name, 60): float(value)
+        for name, value in list(values.items())[:MOST_COLUMNS]
+        if type(value) in (int, float) and math.isfinite(value)
+    }
 
 
 def _read_metrics(path: Path, run: RunRecord) -> list[int]:

@@ -20,9 +20,11 @@ from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
 from megatron_lite.pages.run_charts import running_mean
 from megatron_lite.pages.run_files import find_run
 from megatron_lite.pages.run_page import run_page
+from megatron_lite.pages.run_predictions import predictions
 from megatron_lite.pages.run_record import RunRecord, read_run
 from megatron_lite.pages.run_settings import changed_settings
 from megatron_lite.tools import report
+from megatron_lite.training.run_summary import RunSummary, write_summary
 from megatron_lite.training.tensorboard import ScalarFile
 from tests.support.browser import CHROMIUM, Parsed, look
 from tests.support.limits import HANG_S
@@ -274,6 +276,28 @@ def test_predictions_are_compared_with_what_was_measured(tmp_path: Path) -> None
     columns = [y for chart in parsed.data["charts"]["charts"].values() for y in chart["y"]]
     assert [3.0] * 11 in columns and [0.5 * number for number in range(1, 12)] in columns
     assert [50.5] * 11 in columns
+
+
+def test_the_summary_of_a_run_gives_its_predictions(tmp_path: Path) -> None:
+    summary = RunSummary(
+        peak_bytes_predicted=300 * 2**20,
+        peak_bytes_measured=299 * 2**20,
+        step_ms_predicted=None,
+        step_ms_measured=12.5,
+        machine=None,
+    )
+    metrics = write_rows(tmp_path / "metrics.jsonl", [row(1), row(2)])
+    write_summary(summary, str(metrics))
+    run = read(tmp_path)
+    assert run.summary == {
+        "peak_bytes_predicted": 300 * 2**20,
+        "peak_bytes_measured": 299 * 2**20,
+        "step_ms_measured": 12.5,
+    }
+    (found,) = [one for one in predictions(run) if one.name == "peak bytes"]
+    assert found.last == (300 * 2**20, 299 * 2**20)
+    (tmp_path / "metrics.jsonl.summary.json").write_text('{"peak_bytes_predicted": NaN, ')
+    assert "metrics.jsonl.summary.json is no summary of a run" in read(tmp_path).notices
 
 
 def test_hostile_names_are_text(tmp_path: Path) -> None:
