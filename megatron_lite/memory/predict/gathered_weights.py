@@ -64,6 +64,7 @@ class GatheredWeights(NamedTuple):
 
     embedding, output: the units of the token embedding and of the output layer, or None if they
         are parts of the root.
+    tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
     accumulates: whether rows' gradients of an earlier micro-batch exist already.
     on_cpu: whether the ranks exchange large tensors through buffers of a bounded size.
@@ -73,6 +74,7 @@ class GatheredWeights(NamedTuple):
     embedding: Unit | None
     layer: Unit
     output: Unit | None
+    tied: bool
     reshards: bool
     accumulates: bool
     on_cpu: bool
@@ -109,8 +111,10 @@ class GatheredWeights(NamedTuple):
             else 0
         )
         words, logits = _largest(_parameters(first)), _largest(_parameters(last_ones))
-        if not (untied and config.data_parallel.fsdp_memory_efficient_wrapping):
-            words = logits = []
+        wraps = config.data_parallel.fsdp_memory_efficient_wrapping
+        tied = wraps and not untied and sizes.has_embedding and sizes.has_head
+        if not (wraps and untied):
+            words, logits = words if tied else [], []
         rest = [
             one
             for one in (*_parameters(first), *_parameters(last_ones))
@@ -120,7 +124,8 @@ class GatheredWeights(NamedTuple):
             unit(rest, 0 if logits else head),
             unit(words) if words else None,
             unit(_parameters(layer.operations)),
-            unit(logits, head) if logits else None,
+            unit(logits, head) if logits else unit(words) if tied else None,
+            tied,
             config.data_parallel.torch_fsdp2_reshard_after_forward,
             accumulates,
             sizes.device == "cpu",
@@ -154,7 +159,8 @@ class GatheredWeights(NamedTuple):
         """Returns what happens after the backward of the head."""
         if self.output is None:
             return Passage()
-        return change(-self.output.gathered).then(self._reduce(self.output))
+        freed = change(-self.output.gathered)
+        return freed if self.tied else freed.then(self._reduce(self.output))
 
     def layer_forward(self, before: Unit, forward: Passage, number: int) -> Passage:
         """Returns the forward of a segment of `number` layers. before: the unit gathered before."""
@@ -214,7 +220,7 @@ class GatheredWeights(NamedTuple):
         """
         if not is_last:
             return self.layer.buffer
-        return 0 if self.output is None else self.output.buffer
+        return 0 if self.output is None or self.tied else self.output.buffer
 
     def _gather(self, unit: Unit) -> Passage:
         staged = self._staged(unit.gathered)
