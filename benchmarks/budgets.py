@@ -201,11 +201,13 @@ def _step(config: RunConfig, parallel: ParallelState) -> Callable[[], object]:
     return partial(train_step, runner, optimizer, batches, learning_rate=LEARNING_RATE)
 
 
-def rows(run: Run, number: int, rounds: int) -> Iterator[Row]:
-    """Yields the row of each budget, with times."""
-    own = [memory_row(run, budget) for budget in budgets(run, number)]
-    peaks = hand_set_peaks(run)
-    times = step_times(run, list(dict.fromkeys((*HAND_SET, *(row.policy for row in own)))), rounds)
+def with_times(
+    own: Sequence[Row], peaks: dict[str, int], times: dict[str, list[float]]
+) -> Iterator[Row]:
+    """Yields the rows with their times.
+
+    peaks: those of the hand-set policies. times: those of every policy, round by round.
+    """
     for row in own:
         fits = [text for text, peak in peaks.items() if peak <= row.budget_bytes]
         if not fits:
@@ -242,19 +244,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--budgets and --rounds must be at least 1")
     run = run_of(args.machine)
     print(FLAGS, "", sep="\n")
-    print(
-        f"{'budget':>9}{'peak':>9}{'next':>9}{'kept':>6}  time over the best hand-set policy; policy"
-    )
-    found = []
-    for row in rows(run, args.budgets, args.rounds):
-        found.append(row)
-        print(line(row), flush=True)
+    own = [memory_row(run, budget) for budget in budgets(run, args.budgets)]
+    peaks = hand_set_peaks(run)
+    policies = list(dict.fromkeys((*HAND_SET, *(row.policy for row in own))))
+    times = step_times(run, policies, args.rounds)
+    found = list(with_times(own, peaks, times))
+    print(f"{'budget':>9}{'peak':>9}{'next':>9}{'':>6}  {'time / best by hand':32} policy of auto")
+    print("\n".join(map(line, found)))
     if args.json:
         report = {
             "flags": FLAGS,
             "machine": args.machine,
             "rounds": args.rounds,
-            "hand_set": hand_set_peaks(run),
+            "hand_set_peak_bytes": peaks,
+            "step_seconds": times,
             "rows": [asdict(row) for row in found],
         }
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
