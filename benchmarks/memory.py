@@ -117,6 +117,10 @@ ONE_RANK = (
     Case("small vocabulary, verified", f"{SMALL} {policy('*:mlp')} --recompute-verify"),
     Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
     Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
+    Case(
+        "few tokens, muon, the largest is linear_qkv",
+        f"{FEW_TOKENS} --ffn-hidden-size 256 --optimizer muon",
+    ),
     Case("few tokens, AdamW", FEW_TOKENS),
 )
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
