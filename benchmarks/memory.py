@@ -41,6 +41,8 @@ LLAMA = (
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--loss-chunk-size 64"
+UNTIED = "--untie-embeddings-and-output-weights"
+OWN_UNITS = "--fsdp-memory-efficient-wrapping"
 WINDOWS = "--window-size 32,0 --window-attn-skip-freq 2"
 # The fullest moment is in a layer.
 SMALL = "--vocab-size 255"
@@ -115,6 +117,10 @@ ONE_RANK = (
     Case("small vocabulary, verified", f"{SMALL} {policy('*:mlp')} --recompute-verify"),
     Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
     Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
+    Case(
+        "few tokens, muon, the largest is linear_qkv",
+        f"{FEW_TOKENS} --ffn-hidden-size 256 --optimizer muon",
+    ),
     Case("few tokens, AdamW", FEW_TOKENS),
 )
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -143,6 +149,14 @@ TWO_RANKS = (
     Case("FSDP 2, chunks, full/1", f"{FSDP} {CHUNKS} {policy('*:full/1')}", 2),
     Case("FSDP 2, chunks, full/2", f"{FSDP} {CHUNKS} {policy('*:full/2')}", 2),
     Case("FSDP 2, no reshard", f"{FSDP} --torch-fsdp2-no-reshard-after-forward", 2),
+    Case("FSDP 2, own units, untied", f"{FSDP} {OWN_UNITS} {UNTIED}", 2),
+    Case("FSDP 2, own units, full/1", f"{FSDP} {OWN_UNITS} {CHUNKS} {policy('*:full/1')}", 2),
+    Case(
+        "FSDP 2, own units, untied, full/1",
+        f"{FSDP} {OWN_UNITS} {UNTIED} {CHUNKS} {policy('*:full/1')}",
+        2,
+    ),
+    Case("few tokens, muon, ZeRO-1", f"{FEW_TOKENS} {ZERO1} --optimizer muon", 2),
     Case("CP 2", CP, 2),
     Case("CP 2, chunks, full/1", f"{CP} {CHUNKS} {policy('*:full/1')}", 2),
     Case("CP 2, all-gather", f"{CP} {CHUNKS} --cp-comm-type allgather {policy('*:full/1')}", 2),

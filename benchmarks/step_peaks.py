@@ -64,7 +64,7 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = StageRunner.of(config, model, parallel)
         batches = MicroBatches(
-            dataset=_Samples(config),
+            dataset=samples(config),
             consumed_samples=0,
             micro_batch_size=config.training.micro_batch_size,
             num_microbatches=num_microbatches,
@@ -76,6 +76,11 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
             with record_function(STEP):
                 train_step(runner, optimizer, batches, learning_rate=LEARNING_RATE)
     return _peak(profile)
+
+
+def samples(config: RunConfig) -> _Samples:
+    """Returns a dataset of random token ids for the run."""
+    return _Samples(config)
 
 
 class _Samples:

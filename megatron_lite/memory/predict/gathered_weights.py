@@ -13,14 +13,20 @@ A unit is one layer; the root unit is everything else. With reshard after forwar
     reduce     copy the gradients into one buffer, free them, sum the buffer over the ranks. The
                buffer lives until the next reduction.
 
-The facts are those of torch 2.13 and of parallel/fsdp_buffers.py. Units of the embedding and of the
-output layer (--fsdp-memory-efficient-wrapping) count as parts of the root, which is the most that
-they can hold. Standard library only.
+With --fsdp-memory-efficient-wrapping and untied weights two more units exist:
+
+    embedding  gathered and freed like a layer in forward. Its backward needs no weight, and the
+               root reduces its gradients before its own.
+    output     gathered before the head, and whole until the head's backward has ended. Then it
+               reduces its gradients, before the last layer does.
+
+The facts are those of torch 2.13 and of parallel/fsdp_buffers.py. A tied weight that is a unit of
+its own counts as a part of the root, which is the most that it can hold. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
@@ -56,13 +62,19 @@ class Unit(NamedTuple):
 class GatheredWeights(NamedTuple):
     """The units of a stage, and when their memory is allocated and freed.
 
+    embedding, output: the units of the token embedding and of the output layer, or None if they
+        are parts of the root.
+    tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
     accumulates: whether rows' gradients of an earlier micro-batch exist already.
     on_cpu: whether the ranks exchange large tensors through buffers of a bounded size.
     """
 
     root: Unit
+    embedding: Unit | None
     layer: Unit
+    output: Unit | None
+    tied: bool
     reshards: bool
     accumulates: bool
     on_cpu: bool
@@ -74,15 +86,11 @@ class GatheredWeights(NamedTuple):
         """Returns the units of a stage."""
         sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
-        ends: list[Operation] = []
-        if sizes.has_embedding:
-            ends += embedding_operations(config.model, sizes)
-        if sizes.has_head:
-            ends += head_operations(config.model, sizes)
+        first = embedding_operations(config.model, sizes) if sizes.has_embedding else ()
+        last_ones = head_operations(config.model, sizes) if sizes.has_head else ()
         layer = describe_layer(config.model, sizes, sizes.first_layer)
 
-        def unit(operations: Iterable[Operation], last: int = 0) -> Unit:
-            parameters = [one for each in operations for one in each.parameters]
+        def unit(parameters: Sequence[Parameter], last: int = 0) -> Unit:
             padded = sum(_padded(one, dp_cp_size) for one in parameters)
             return Unit(
                 padded * sent,
@@ -102,9 +110,22 @@ class GatheredWeights(NamedTuple):
             if sizes.has_head and untied and is_view
             else 0
         )
+        words, logits = _largest(_parameters(first)), _largest(_parameters(last_ones))
+        wraps = config.data_parallel.fsdp_memory_efficient_wrapping
+        tied = wraps and not untied and sizes.has_embedding and sizes.has_head
+        if not (wraps and untied):
+            words, logits = words if tied else [], []
+        rest = [
+            one
+            for one in (*_parameters(first), *_parameters(last_ones))
+            if not any(one is other for other in (*words, *logits))
+        ]
         return cls(
-            unit(ends, head),
-            unit(layer.operations),
+            unit(rest, 0 if logits else head),
+            unit(words) if words else None,
+            unit(_parameters(layer.operations)),
+            unit(logits, head) if logits else unit(words) if tied else None,
+            tied,
             config.data_parallel.torch_fsdp2_reshard_after_forward,
             accumulates,
             sizes.device == "cpu",
@@ -113,6 +134,33 @@ class GatheredWeights(NamedTuple):
     def begin(self) -> Passage:
         """Returns what the root does before the forward of a stage."""
         return self._gather(self.root).then(change(self.root.gathered))
+
+    @property
+    def before_layers(self) -> Unit:
+        """The unit that is gathered before the first layer."""
+        return self.root if self.embedding is None else self.embedding
+
+    def embedding_forward(self, forward: Passage) -> Passage:
+        """Returns the forward of the embedding."""
+        if self.embedding is None:
+            return forward
+        own = self.embedding.gathered
+        gather = joined(self._gather(self.embedding), change(-self.root.gathered), change(own))
+        return joined(gather, forward, change(-own))
+
+    def begin_head(self) -> Passage:
+        """Returns what happens before the forward of the head."""
+        if self.output is None:
+            return Passage()
+        own = self.output.gathered
+        return joined(self._gather(self.output), change(-self.layer.gathered), change(own))
+
+    def end_head_backward(self) -> Passage:
+        """Returns what happens after the backward of the head."""
+        if self.output is None:
+            return Passage()
+        freed = change(-self.output.gathered)
+        return freed if self.tied else freed.then(self._reduce(self.output))
 
     def layer_forward(self, before: Unit, forward: Passage, number: int) -> Passage:
         """Returns the forward of a segment of `number` layers. before: the unit gathered before."""
@@ -123,7 +171,8 @@ class GatheredWeights(NamedTuple):
 
     def end(self) -> Passage:
         """Returns what the root does after the forward of a stage."""
-        return change(-self.layer.gathered)
+        last = self.layer if self.output is None else self.output
+        return change(-last.gathered)
 
     def begin_backward(self) -> Passage:
         """Returns what the root does before the backward of a stage."""
@@ -142,12 +191,12 @@ class GatheredWeights(NamedTuple):
         if self.reshards:
             # Its buffer is freed, and that of the layer before takes its place.
             arrives = change(own * number).then(change(-own if is_first else 0))
-        before = 0 if is_last and number == 1 else self.layer.buffer
+        before = self._reduced_before(is_last) if number == 1 else self.layer.buffer
         return joined(arrives, backward, change(-own - before), self._reduce(self.layer))
 
     def between(self, number: int, *, is_last: bool) -> list[Passage]:
         """Returns what happens between the backwards of the `number` layers of a unit."""
-        first = 0 if is_last else self.layer.buffer
+        first = self._reduced_before(is_last)
         return [
             change(-self.layer.gathered - (first if place == 0 else self.layer.buffer)).then(
                 self._reduce(self.layer)
@@ -157,8 +206,21 @@ class GatheredWeights(NamedTuple):
 
     def end_backward(self) -> Passage:
         """Returns what the root does after the backward of a stage."""
-        freed = change(-self.root.gathered - self.layer.buffer)
-        return joined(freed, self._reduce(self.root), change(-self.root.buffer))
+        before, of_embedding = self.layer.buffer, Passage()
+        if self.embedding is not None:
+            of_embedding = change(-before).then(self._reduce(self.embedding))
+            before = self.embedding.buffer
+        freed = change(-self.root.gathered - before)
+        return joined(of_embedding, freed, self._reduce(self.root), change(-self.root.buffer))
+
+    def _reduced_before(self, is_last: bool) -> int:
+        """Returns the bytes of the gradients that were reduced before a layer's.
+
+        is_last: whether no later layer has reduced its gradients.
+        """
+        if not is_last:
+            return self.layer.buffer
+        return 0 if self.output is None or self.tied else self.output.buffer
 
     def _gather(self, unit: Unit) -> Passage:
         staged = self._staged(unit.gathered)
@@ -177,6 +239,15 @@ class GatheredWeights(NamedTuple):
 
     def _staged(self, num_bytes: int) -> int:
         return 2 * STAGING_BYTES if self.on_cpu and num_bytes > STAGING_BYTES else 0
+
+
+def _parameters(operations: Iterable[Operation]) -> list[Parameter]:
+    return [one for each in operations for one in each.parameters]
+
+
+def _largest(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Returns the largest of the parameters alone, which is a matrix of the whole vocabulary."""
+    return sorted(parameters, key=lambda one: one.num_elements)[-1:]
 
 
 def _padded(parameter: Parameter, ranks: int) -> int:

@@ -54,7 +54,8 @@ def stage_passages(
     forward, backward = [], []
     if sizes.has_embedding:
         first = _of_operations(embedding_operations(model, sizes))
-        forward += [change(ids, kept=ids), first.forward]
+        look_up = first.forward if gathers is None else gathers.embedding_forward(first.forward)
+        forward += [change(ids, kept=ids), look_up]
         backward += [change(-ids, kept=-ids), first.backward]
     if sizes.has_head:
         forward.append(change(ids))
@@ -64,6 +65,9 @@ def stage_passages(
     if sizes.has_head:
         last = _of_operations(head_operations(model, sizes))
         mean = mean_of_losses(sizes)
+        if gathers is not None:
+            forward.append(gathers.begin_head())
+            backward.append(gathers.end_head_backward())
         forward += [last.forward, of_course(mean.forward, "forward of the loss"), change(-ids)]
         backward += [last.backward, of_course(mean.backward, "backward of the loss")]
     else:
@@ -134,7 +138,7 @@ def _runs(
                 backward[last] = change(moved, kept=moved).then(backward[last])
         if gathers is not None:
             length = group.segment.num_layers
-            befores_of = (gathers.root if number == 0 else gathers.layer, gathers.layer)
+            befores_of = (gathers.before_layers if number == 0 else gathers.layer, gathers.layer)
             is_first = [number == 0, False, False]
             is_last = [False, False, number == len(groups) - 1]
             if group.number == 1:

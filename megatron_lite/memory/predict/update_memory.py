@@ -46,32 +46,77 @@ def update_memory(
 
 
 def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
-    """Returns the bytes of Muon's temporaries for its largest matrix.
+    """Returns the bytes of Muon's temporaries for the matrix that needs most.
 
-    The update and the new weights of the matrix before are still alive. On top come the iterates in
-    bfloat16 and the result, first unscaled and then scaled, in float32.
+    The update and the new weights of the matrix before are still alive. The matrices of a layer
+    follow in the order of its operations, and those of the next layer follow them.
     """
     sizes = Sizes.of(config, device="cpu", stage=stage)
     layer = describe_layer(config.model, sizes, stage.first_layer)
-    rows, columns = max(
-        (one.shape for _, one in layer.parameters() if len(one.shape) == 2),
-        key=lambda shape: shape[0] * shape[1],
+    shapes = [
+        (operation.name, one.shape)
+        for operation in layer.operations
+        for one in operation.parameters
+        if len(one.shape) == 2
+    ]
+    return max(
+        _of_matrix(
+            config,
+            sizes,
+            before=2 * FLOAT32 * shapes[number - 1][1][0] * shapes[number - 1][1][1],
+            shape=(shape[0], shape[1]),
+            parts=_qkv_rows(config, shape[0]) if name == "linear_qkv" else (shape[0],),
+            dp_cp_size=dp_cp_size,
+        )
+        for number, (name, shape) in enumerate(shapes)
     )
-    elements, optimizer = rows * columns, config.optimizer
-    whole, short = FLOAT32 * elements, min(rows, columns)
-    before, result = 2 * whole, 2 * whole
-    if optimizer.muon_fp32_matmul_prec == "medium":
-        iterates = 2 * BFLOAT16 * elements
-    else:
-        iterates = 2 * FLOAT32 * short * short
-    over_tp = sizes.tp_size if optimizer.muon_tp_mode == "duplicated" else 1
-    iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
+
+
+def _qkv_rows(config: RunConfig, rows: int) -> tuple[int, ...]:
+    """Returns the rows of the matrices into which linear_qkv with so many rows is split."""
+    if not config.optimizer.muon_split_qkv:
+        return (rows,)
+    model = config.model
+    both = rows // (model.num_attention_heads + 2 * model.query_groups)
+    key = both * model.query_groups
+    return rows - 2 * key, key, key
+
+
+def _of_matrix(
+    config: RunConfig,
+    sizes: Sizes,
+    *,
+    before: int,
+    shape: tuple[int, int],
+    parts: tuple[int, ...],
+    dp_cp_size: int,
+) -> int:
+    """Returns the bytes of the temporaries for one matrix.
+
+    On top of `before` come the iterates in bfloat16 and the result, first unscaled and then scaled,
+    in float32, of each part after the other. Several parts are joined at the end.
+    """
+    rows, columns = shape
+    whole, optimizer = FLOAT32 * rows * columns, config.optimizer
+    most = done = 0
+    for part in parts:
+        elements, short = part * columns, min(part, columns)
+        if optimizer.muon_fp32_matmul_prec == "medium":
+            iterates = 2 * BFLOAT16 * elements
+        else:
+            iterates = 2 * FLOAT32 * short * short
+        over_tp = sizes.tp_size if optimizer.muon_tp_mode == "duplicated" else 1
+        iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
+        most = max(most, done + 2 * FLOAT32 * elements + iterates)
+        done += FLOAT32 * elements
+    if len(parts) > 1:
+        most = max(most, 2 * whole)
     direction = whole if optimizer.muon_nesterov else 0
-    alone = before + result + iterates + direction
+    alone = before + most + direction
     sharding = config.data_parallel
     if dp_cp_size == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
         return alone
     # The direction is gathered: padded, as a part for every rank, and joined.
-    part = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
-    gather = before + whole + part + dp_cp_size * part + whole + direction
+    part_bytes = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
+    gather = before + before // 2 + part_bytes + dp_cp_size * part_bytes + whole + direction
     return max(gather, alone + whole)
