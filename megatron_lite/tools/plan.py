@@ -28,7 +28,7 @@ from megatron_lite.data.durable_files import read_up_to, replacing
 from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
-from megatron_lite.plan.layouts import DATA_PARALLEL, SEARCHED, Problem
+from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, SEARCHED, Problem
 from megatron_lite.plan.report import lines, to_json
 from megatron_lite.plan.verdict import MOST_RANKS, Verdict, smallest_machine, status, verdict
 from megatron_lite.tools.command import exit_status
@@ -37,8 +37,6 @@ from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value,
 MOST_COUNTS = 16
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
-# The recompute settings that the search leaves as they are. Any other one fixes the policy.
-KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 
 
 class _Input(NamedTuple):
