@@ -16,7 +16,7 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.prices import Setting, with_flags
+from megatron_lite.memory.explain.prices import Setting, full, with_flags
 from megatron_lite.memory.explain.report import of_one_replica
 from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -34,15 +34,18 @@ USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[Setting]:
     """Returns the run with the policy that `--recompute-policy auto` would choose.
 
-    The budget is the run's own peak, or three quarters of it if the run recomputes nothing. The
-    list is empty if no policy fits. Raises ValueError if the ranks or the batch do not divide.
+    The budget is the run's own peak. If the run recomputes nothing, it is halfway between its peak
+    and the one with every layer recomputed. The list is empty if no policy fits. Raises ValueError
+    if the ranks or the batch do not divide.
     """
     dp_size = config.parallel.data_parallel_size(num_ranks)
     one_replica = of_one_replica(config, dp_size)
     dp_cp_size = dp_size * config.parallel.context_parallel_size
     budget = fullest_step_peak(one_replica, device=device, dp_cp_size=dp_cp_size).num_bytes
     if all(rule.action == LayerAction() for rule in config.recompute.policy.rules):
-        budget = budget * 3 // 4
+        least = full(one_replica, "uniform", 1)
+        lowest = fullest_step_peak(least, device=device, dp_cp_size=dp_cp_size).num_bytes
+        budget = (budget + lowest) // 2
     words = _rounded_up(budget)
     budget = parse_bytes("--memory-budget", words)
     plain = with_flags(config)
