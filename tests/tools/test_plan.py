@@ -256,7 +256,7 @@ def test_a_memory_limit_is_the_memory_of_a_plan(capsys: pytest.CaptureFixture[st
 
 
 def test_the_policy_auto_is_what_the_planner_searches(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "--gpus", "1", "--memory-budget", "8GiB", "--fix", "micro-batch-size=8"]
+    arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--fix", "micro-batch-size=8"]
     own = as_json(arguments, capsys)
     assert as_json([*arguments, "--recompute-policy", "auto"], capsys) == own
     assert own["verdicts"][0]["plans"][0]["recompute_policy"] != "*:none"
