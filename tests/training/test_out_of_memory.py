@@ -147,6 +147,16 @@ def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
     assert "The fastest setting that fits: --recompute-policy" in lines[0]
 
 
+@pytest.mark.slow
+def test_a_measured_peak_comes_without_warnings_of_the_profiler() -> None:
+    small = ["--num-layers", "2", "--seq-length", "64", "--micro-batch-size", "1"]
+    two_steps = ["--global-batch-size", "1", "--train-iters", "2", "--log-peak-memory"]
+    done = run_command(*SIZE, *small, *two_steps)
+    assert done.returncode == 0, done.stderr
+    assert "peak of a step, on the rank that holds most" in done.stdout + done.stderr
+    assert "unknown size" not in done.stdout + done.stderr
+
+
 def test_the_second_step_is_measured_and_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
