@@ -9,6 +9,7 @@ Start here to read the project, and continue in `megatron_lite/training/loop.py`
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,6 +53,10 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
 
     Raises InputError for a fault that is found before the ranks join the process groups.
     """
+    if config.logging.log_peak_memory:
+        # torch's profiler, which measures the peak on a CPU, warns when a step frees a tensor that
+        # is older than the profiler. torch reads the variable when it is loaded.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported late: these modules import torch, which takes seconds.
     from megatron_lite.cli.preparation import ready_to_train
     from megatron_lite.cli.supervised import supervised

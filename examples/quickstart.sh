@@ -103,6 +103,7 @@ define_command() {
     )
     EVAL_AND_LOGGING_ARGS=(
         --log-interval 10
+        --log-peak-memory
         --eval-interval 100
         --eval-iters 20
         --save "$RUN/checkpoint"

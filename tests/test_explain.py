@@ -3,6 +3,8 @@ needs, and true of the training."""
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,8 +13,14 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from megatron_lite.cli.explanation import explanation
+from megatron_lite.cli.planner_command import auto_settings
+from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
+from megatron_lite.tools import plan
 from tests.support.commands import ROOT, SMALL_MODEL, environment, run_command
 from tests.support.limits import HANG_S
 from tests.support.runs import run_to_end, tiny_run
@@ -140,3 +148,56 @@ def test_the_bytes_that_it_announces_are_those_that_training_measures(
         measured.measured,
         measured.host_measured or 0,
     )
+
+
+PLANNED = [
+    [],
+    ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"],
+    ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--recompute-activations"],
+    ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--swiglu"],
+    ["--recompute-policy", "0:mlp; *:none", "--memory-limit", "8GiB", "--machine", "a100-80gb"],
+    [
+        "--use-torch-fsdp2",
+        "--recompute-verify",
+        "--bf16",
+        "--grad-reduce-in-bf16",
+        "--window-size",
+        "8,0",
+    ],
+    ["--train-iters", "5", "--lr", "1e-3", "--mock-data", "--save", "a folder's name"],
+]
+
+
+@pytest.mark.parametrize("words", PLANNED, ids=" ".join)
+def test_the_last_lines_are_a_command_that_the_planner_accepts(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = parse_args([*EXPLAIN, *words])
+    lines = "\n".join(explanation(parsed.config, ())).splitlines()
+    place = next(number for number, line in enumerate(lines) if "megatron_lite.tools.plan" in line)
+    assert all(len(line) <= 100 for line in lines)
+    command = shlex.split("\n".join(lines[place:]).replace("\\\n", " "))
+    assert command[:3] == ["python", "-m", "megatron_lite.tools.plan"]
+    found = tmp_path / "plan.json"
+    assert plan.main([*command[3:], "--json", str(found)]) == 0
+    assert capsys.readouterr().err == ""
+    (verdict,) = json.loads(found.read_text())["verdicts"]
+    own = json.loads(parsed.config.to_json())
+    best = verdict["plans"][0]["config"]
+    assert best["model"] == own["model"] and best["optimizer"] == own["optimizer"]
+    assert best["training"]["bf16"] == own["training"]["bf16"]
+    assert best["data"] == own["data"] and best["checkpoint"] == own["checkpoint"]
+    assert verdict["num_gpus"] == parsed.config.parallel.model_ranks
+
+
+def test_a_row_has_the_policy_that_auto_would_choose() -> None:
+    config = parse_args([*EXPLAIN, "--pipeline-model-parallel-size", "2"]).config
+    (row,) = auto_settings(config, "cpu", 2)
+    own = fullest_step_peak(config, device="cpu", dp_cp_size=1).num_bytes
+    given = parse_bytes("--memory-budget", row.name.removeprefix("auto "))
+    assert fullest_step_peak(row.config, device="cpu", dp_cp_size=1).num_bytes <= given < own
+    assert any(line.startswith(f"  {row.name} ") for line in _lines(config))
+
+
+def _lines(config: RunConfig) -> list[str]:
+    return "\n".join(explanation(config, ())).splitlines()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run import DryRunConfig
 from megatron_lite.config.recompute_notices import recompute_notices
@@ -45,15 +46,23 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
     config, chosen = _with_policy(config, world_size)
     notices = [*notices, *chosen]
+    device = likely_device(config.parallel.distributed_backend)
     told_in_report = recompute_notices(config)
     try:
-        dp_size = config.parallel.data_parallel_size(world_size) if world_size > 1 else 1
+        num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
         report = explain(
-            config, likely_device(config.parallel.distributed_backend), dp_size=dp_size
+            config,
+            device,
+            dp_size=config.parallel.data_parallel_size(num_ranks),
+            others=auto_settings(config, device, num_ranks),
         )
     except ValueError as error:
         raise InputError(str(error)) from error
-    return [*(notice for notice in notices if notice not in told_in_report), report_text(report)]
+    return [
+        *(notice for notice in notices if notice not in told_in_report),
+        report_text(report),
+        *planner_lines(config, device, num_ranks),
+    ]
 
 
 def _with_policy(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:

@@ -7,7 +7,7 @@ off. tests/config/test_command_line.py compares all of them with the parser.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_lite.config.checks import flag
@@ -30,17 +30,17 @@ def flag_of(field: str) -> str:
     return OFF_SWITCHES.get(field, flag(field))
 
 
-def flags_of(config: RunConfig) -> list[str]:
+def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
     """Returns the words of a command line that arguments.py parses to an equal configuration.
 
-    Fields with their default values are left out.
+    Fields with their default values are left out, and so are the fields in `without`.
     """
     words: list[str] = []
     for topic in dataclasses.fields(config):
         values = getattr(config, topic.name)
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
-            if value != field.default:
+            if value != field.default and field.name not in without:
                 words += [flag_of(field.name), *_words(field.name, value)]
     return words
 

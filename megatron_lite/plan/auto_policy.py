@@ -22,6 +22,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.memory.explain.units import size
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Group, Hardware
@@ -34,7 +35,6 @@ from megatron_lite.recompute.plan import Store, keep_everything
 
 HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
 ROUNDS = 6  # corrections of the space; two are usual
-GIB = 2**30
 
 
 class Run(NamedTuple):
@@ -111,9 +111,9 @@ def choose_policy(
         peak = found.smallest.peak
         largest = max(peak.terms, key=lambda term: term.num_bytes)
         raise InputError(
-            f"no recompute policy fits in {budget_bytes / GIB:.2f} GiB: the smallest peak is "
-            f"{peak.num_bytes / GIB:.2f} GiB, on pipeline rank {peak.rank}, of which "
-            f"{largest.num_bytes / GIB:.2f} are {largest.name}; give more memory, a smaller "
+            f"no recompute policy fits in {size(budget_bytes)}: the smallest peak is "
+            f"{size(peak.num_bytes)}, on pipeline rank {peak.rank}, of which "
+            f"{size(largest.num_bytes)} are {largest.name}; give more memory, a smaller "
             "--micro-batch-size or more ranks"
         )
     return str(found.config.recompute.policy)

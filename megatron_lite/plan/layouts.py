@@ -47,6 +47,8 @@ KINDS: Mapping[str, Mapping[str, bool]] = {
 DATA_PARALLEL = frozenset(("use_distributed_optimizer", "use_torch_fsdp2"))
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
+# The recompute settings that the search leaves as they are. Any other one fixes the policy.
+KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 
 
 class Problem(NamedTuple):

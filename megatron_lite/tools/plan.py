@@ -23,7 +23,7 @@ from megatron_lite.config.command_line import flag_of
 from megatron_lite.config.hf_config import HfModel, from_hf
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, parse_whole_number, shown
 from megatron_lite.config.presets import PRESETS, preset
-from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import read_up_to, replacing
 from megatron_lite.memory.predict.parameters import parameter_count
@@ -31,7 +31,7 @@ from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.details import MOST_LAYOUTS, details
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
-from megatron_lite.plan.layouts import DATA_PARALLEL, SEARCHED, Problem
+from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, SEARCHED, Problem
 from megatron_lite.plan.report import lines, to_json
 from megatron_lite.plan.search import Search
 from megatron_lite.plan.verdict import MOST_RANKS, Verdict, smallest_machine, status, verdict
@@ -41,8 +41,6 @@ from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value,
 MOST_COUNTS = 16
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
-# The recompute settings that the search leaves as they are. Any other one fixes the policy.
-KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 
 
 class _Input(NamedTuple):
@@ -136,21 +134,23 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     memory = hardware.memory_bytes
     if own["memory_budget"] is not None:
         memory = _bytes_of(own, "memory_budget")
+    values, notes = _model_values(own)
+    chosen = _chosen(own, flags)
+    limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
     reserve = default_reserve(memory)
+    if limit is not None and own["memory_budget"] is None:
+        memory, reserve = _amount("--memory-limit", limit, least=1), 0
+        notes.append(
+            f"--memory-limit {limit} is the memory that a plan may take, without a reserve"
+        )
     if own["reserve"] is not None:
         reserve = _bytes_of(own, "reserve")
     if reserve >= memory:
         raise InputError(
-            f"--reserve {reserve} bytes leave nothing of the {memory} bytes of memory: give less"
+            f"a reserve of {reserve} bytes leaves nothing of the {memory} bytes of memory: give "
+            "more --memory-budget or less --reserve"
         )
     host_bytes = _bytes_of(own, "host_memory")
-    values, notes = _model_values(own)
-    chosen = parsed(flags)
-    for text in own["fix"]:
-        name, value = fixed_value(text)
-        if name in chosen and chosen[name] != value:
-            raise InputError(f"--fix {shown(text)} contradicts the flag of the same name")
-        chosen[name] = value
     problem = _problem(values, chosen, notes)
     return _Input(
         problem._replace(hardware=hardware, host_bytes=host_bytes),
@@ -159,9 +159,32 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     )
 
 
+def _chosen(own: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the flags and of --fix by field.
+
+    The policy `auto` is what the tool searches, so it fixes nothing.
+    """
+    chosen = parsed(flags)
+    for text in own["fix"]:
+        name, value = fixed_value(text)
+        if name in chosen and chosen[name] != value:
+            raise InputError(f"--fix {shown(text)} contradicts the flag of the same name")
+        chosen[name] = value
+    for name in SEARCHED & chosen.keys():
+        if type(chosen[name]) is int and chosen[name] < 1:
+            raise InputError(f"{flag_of(name)} must be at least 1 (got {chosen[name]})")
+    if chosen.get("recompute_policy") == AUTO:
+        del chosen["recompute_policy"]
+    return chosen
+
+
 def _bytes_of(own: Mapping[str, Any], name: str) -> int:
+    return _amount(flag_of(name), own[name])
+
+
+def _amount(name: str, text: str, *, least: int = 0) -> int:
     try:
-        return parse_bytes(flag_of(name), own[name])
+        return parse_bytes(name, text, least=least)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -270,6 +293,8 @@ def _complete(
     length = data.get("seq_length")
     if length is None:
         raise InputError("missing --seq-length: give it, or a model with --model or --hf-config")
+    if length < 1:
+        raise InputError(f"--seq-length must be at least 1 (got {length})")
     if positions is None or (
         length > positions
         and model.get("position_embedding_type") == "rope"

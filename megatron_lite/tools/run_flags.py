@@ -119,15 +119,28 @@ def _value(name: str, hint: Any, value: Any) -> Any:
         if typing.get_origin(hint) is tuple:
             kind = typing.get_args(hint)[0]
             texts = value.split() if isinstance(value, str) else value
-            return tuple(parse_whole_number(one) if kind is int else one for one in texts)
+            return tuple(_whole_number(one) if kind is int else one for one in texts)
         if hint is bool:
             return _truth(value)
         if hint is int:
-            return parse_whole_number(value)
-        return float(value) if hint is float else value
+            return _whole_number(value)
+        return _number(value) if hint is float else value
     except ValueError as error:
         text = str(error)
         raise InputError(text if text.startswith("--") else f"{flag_of(name)}: {text}") from None
+
+
+def _whole_number(text: str) -> int:
+    if not text.strip().lstrip("+-").isdigit():
+        raise ValueError(f"give a whole number (got {shown(repr(text))})")
+    return parse_whole_number(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"give a number (got {shown(repr(text))})") from None
 
 
 def _truth(text: str) -> bool:

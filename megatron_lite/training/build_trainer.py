@@ -33,7 +33,7 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.out_of_memory import told_where_memory_runs_out
+from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -184,7 +184,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
 def _predicted_peak(
     config: RunConfig, parallel: ParallelState, batches: BatchSchedule
 ) -> tuple[str, ...]:
-    """Returns the line about the predicted peak. Nobody predicts what --torch-compile keeps."""
+    """Returns the lines about the predicted peak. Nobody predicts what --torch-compile keeps."""
     if config.training.torch_compile or parallel.rank:
         return ()
     peak = fullest_step_peak(
@@ -196,6 +196,7 @@ def _predicted_peak(
     return (
         f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
         f"({peak.moment})",
+        *limit_notices(config, peak.num_bytes, parallel.device),
     )
 
 

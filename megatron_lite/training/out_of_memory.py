@@ -116,6 +116,19 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+def limit_notices(config: RunConfig, peak_bytes: int, device: torch.device) -> tuple[str, ...]:
+    """Returns a line if the predicted peak of a step is above --memory-limit, else nothing."""
+    limit = config.training.memory_limit
+    if limit is None or peak_bytes <= parse_bytes("--memory-limit", limit):
+        return ()
+    more = ""
+    if device.type == "cpu":
+        more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
+    return (
+        f"--memory-limit {limit} is less than the predicted peak, so an allocation may fail{more}",
+    )
+
+
 def advice(
     config: RunConfig, peak: StepPeak, *, num_ranks: int, device: torch.device, when: str
 ) -> str:

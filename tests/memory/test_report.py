@@ -18,7 +18,7 @@ from megatron_lite.memory.explain.prices import best_unit, flags_of, short_name,
 from megatron_lite.memory.explain.report import Report, explain, likely_device
 from megatron_lite.memory.explain.report_text import WIDTH, report_text
 from megatron_lite.memory.explain.units import count, flops, percent, size
-from megatron_lite.memory.predict.flops import replay_flops, step_flops
+from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.peak import peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -168,7 +168,8 @@ def test_the_text_fits_its_columns_and_has_the_exact_totals(run: str, policy: st
     (held,) = [line for line in lines if line.startswith("  held at the peak ")]
     assert held.split()[5] == f"{report.own.peak.held_bytes:,}"
     marked = [line for line in lines if line.startswith("> ")]
-    assert [line[2:].split("  ")[0] for line in marked] == [short_name(report.config.recompute)]
+    (own,) = marked
+    assert own[2:].startswith(short_name(report.config.recompute))
 
 
 @pytest.mark.parametrize("policy", POLICIES + SPLIT)
@@ -337,17 +338,19 @@ def test_what_makes_a_model_unlike_the_papers_is_named() -> None:
 def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
     report = report_of(words)
     config, sizes = report.config, report.sizes
-    rows = {short_name(policy.recompute): policy for policy in report.policies}
+    rows = {policy.name: policy for policy in report.policies}
     assert len(rows) == len(report.policies) >= 6
     assert list(rows.values()) == sorted(rows.values(), key=lambda row: -row.whole_bytes)
     splits = sizes.tp_size > 1 and not sizes.sequence_parallel
     assert any("distributed" in name for name in rows) == splits
     for row in rows.values():
-        alone = replace(config, recompute=row.recompute)  # legal in this run
+        training = replace(config.training, loss_chunk_size=row.loss_chunk_size)
+        alone = replace(config, recompute=row.recompute, training=training)  # legal in this run
         plan = plan_stage(alone.recompute, config.model.num_layers)
         assert row.plan == plan
-        assert row.kept_bytes == activation_bytes(config.model, plan, sizes)
-        assert row.peak == peak(config.model, plan, sizes)
+        own = Sizes.of(alone, device="cuda")
+        assert row.kept_bytes == activation_bytes(config.model, plan, own)
+        assert row.peak == peak(config.model, plan, own)
         whole = fullest_step_peak(alone, device="cuda", dp_cp_size=1)
         assert row.whole_bytes == whole.num_bytes
         facts: dict[str, Any] = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
@@ -357,7 +360,33 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
         assert row.model_flops * sizes.tp_size == step_flops(
             config.model, **facts, padded_vocab_size=sizes.padded_vocab_size
         )
-    assert sum(row.plan == report.own.plan for row in report.policies) == 1
+    assert sum(row.execution == report.own.execution for row in report.policies) == 1
+
+
+def test_the_table_has_the_engines_own_policies_beside_megatrons() -> None:
+    words = "this run with --loss-chunk-size 1024"
+    names = [row.name for row in report_of(GPT_22B).policies]
+    assert {"policy every-2:full", "policy *:full@host", "policy *:none@host", words} < set(names)
+    on_cpu = [row.name for row in report_of(TINY, "cpu").policies]
+    assert not any("@host" in name or name == words for name in on_cpu)
+
+
+def test_the_logits_that_a_loss_in_chunks_computes_again_count_in_its_row() -> None:
+    report = report_of(GPT_22B)
+    (chunked,) = (row for row in report.policies if row.loss_chunk_size)
+    config, sizes = report.config, report.sizes
+    facts: dict[str, Any] = dict(
+        batch=sizes.micro_batch_size,
+        seq_length=sizes.seq_length,
+        padded_vocab_size=sizes.padded_vocab_size,
+        device="cuda",
+    )
+    plan = plan_stage(config.recompute, config.model.num_layers)
+    more = hardware_flops(config.model, plan, loss_chunk_size=1024, **facts) - hardware_flops(
+        config.model, plan, **facts
+    )
+    assert chunked.chunk_flops * sizes.tp_size == more > 0
+    assert chunked.added_flops > report.own.added_flops == report.own.extra_flops
 
 
 def test_the_best_unit_of_the_22b_model_is_longer_only_where_inputs_are_kept_whole() -> None:
@@ -502,7 +531,7 @@ def test_a_head_larger_than_all_layers_is_pointed_out() -> None:
 def test_without_recomputation_the_most_effective_and_the_free_flags_are_named() -> None:
     report = report_of(GPT_22B)
     assert topics(report) == ["none", "free"]
-    least = min(policy.peak.held_bytes for policy in report.policies)
+    least = min(row.peak.held_bytes for row in report.policies if not row.host_bytes)
     assert (
         "--recompute-method uniform --recompute-num-layers 1 --distribute-saved-activations"
         in note(report, "none")

@@ -226,3 +226,37 @@ def test_the_planner_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seq-length 0", "--seq-length must be at least 1 (got 0)"),
+        ("--seq-length nan", "--seq-length: give a whole number (got 'nan')"),
+        ("--lr high", "--lr: give a number (got 'high')"),
+        ("--fix tensor-model-parallel-size=0", "--tensor-model-parallel-size must be at least 1"),
+        ("--fix micro-batch-size=-2", "--micro-batch-size must be at least 1 (got -2)"),
+        ("--context-parallel-size 0", "--context-parallel-size must be at least 1 (got 0)"),
+        ("--loss-chunk-size 0", "--loss-chunk-size must be at least 1 (got 0)"),
+        ("--memory-budget 0", "give more --memory-budget or less --reserve"),
+    ],
+)
+def test_a_number_that_no_run_has_is_one_error(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fault([*SMALL, *words.split(), "--gpus", "2"], capsys)
+
+
+def test_a_memory_limit_is_the_memory_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "--gpus", "1", "--memory-limit", "4GiB"]
+    verdict = as_json(arguments, capsys)["verdicts"][0]
+    assert (verdict["memory_bytes"], verdict["reserve_bytes"]) == (4 * 2**30, 0)
+    assert all(one["peak_bytes"] <= 4 * 2**30 for one in verdict["plans"])
+    assert "--memory-limit 4GiB is the memory that a plan may take" in printed(arguments, capsys)
+
+
+def test_the_policy_auto_is_what_the_planner_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "--gpus", "1", "--memory-budget", "5GiB", "--fix", "micro-batch-size=8"]
+    own = as_json(arguments, capsys)
+    assert as_json([*arguments, "--recompute-policy", "auto"], capsys) == own
+    assert own["verdicts"][0]["plans"][0]["recompute_policy"] != "*:none"

@@ -14,7 +14,12 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.training import predictions
-from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
+from megatron_lite.training.out_of_memory import (
+    advice,
+    is_out_of_memory,
+    limit_notices,
+    memory_limited,
+)
 from tests.support.commands import run_command
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -46,6 +51,17 @@ def test_errors_of_failed_allocations_are_known(error: Exception, expected: bool
 def message_of(config: RunConfig) -> str:
     peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     return advice(config, peak, num_ranks=1, device=CPU, when="in iteration 3 on rank 0")
+
+
+def test_a_limit_below_the_predicted_peak_is_told_at_the_start() -> None:
+    config = tiny_run(training=dict(memory_limit="12MiB"))
+    assert limit_notices(config, 12 * 2**20, CPU) == ()
+    assert limit_notices(tiny_run(), 12 * 2**40, CPU) == ()
+    (notice,) = limit_notices(config, 12 * 2**20 + 1, CPU)
+    assert notice.startswith("--memory-limit 12MiB is less than the predicted peak")
+    assert "256.000 MiB on top for libraries" in notice
+    (on_gpu,) = limit_notices(config, 12 * 2**20 + 1, torch.device("cuda"))
+    assert "libraries" not in on_gpu
 
 
 def large_run(**training: Any) -> RunConfig:
@@ -129,6 +145,16 @@ def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
     lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
     assert len(lines) == 1 and "Traceback" not in done.stderr
     assert "The fastest setting that fits: --recompute-policy" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_measured_peak_comes_without_warnings_of_the_profiler() -> None:
+    small = ["--num-layers", "2", "--seq-length", "64", "--micro-batch-size", "1"]
+    two_steps = ["--global-batch-size", "1", "--train-iters", "2", "--log-peak-memory"]
+    done = run_command(*SIZE, *small, *two_steps)
+    assert done.returncode == 0, done.stderr
+    assert "peak of a step, on the rank that holds most" in done.stdout + done.stderr
+    assert "unknown size" not in done.stdout + done.stderr
 
 
 def test_the_second_step_is_measured_and_compared(

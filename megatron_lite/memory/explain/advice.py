@@ -78,7 +78,8 @@ def notes(
 
 
 def _nothing_recomputed(own: Priced, policies: Sequence[Priced]) -> Iterator[Note]:
-    others = [policy for policy in policies if policy.plan != own.plan]
+    # A loss in chunks recomputes no layer, and @host needs memory elsewhere.
+    others = [policy for policy in policies if policy.plan != own.plan and not policy.host_bytes]
     least = min(others, key=lambda policy: policy.peak.held_bytes)
     if least.peak.held_bytes < own.peak.held_bytes:
         yield Note(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MLP_REGION, POIN
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages, stages_of_rank
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.flops import replay_flops, step_flops
+from megatron_lite.memory.predict.flops import logits_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.peak import PeakMoment, peak
 from megatron_lite.memory.predict.pipeline_memory import (
@@ -34,6 +34,14 @@ from megatron_lite.recompute.plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_model, plan_stage
 
 LONGEST_NAME = 45
+LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares
+
+
+class Setting(NamedTuple):
+    """A run that the report compares with the user's. name: its name in the table."""
+
+    name: str
+    config: RunConfig
 
 
 class Priced(NamedTuple):
@@ -46,6 +54,9 @@ class Priced(NamedTuple):
     replay_flops: the FLOPs of the replays, which come on top of model_flops.
     rank: the pipeline rank that has these bytes.
     whole_bytes: the whole peak of a step, on the rank where it is highest; 0 if nobody asked.
+    loss_chunk_size: the tokens whose logits exist at a time; None if the loss is not in chunks.
+    chunk_flops: the FLOPs of the logits that a loss in chunks computes a second time.
+    given_name: the name of a setting that its flags do not name; "" if they do.
     """
 
     recompute: RecomputeConfig
@@ -57,11 +68,29 @@ class Priced(NamedTuple):
     host_bytes: int = 0
     rank: int = 0
     whole_bytes: int = 0
+    loss_chunk_size: int | None = None
+    chunk_flops: int = 0
+    given_name: str = ""
 
     @property
     def extra_flops(self) -> float:
         """The share of forward and backward that runs again."""
         return self.replay_flops / self.model_flops
+
+    @property
+    def added_flops(self) -> float:
+        """As extra_flops, with the logits that a loss in chunks computes a second time."""
+        return (self.replay_flops + self.chunk_flops) / self.model_flops
+
+    @property
+    def name(self) -> str:
+        """The name of the setting in the table."""
+        return self.given_name or short_name(self.recompute)
+
+    @property
+    def execution(self) -> tuple[RecomputePlan, int | None]:
+        """The plan and the loss chunks, by which two settings are told apart."""
+        return self.plan, self.loss_chunk_size
 
 
 def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
@@ -71,7 +100,7 @@ def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
     rank: the pipeline rank whose bytes to return; None: the rank with the highest peak.
     """
     whole, sizes = plan_model(config), Sizes.of(config, device=device)
-    shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+    shape: dict[str, int] = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
     if config.parallel.pipeline_model_parallel_size == 1:
         rank, fullest = 0, peak(config.model, whole, sizes)
     else:
@@ -82,7 +111,10 @@ def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
         own_sizes = Sizes.of(config, device=device, stage=stage)
         kept += activation_bytes(config.model, plan, own_sizes)
         moved += host_bytes(config.model, plan, own_sizes)
-    model_flops = step_flops(config.model, **shape, padded_vocab_size=sizes.padded_vocab_size)
+    shape["padded_vocab_size"] = sizes.padded_vocab_size
+    model_flops = step_flops(config.model, **shape)
+    chunk = config.training.loss_chunk_size
+    again = 0 if chunk is None else logits_flops(config.model, **shape)
     return Priced(
         config.recompute,
         whole,
@@ -92,6 +124,8 @@ def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
         _replay_flops(config, sizes) // sizes.num_ranks,
         moved,
         rank,
+        loss_chunk_size=chunk,
+        chunk_flops=again // sizes.num_ranks,
     )
 
 
@@ -171,17 +205,21 @@ def selective(config: RunConfig, *modules: str) -> RunConfig:
     return with_flags(config, recompute_granularity="selective", recompute_modules=modules)
 
 
-def alternatives(config: RunConfig, device: str, *, dp_cp_size: int = 1) -> tuple[Priced, ...]:
+def alternatives(
+    config: RunConfig, device: str, *, dp_cp_size: int = 1, others: Sequence[Setting] = ()
+) -> tuple[Priced, ...]:
     """Returns the costs of the run's own flags and of usual settings, the highest peak first.
 
     The peak is that of the whole step.
     dp_cp_size: the number of ranks that share the states.
+    others: further settings to compare, such as one that a planner has found.
     """
     priced = {}
-    for run in (*_usual(config, device), config):
+    usual = [Setting("", run) for run in _usual(config, device)]
+    for name, run in (*others, *usual, *_in_chunks(config), Setting("", config)):
         whole = fullest_step_peak(run, device=device, dp_cp_size=dp_cp_size).num_bytes
-        one = price(run, device)._replace(whole_bytes=whole)
-        priced[one.plan] = one
+        one = price(run, device)._replace(whole_bytes=whole, given_name=name)
+        priced[one.execution] = one
     return tuple(sorted(priced.values(), key=lambda one: (-one.whole_bytes, one.replay_flops)))
 
 
@@ -214,6 +252,22 @@ def _usual(config: RunConfig, device: str) -> Iterator[RunConfig]:
         for count in {1, best}:
             yield full(config, "uniform", count, split=split)
         yield full(config, "block", (longest_stage(config) + 1) // 2, split=split)
+
+    yield with_flags(config, recompute_policy="every-2:full")
+    if device == "cuda":  # on a CPU @host frees nothing
+        yield with_flags(config, recompute_policy="*:full@host")
+        yield with_flags(config, recompute_policy="*:none@host")
+
+
+def _in_chunks(config: RunConfig) -> Iterator[Setting]:
+    """Yields the run with its loss in chunks, if it has more tokens than one chunk."""
+    training = config.training
+    sequence = config.data.seq_length or 0
+    if training.loss_chunk_size is None and sequence * training.micro_batch_size > LOSS_CHUNK:
+        chunked = replace(training, loss_chunk_size=LOSS_CHUNK)
+        yield Setting(
+            f"this run with --loss-chunk-size {LOSS_CHUNK}", replace(config, training=chunked)
+        )
 
 
 def _can_split(config: RunConfig) -> bool:

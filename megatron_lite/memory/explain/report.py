@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +21,14 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.advice import Note, notes
 from megatron_lite.memory.explain.paper import Comparison, comparisons, unlike_the_paper
-from megatron_lite.memory.explain.prices import Priced, alternatives, price, rank_plans, with_flags
+from megatron_lite.memory.explain.prices import (
+    Priced,
+    Setting,
+    alternatives,
+    price,
+    rank_plans,
+    with_flags,
+)
 from megatron_lite.memory.predict.flops import replayed_flops
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
@@ -149,11 +156,14 @@ def likely_device(distributed_backend: str) -> str:
     return "cuda" if not hidden and glob.glob("/dev/nvidia[0-9]*") else "cpu"
 
 
-def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
+def explain(
+    config: RunConfig, device: str, *, dp_size: int = 1, others: Sequence[Setting] = ()
+) -> Report:
     """Returns the report on a run. The vocabulary size must be known.
 
     device: "cpu" or "cuda".
     dp_size: the number of data-parallel ranks that split --global-batch-size.
+    others: further settings for the table of alternatives.
     ValueError: the run cannot split this batch.
     """
     run, config = config, of_one_replica(config, dp_size)
@@ -179,7 +189,8 @@ def explain(config: RunConfig, device: str, *, dp_size: int = 1) -> Report:
         largest_first(term for term in terms if term.operation == HEAD),
         head_collectives(model, sizes) if sizes.has_head else Traffic(),
     )
-    policies = alternatives(config, device, dp_cp_size=dp_cp_size)
+    others = [one._replace(config=of_one_replica(one.config, dp_size)) for one in others]
+    policies = alternatives(config, device, dp_cp_size=dp_cp_size, others=others)
     return Report(
         config=run,
         sizes=sizes,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron_lite.description.operations import Collective, KeptTensor
-from megatron_lite.memory.explain.prices import Priced, flags_of, region_names, short_name
+from megatron_lite.memory.explain.prices import Priced, flags_of, region_names
 from megatron_lite.memory.explain.report import LayerRun, Report, ReportPart
 from megatron_lite.memory.explain.units import GIB, ByteUnit, count, flops, percent, size
 from megatron_lite.memory.predict.parameters import parameter_count, rank_parameter_count
@@ -19,6 +19,7 @@ from megatron_lite.recompute.schedule import policy_by_stage
 WIDTH = 100
 NAMED_TENSORS = 4
 MOST_RANKS = 8
+NAME_COLUMNS = 45  # of a row of the alternatives
 LOGGED = "logged as activation_bytes_predicted"
 NO_RECOMPUTATION = "without recomputation"
 
@@ -319,11 +320,15 @@ def _policies(report: Report) -> Iterator[str]:
         f"{'whole peak':>14}{'FLOPs':>10}{on_rank}"
     )
     for policy in report.policies:
-        mark = ">" if policy.plan == report.own.plan else " "
+        mark = ">" if policy.execution == report.own.execution else " "
+        name = policy.name
+        host = f", {size(policy.host_bytes)} to host" if policy.host_bytes else ""
+        if len(name + host) <= NAME_COLUMNS:
+            name += host
         rank = f"{policy.rank:>10}" if report.ranks else ""
         yield (
-            f"{mark} {short_name(policy.recompute):46}{unit.number(policy.kept_bytes):>14}"
-            f"{unit.number(policy.whole_bytes):>14}{percent(policy.extra_flops):>10}{rank}"
+            f"{mark} {name:{NAME_COLUMNS + 1}}{unit.number(policy.kept_bytes):>14}"
+            f"{unit.number(policy.whole_bytes):>14}{percent(policy.added_flops):>10}{rank}"
         )
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
     holder = " on rank: the pipeline rank that would hold most, of which the bytes are."
@@ -332,7 +337,10 @@ def _policies(report: Report) -> Iterator[str]:
         f"FLOPs: on top of forward and backward{tail}. full METHOD N: "
         "--recompute-granularity full --recompute-method METHOD --recompute-num-layers N; "
         "distributed: --distribute-saved-activations. selective MODULES: --recompute-granularity "
-        f"selective --recompute-modules MODULES.{holder if report.ranks else ''}"
+        "selective --recompute-modules MODULES. policy TEXT: --recompute-policy TEXT; with @host a "
+        "micro-batch's kept tensors wait in host memory. auto SIZE: --recompute-policy auto "
+        "--memory-budget SIZE, which may choose a policy for each stage."
+        f"{holder if report.ranks else ''}"
     )
 
 
