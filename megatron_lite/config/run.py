@@ -229,6 +229,11 @@ class RunConfig:
                 "--norm-impl apex cannot go with --torch-compile: its kernels would end every "
                 "compiled graph, and the compiler makes its own. Leave one of them out"
             )
+        if self.logging.log_peak_memory:
+            raise ValueError(
+                "--log-peak-memory has no prediction to compare with under --torch-compile, which "
+                "decides itself what is kept: leave one of them out"
+            )
         if self.recompute.recompute_verify:
             raise ValueError(
                 "--recompute-verify has nothing to compare under --torch-compile, whose compiled "

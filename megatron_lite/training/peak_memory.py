@@ -23,6 +23,7 @@ from megatron_lite.memory.explain.units import size
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
@@ -97,13 +98,11 @@ def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
     for chunk in model:
         yield from chunk.parameters()
         yield from chunk.constants()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            yield parameter.grad
+    # Without a buffer (FSDP2) a step begins with new gradients.
+    if isinstance(optimizer.layout.gradients, GradBuffer):
+        yield from optimizer.layout.gradients.grads.values()
     for piece in optimizer.layout.pieces:
         yield piece.master
-        if piece.master.grad is not None:
-            yield piece.master.grad
     for states in optimizer.states.values():
         yield from states.values()
 

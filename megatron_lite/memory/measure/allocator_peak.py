@@ -1,8 +1,9 @@
 """The most bytes that torch's CPU allocator has given out at once during a block.
 
 The figure has every tensor, with the allocator's rounding, also the copies inside gloo's
-collectives. It does not have memory that a library allocates by itself. The first use in a process
-takes about a second.
+collectives. It does not have memory that a library allocates by itself. Memory that a thread of
+gloo frees counts until it is used again, so the figure can be too high with several ranks on CPUs.
+The first use in a process takes about a second.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def allocator_peak() -> Iterator[AllocatorPeak]:
     total = 0
     for _, address, size in sorted(events, key=lambda event: event[0]):
         if size > 0:
+            # The profiler does not see what a thread of gloo frees. Its memory is used again.
+            total += size - alive.get(address, 0)
             alive[address] = size
-            total += size
         else:
             total -= alive.pop(address, 0)
         found.peak_bytes = max(found.peak_bytes, total)
