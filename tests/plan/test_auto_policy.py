@@ -89,7 +89,7 @@ def test_each_pipeline_rank_has_its_own_policy() -> None:
 
 
 def test_an_impossible_budget_names_the_smallest_peak_and_what_holds_it() -> None:
-    with pytest.raises(InputError, match=r"no recompute policy fits in 10\.00 GiB") as fault:
+    with pytest.raises(InputError, match=r"no recompute policy fits in 10\.000 GiB") as fault:
         choose_policy(LLAMA, H100, 10 * GIB, 8)
     assert "smallest peak is" in str(fault.value) and "optimizer states" in str(fault.value)
 
