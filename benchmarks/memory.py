@@ -118,7 +118,7 @@ ONE_RANK = (
     Case("small vocabulary, windows", f"{SMALL} {WINDOWS} {policy('*:full/1')}"),
     Case("few tokens, muon", f"{FEW_TOKENS} --optimizer muon"),
     Case(
-        "few tokens, muon, the largest is linear_qkv",
+        "few tokens, muon, qkv is the largest",
         f"{FEW_TOKENS} --ffn-hidden-size 256 --optimizer muon",
     ),
     Case("few tokens, AdamW", FEW_TOKENS),
