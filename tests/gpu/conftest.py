@@ -5,6 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+# Files that also run without pytest cannot mark their tests themselves.
+LONG = (
+    "test_a_deterministic_run_repeats_bit_for_bit",
+    "test_a_resumed_run_ends_as_an_uninterrupted_one",
+    "test_a_background_save_holds_what_one_in_the_foreground_does",
+    "test_no_store_changes_a_gradient",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.partition("[")[0] in LONG:
+            item.add_marker(pytest.mark.long)
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:

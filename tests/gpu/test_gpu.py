@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -397,7 +396,6 @@ def test_a_run_agrees_with_the_cpus(device: torch.device, tmp_path: Path) -> Non
         assert abs(ours["grad_norm"] - theirs["grad_norm"]) < 1e-2 * theirs["grad_norm"]
 
 
-@pytest.mark.long
 def test_a_deterministic_run_repeats_bit_for_bit(device: torch.device, tmp_path: Path) -> None:
     for bf16 in (False, True):
         runs = [tmp_path / f"{name}-{bf16}" for name in ("first", "second")]
@@ -412,7 +410,6 @@ def test_a_deterministic_run_repeats_bit_for_bit(device: torch.device, tmp_path:
         assert all_equal(ends[0], ends[1])
 
 
-@pytest.mark.long
 def test_a_resumed_run_ends_as_an_uninterrupted_one(device: torch.device, tmp_path: Path) -> None:
     """10 iterations, a checkpoint, 10 more: weights, moments and losses, bit for bit, with
     dropout."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.gpu.test_gpu import finish, tiny_run_on
 
 
-@pytest.mark.long
 def test_a_background_save_holds_what_one_in_the_foreground_does(
     device: torch.device, tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -115,7 +114,6 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) > 0 and all(map(torch.equal, first, second))
 
 
-@pytest.mark.long
 def test_no_store_changes_a_gradient(device: torch.device) -> None:
     """Three steps, so that memory is used again; with two micro-batches in flight."""
     settings = [(policy, False) for policy in POLICIES] + [(policy, True) for policy in CONTIGUOUS]

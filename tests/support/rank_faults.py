@@ -19,6 +19,7 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import parallel_state
+from megatron_lite.parallel.weight_gradient import own_sum
 from megatron_lite.training import loop
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
@@ -146,7 +147,7 @@ class Poison:
                         if name.endswith(self.where)
                     )
                 )
-                handle = target.register_hook(lambda grad: (handle.remove(), self._spoil(grad))[1])
+                self._spoil_gradient_of(target)
                 spoiled = True
             return found
 
@@ -156,6 +157,20 @@ class Poison:
 
     def __exit__(self, *_: object) -> None:
         self._monkeypatch.undo()
+
+    def _spoil_gradient_of(self, target: Tensor) -> None:
+        """Spoils the next gradient of the tensor, once."""
+        if own_sum(target) is None:
+            handle = target.register_hook(lambda grad: (handle.remove(), self._spoil(grad))[1])
+            return
+
+        # The matmul adds the gradient of such a weight to its sum, and autograd sees none.
+        def spoil(owner: Tensor) -> None:
+            added.remove()
+            assert owner.grad is not None
+            owner.grad.view(-1)[3] = self.value
+
+        added = target.register_post_accumulate_grad_hook(spoil)
 
     def _spoil(self, grad: Tensor) -> Tensor:
         return torch.where(
