@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
+from benchmarks.page_part import replace_part
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.model import ModelConfig
@@ -290,11 +291,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is None:
         print(text)
     else:
-        page = Path(args.output)
-        before, _, rest = page.read_text().partition(BEGIN)
-        if END not in rest:
-            parser.error(f"{page} has no {BEGIN.strip()} .. {END}")
-        page.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+        try:
+            replace_part(Path(args.output), BEGIN, END, text)
+        except ValueError as error:
+            parser.error(str(error))
     if args.terms:
         for row in found:
             print(f"\n{row.run.name}: {row.time.seconds:.2f} s")

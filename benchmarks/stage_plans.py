@@ -3,6 +3,7 @@
 Nothing runs: the peaks come from memory/predict/step_peak.py, and the FLOPs from the description.
 For each size of a GPU's memory the table has the cheapest of Megatron's settings that fits, the
 plan of `--recompute-policy auto`, and the FLOPs that each of them adds.
+`python benchmarks/stage_plans.py --output docs/planning.md` puts the table into the page.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
+from benchmarks.page_part import replace_part
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.model import ModelConfig
@@ -33,6 +35,7 @@ from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.report import extra_flops
 
 GIB = 2**30
+BEGIN, END = "<!-- begin: per-stage plans -->\n", "\n<!-- end: per-stage plans -->"
 MODEL, MACHINE = "175b", "a100-80gb"
 TP_SIZE, DP_SIZE, SEQ_LENGTH, MICRO_BATCHES = 8, 8, 2048, 64
 
@@ -156,10 +159,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipeline-sizes", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--gib", type=int, nargs="+", default=[40, 60, 80])
+    parser.add_argument("--output", metavar="PAGE", help="a page with the marks of the table")
     parser.add_argument("--json", help="also write the rows, with the policies, to this file")
     args = parser.parse_args(argv)
     found = list(rows(args.pipeline_sizes, args.micro_batch_sizes, args.gib))
-    print(table(found))
+    if args.output is None:
+        print(table(found))
+    else:
+        try:
+            replace_part(Path(args.output), BEGIN, END, table(found))
+        except ValueError as error:
+            parser.error(str(error))
     if args.json:
         Path(args.json).write_text(
             json.dumps([row._asdict() for row in found], indent=2) + "\n", encoding="utf-8"
