@@ -168,6 +168,7 @@ def test_the_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", only(PUBLISHED, 0))
 def test_the_header_has_the_predicted_bytes(name: str) -> None:
     expected = [HEADING]
@@ -185,6 +186,7 @@ def test_the_header_has_the_predicted_bytes(name: str) -> None:
     assert table == "\n".join(expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_script_recomputes_the_least_that_fits(name: str) -> None:
     fits = {

@@ -245,6 +245,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert step_bytes(tmp_path / "twice", 6) == step_bytes(tmp_path / "once", 6) != {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout", only(["one rank", "TP 4, 256 rows", "PP 2, interleaved, TP 2", "DP 2, FSDP2"], 3)
 )

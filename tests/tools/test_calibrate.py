@@ -39,7 +39,7 @@ def test_shapes_of_one_size_give_their_rate() -> None:
     assert fit([(64, 2e9), (64, 2e9)]) == (pytest.approx(2e9), 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_measured_machine_is_one_that_the_model_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def test_stdlib_leaves_tests_out_and_stops_at_the_cap(
     assert len(corpus.stdlib(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_module_runs_by_its_documented_name(tmp_path: Path) -> None:
     command = [
         sys.executable,

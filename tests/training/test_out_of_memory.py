@@ -138,7 +138,7 @@ def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
     assert run_ranks(work, 1) == [True]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
     done = run_command(*SIZE, "--memory-limit", "700MiB")
     assert done.returncode == 2, done.stderr
@@ -147,7 +147,7 @@ def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
     assert "The fastest setting that fits: --recompute-policy" in lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_measured_peak_comes_without_warnings_of_the_profiler() -> None:
     small = ["--num-layers", "2", "--seq-length", "64", "--micro-batch-size", "1"]
     two_steps = ["--global-batch-size", "1", "--train-iters", "2", "--log-peak-memory"]
