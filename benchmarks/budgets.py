@@ -189,7 +189,7 @@ def _step(config: RunConfig, parallel: ParallelState) -> Callable[[], object]:
     """Returns a function that trains one step."""
     model = build_stages(config, parallel)
     optimizer = Optimizer(model, config.optimizer, parallel, config.data_parallel)
-    fuse_weight_gradients_(config, parallel, model, optimizer)
+    fuse_weight_gradients_(config.training, parallel, model, optimizer)
     batches = MicroBatches(
         dataset=samples(config),
         consumed_samples=0,
