@@ -15,6 +15,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.sharding import shard_model_
@@ -193,11 +194,19 @@ def _predicted_peak(
         dp_cp_size=parallel.dp_cp_size,
         num_microbatches=batches.num_microbatches(batches.full),
     )
-    return (
+    save = save_peak(config, peak, device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
+    lines = [
         f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
-        f"({peak.moment})",
-        *limit_notices(config, peak.num_bytes, parallel.device),
-    )
+        f"({peak.moment})"
+    ]
+    most = peak.num_bytes
+    if save is not None and save.num_bytes > most:
+        most = save.num_bytes
+        lines.append(
+            f"a save needs more than a step: at most {size(most)} ({save.moment}), of which "
+            f"{size(save.terms[-1].num_bytes)} are the copy that it writes"
+        )
+    return (*lines, *limit_notices(config, most, parallel.device))
 
 
 def _check_batches(
