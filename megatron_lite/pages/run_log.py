@@ -1,4 +1,4 @@
-"""What the text log of a run says that its metrics file does not.
+"""Reads from the text log of a run what its metrics file does not have.
 
 These are the evaluations, MFU and HFU, the peak memory, restarts, checkpoints, and the reason why
 the run ended. The lines are those of training/logging.py, iteration_line.py and loop.py.

@@ -45,15 +45,7 @@ def with_chosen_policy(
         budget = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
         words = f"{size(budget)}, the GPU's memory less a reserve"
     try:
-        # The budget is for tensors on the device; the host has memory for those that wait there.
-        text = choose_policy(
-            replace(
-                config, recompute=replace(recompute, recompute_policy=None, memory_budget=None)
-            ),
-            hardware,
-            budget,
-            num_ranks,
-        )
+        text = choose_policy(config, hardware, budget, num_ranks)
         chosen = replace(
             config, recompute=replace(recompute, recompute_policy=text, memory_budget=None)
         )

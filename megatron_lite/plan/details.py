@@ -1,4 +1,4 @@
-"""What the planning page shows beyond the verdict: every stage, a step's timeline, and a grid.
+"""The details of the planning page beyond the verdict: stages, a timeline and a grid.
 
 The values are plain (numbers, texts, lists, dicts), as JSON has them:
 

@@ -52,7 +52,7 @@ KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 
 
 class Problem(NamedTuple):
-    """What is planned: a run, a machine, and what the user has fixed.
+    """The subject of a plan: a run, a machine, and the settings that the user has fixed.
 
     base: the run with the user's settings, and with the defaults of all searched dimensions.
     fixed: the values of the dimensions that the user has fixed, by the names of their fields.

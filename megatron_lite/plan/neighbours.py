@@ -1,4 +1,4 @@
-"""What one step away from a plan would change: each change alone, with its best policy.
+"""The changes that are one step away from a plan: each alone, with its best policy.
 
 Standard library only.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.plan.auto_policy import Unreachable
@@ -104,7 +104,8 @@ def _changes(search: Search, plan: Plan) -> Iterator[tuple[str, RunConfig, int]]
 
 
 def _changed(config: RunConfig, **training: int | None) -> RunConfig | None:
+    changes: dict[str, Any] = training
     try:
-        return replace(config, training=replace(config.training, **training))  # type: ignore[arg-type]
+        return replace(config, training=replace(config.training, **changes))
     except ValueError:
         return None

@@ -24,7 +24,7 @@ MOST_VISITS = 10_000
 
 
 class Choice(NamedTuple):
-    """What one layer costs under one action.
+    """The price of one layer under one action.
 
     kept: the bytes that it keeps on the device for backward, for each micro-batch in flight.
     rebuilt: the bytes that its replay adds to them.

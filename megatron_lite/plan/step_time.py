@@ -117,7 +117,9 @@ def step_time(
         model_stages,
         num_microbatches=num_microbatches,
         data_parallel=data_parallel,
-        fused_accumulation=fused_accumulation and config.training.gradient_accumulation_fusion,
+        # torch's addmm does so for float32 weights, without apex
+        fused_accumulation=config.training.gradient_accumulation_fusion
+        and (fused_accumulation or element_bytes == ELEMENT_BYTES["fp32"]),
         memo=memo,
     )
     hidden = hidden_collective(

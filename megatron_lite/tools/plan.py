@@ -44,7 +44,7 @@ USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
 
 
 class _Input(NamedTuple):
-    """What the command line asks for. notes: the assumptions, in words."""
+    """The request of the command line. notes: the assumptions, in words."""
 
     problem: Problem
     budget: Budget

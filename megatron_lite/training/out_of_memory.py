@@ -1,4 +1,4 @@
-"""What a run says when memory runs out, and the limit that --memory-limit sets.
+"""The message of a run whose memory runs out, and the limit that --memory-limit sets.
 
 An allocation that fails ends every rank with one message: the predicted peak, what holds it, the
 memory that is there, and the cheapest recompute policy that fits, as flags. docs/memory.md says
@@ -11,7 +11,6 @@ import contextlib
 import resource
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -160,23 +159,9 @@ def advice(
 def _cheapest(config: RunConfig, allowed: int, *, num_ranks: int, device: torch.device) -> str:
     """Returns a sentence with the fastest recompute policy that fits, or that none does."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    whole = replace(
-        config,
-        recompute=replace(
-            config.recompute,
-            recompute_activations=False,
-            recompute_granularity=None,
-            recompute_method=None,
-            recompute_num_layers=None,
-            recompute_modules=(),
-            distribute_saved_activations=False,
-            contiguous_saved_activations=False,
-            recompute_policy=None,
-        ),
-    )
     try:
         machine = machine_for_policy(config.logging.machine, device=device.type, gpu_name=gpu)
-        policy = choose_policy(whole, machine, allowed, num_ranks)
+        policy = choose_policy(config, machine, allowed, num_ranks)
     except (InputError, ValueError) as error:
         return f"With this layout there is no way to fit: {error}; docs/memory.md lists others"
     return (

@@ -33,15 +33,13 @@ from megatron_lite.parallel.state import ParallelState
 class PeakMemory:
     """The peak of a step on the rank that holds most.
 
-    predicted, measured: bytes. measured is None if it was not measured.
+    predicted, measured: bytes.
     """
 
     predicted: int
-    measured: int | None
+    measured: int
 
     def __str__(self) -> str:
-        if self.measured is None:
-            return f"{size(self.predicted)} predicted"
         return (
             f"{size(self.measured)} measured, {size(self.predicted)} predicted "
             f"({self.predicted / max(1, self.measured):.1%} of it)"
@@ -81,16 +79,14 @@ class PeakMeter:
         self.peak_bytes = held + found.peak_bytes
 
 
-def peak_of_all_ranks(predicted: int, measured: int | None, parallel: ParallelState) -> PeakMemory:
+def peak_of_all_ranks(predicted: int, measured: int, parallel: ParallelState) -> PeakMemory:
     """Returns the largest predicted and the largest measured peak of any rank.
 
     Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
     """
-    figures = torch.tensor(
-        [predicted, -1 if measured is None else measured], device=parallel.device
-    )
-    most, found = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist()
-    return PeakMemory(predicted=most, measured=None if found < 0 else found)
+    figures = torch.tensor([predicted, measured], device=parallel.device)
+    told, found = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist()
+    return PeakMemory(predicted=told, measured=found)
 
 
 def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:

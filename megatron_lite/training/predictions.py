@@ -1,4 +1,4 @@
-"""What was predicted of a run's steps, and what was measured: memory and time.
+"""Compares the predicted memory and time of a run's steps with what is measured.
 
 The log has a line after the second step, and one at the end of the run.
 """
@@ -34,7 +34,7 @@ MEASURED_STEP = 2
 class Predictions:
     """Follows the steps of a run. Every rank makes the same calls.
 
-    peak: the predicted and measured peak of a step, once it is known.
+    peak: the peak of a step, from the second step on if the run measures it.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Predictions:
             text = self._advice(iteration)
             raise InputError(text) from error
         if measures:
+            assert self._meter.peak_bytes is not None
             predicted = own_step_peak(self._config, self._parallel, self._num_microbatches)
             self.peak = peak_of_all_ranks(
                 predicted.num_bytes, self._meter.peak_bytes, self._parallel
@@ -84,7 +85,7 @@ class Predictions:
 
     def peak_line(self) -> str | None:
         """Returns the line about the peak, right after the step that was measured, else None."""
-        if self._steps != MEASURED_STEP or self.peak is None or self.peak.measured is None:
+        if self._steps != MEASURED_STEP or self.peak is None:
             return None
         return f"peak of a step, on the rank that holds most: {self.peak}"
 

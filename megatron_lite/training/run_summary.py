@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from megatron_lite.data.durable_files import written_beside
-from megatron_lite.memory.explain.units import size
+from megatron_lite.training.peak_memory import PeakMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,10 @@ class RunSummary:
         """Returns the line of the log, or "" if nothing was both predicted and measured."""
         parts = []
         if self.peak_bytes_predicted is not None and self.peak_bytes_measured is not None:
-            parts.append(
-                f"peak of a step {size(self.peak_bytes_measured)} measured, "
-                f"{size(self.peak_bytes_predicted)} predicted "
-                f"({self.peak_bytes_predicted / max(1, self.peak_bytes_measured):.1%} of it)"
+            peak = PeakMemory(
+                predicted=self.peak_bytes_predicted, measured=self.peak_bytes_measured
             )
+            parts.append(f"peak of a step {peak}")
         if self.step_ms_predicted is not None and self.step_ms_measured:
             parts.append(
                 f"time of a step {self.step_ms_measured:.1f} ms measured, "

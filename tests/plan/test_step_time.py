@@ -20,6 +20,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
+from megatron_lite.plan import stage_time
 from megatron_lite.plan.hardware import Group, Link, load_hardware
 from megatron_lite.plan.operation_time import (
     BACKWARD_MATMULS,
@@ -331,3 +332,32 @@ def test_the_model_of_time_imports_no_torch() -> None:
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_on_a_cpu_every_replay_costs_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has two norms. On a GPU the host starts replays beside the kernels."""
+
+    def seconds(policy: str, machine: str) -> float:
+        return step_time(run(recompute=policy), load_hardware(machine), 8).seconds
+
+    policies = {"*:none": 0, "*:layernorm": 2, "*:activation": 1, "*:full": 1}
+    before = {
+        (policy, machine): seconds(policy, machine)
+        for policy in policies
+        for machine in ("cpu", "h100-80gb")
+    }
+    monkeypatch.setattr(stage_time, "REPLAY_S", 0.0)
+    micro_batches = run().training.num_microbatches(8)
+    for policy, replays in policies.items():
+        starts = replays * MODEL.num_layers * micro_batches * 2e-4
+        assert before[policy, "cpu"] - seconds(policy, "cpu") == pytest.approx(starts, rel=1e-6)
+        assert before[policy, "h100-80gb"] == seconds(policy, "h100-80gb")
+
+
+def test_torch_adds_up_float32_gradients_in_the_matmul() -> None:
+    def time(fused: bool) -> StepTime:
+        config = run(training=dict(gradient_accumulation_fusion=fused))
+        return step_time(replace(config, training=replace(config.training, bf16=False)), A100, 8)
+
+    on, off = time(True), time(False)
+    assert on.terms[GRADIENT_SUMS] < off.terms[GRADIENT_SUMS]

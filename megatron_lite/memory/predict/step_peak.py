@@ -115,7 +115,7 @@ class _Layout:
 
 
 class _StageMemory(NamedTuple):
-    """What a micro-batch does to a stage's memory.
+    """The changes that a micro-batch makes to a stage's memory.
 
     on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
     has for it. tables: the bytes of the rotary tables. generators: those of the states of the
