@@ -33,6 +33,7 @@ FLOORS = {
     "plan": 4,
     "training": 5,
     "pages": 5,
+    "convert": 5,
     "tools": 6,
     "cli": 6,
 }
