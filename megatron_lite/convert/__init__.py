@@ -1,1 +1,1 @@
-"""Weights of other programs, in and out: Hugging Face, Megatron-LM and this project's checkpoints."""
+"""Floor 5: weights of Hugging Face, Megatron-LM and this project, in and out."""
