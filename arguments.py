@@ -537,6 +537,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "INCREMENT at a time, while SAMPLES are consumed",
         nargs=3,
     )
+    group.value(
+        "--step-batch-size-schedule",
+        str,
+        "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
+        "'0:768 250B:1536'; the last one is --global-batch-size",
+    )
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")

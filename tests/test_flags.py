@@ -74,6 +74,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--micro-batch-size", int, None, "3"),
     ("--global-batch-size", int, None, "8"),
     ("--rampup-batch-size", int, None, "2 2 16"),
+    ("--step-batch-size-schedule", str, None, "0:2,4K:8"),
     ("--train-iters", int, None, "7"),
     ("--train-samples", int, None, "56"),
     ("--seed", int, 1234, "7"),
@@ -261,6 +262,7 @@ CONTEXT = {
 }
 # Flags that are illegal without each other come together, and so do the changes.
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "--step-batch-size-schedule": ("", {"global_batch_size": 8}),
     **dict.fromkeys(
         (
             "--muon-momentum",

@@ -42,6 +42,7 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("lr_wsd_decay_iters",), ("lr_wsd_decay_samples",)),
     (("data_path",), ("mock_data",)),
     (("bf16",), ("fp16",)),
+    (("global_batch_size", "rampup_batch_size"), ("step_batch_size_schedule",)),
     (("loss_scale",), LOSS_SCALE),
     tuple((name,) for name in SWITCHED_ACTIVATIONS),
     (("num_layers_per_virtual_pipeline_stage",), ("num_virtual_stages_per_pipeline_rank",)),

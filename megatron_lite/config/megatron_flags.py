@@ -225,7 +225,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "every batch must be divisible by --micro-batch-size x data-parallel size; use "
         "--global-batch-size and --rampup-batch-size, whose steps are equal",
-        """decrease-batch-size-if-needed step-batch-size-schedule""",
+        """decrease-batch-size-if-needed""",
     ),
     (
         "a run ends after --train-iters, --train-samples, --exit-interval, --exit-duration-in-mins "

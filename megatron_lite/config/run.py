@@ -10,6 +10,7 @@ import json
 import typing
 from dataclasses import dataclass, field
 
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_parallel import DataParallelConfig
@@ -82,6 +83,7 @@ class RunConfig:
                     f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a "
                     "float32 or --bf16 run is not scaled"
                 )
+        self.training.batch_steps(self.data.seq_length)
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
@@ -117,6 +119,13 @@ class RunConfig:
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
+
+    def batch_schedule(self, data_parallel_size: int) -> BatchSchedule:
+        """Returns the schedule of the batch size over the run.
+
+        Raises ValueError if one of its sizes does not divide over ranks and micro-batches.
+        """
+        return self.training.batch_schedule(data_parallel_size, seq_length=self.data.seq_length)
 
     def most_in_flight(self, num_microbatches: int) -> int:
         """Returns the largest number of forwards that wait for their backward at once.

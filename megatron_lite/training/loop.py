@@ -99,7 +99,7 @@ class Trainer:
             self.parallel,
             self.model,
             self.optimizer,
-            num_microbatches=self.batches.num_microbatches(self.batches.full),
+            num_microbatches=self.batches.num_microbatches(self.batches.largest),
         )
         self._timeline_is_due = self.config.logging.memory_timeline is not None
         self._make_guards()

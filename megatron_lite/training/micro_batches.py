@@ -74,9 +74,9 @@ class StageRunner:
         """
         if parallel.pp_size == 1:
             return cls(model, parallel)
-        batches = config.training.batch_schedule(parallel.dp_size)
+        batches = config.batch_schedule(parallel.dp_size)
         most = (
-            batches.num_microbatches(batches.full)
+            batches.num_microbatches(batches.largest)
             if config.training.global_batch_size is not None
             else None
         )

@@ -272,6 +272,35 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--rampup-batch-size 4 2 9 needs --global-batch-size",
         {"rampup_batch_size": (4, 2, 9), "global_batch_size": 6},
     ),
+    *[
+        (
+            TrainingConfig,
+            {"step_batch_size_schedule": text, **others},
+            message,
+            {"step_batch_size_schedule": "0:4 1K:8"},
+        )
+        for text, others, message in (
+            ("", {}, "the first batch has no size; begin with 0:SAMPLES"),
+            ("1K:8", {}, "the first batch has no size; begin with 0:SAMPLES"),
+            ("0:4 1K", {}, "'1K' is no TOKENS:SAMPLES; give steps such as '0:768 250B:1536'"),
+            ("0:4 1Q:8", {}, "'1Q:8' is no TOKENS:SAMPLES"),
+            ("0:4 -1:8", {}, "'-1:8' is no TOKENS:SAMPLES"),
+            ("0:0", {}, "a batch of 0 samples; give at least 1"),
+            ("0:0.4", {}, "a batch of 0 samples; give at least 1"),
+            (" ".join(["0:4"] * 10_001), {}, "10001 steps are too many, give at most 10000"),
+            (
+                "0:4 1K:8",
+                {"global_batch_size": 4},
+                "ends with a batch of 8 samples, and --global-batch-size is 4: leave "
+                "--global-batch-size out",
+            ),
+            (
+                "0:4 1K:8",
+                {"rampup_batch_size": (4, 2, 9)},
+                "--rampup-batch-size are two schedules: set one",
+            ),
+        )
+    ],
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),

@@ -229,6 +229,7 @@ NOT_RUN = {
     "distributed_timeout_minutes": "a time limit",
     "distributed_timeout_seconds_after_init": "a time limit",
     "rampup_batch_size": "a smaller batch at first: --global-batch-size",
+    "step_batch_size_schedule": "other batches at first: --global-batch-size",
     "train_iters": "the length of a run",
     "train_samples": "the length of a run",
     "eval_interval": "an evaluation is no step",
