@@ -190,13 +190,18 @@ class _Group:
             help=text + self._default(field),
         )
 
-    def switch(self, flag: str, text: str) -> None:
+    def switch(self, flag: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns its field on.
 
         `_translate_values` replaces the few switches that have no field.
         """
+        names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
-            flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text
+            *names,
+            dest=_field_name(flag),
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=text,
         )
 
     def off_switch(self, flag: str, field: str, text: str) -> None:
@@ -726,6 +731,21 @@ def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--lr-wsd-decay-iters", int, "iterations of WSD's decay, at the end")
     group.value("--lr-wsd-decay-samples", int, "the same in samples, with --train-samples")
+    group.value(
+        "--decoupled-lr", float, "--lr of the word embedding and the output layer, if it differs"
+    )
+    group.value("--decoupled-min-lr", float, "their --min-lr; derived: --min-lr")
+    group.switch(
+        "--use-checkpoint-opt_param-scheduler",
+        "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
+        alias="--use-checkpoint-opt-param-scheduler",
+    )
+    group.switch(
+        "--override-opt_param-scheduler",
+        "a run that continues takes them from the flags, which is the default, and the log does "
+        "not list the differences",
+        alias="--override-opt-param-scheduler",
+    )
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:

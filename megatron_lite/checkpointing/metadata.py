@@ -31,6 +31,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.optim.loss_scale import LossScaleState
+from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.spike import MeanLossState
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
@@ -48,6 +49,7 @@ class Metadata:
     parameters: the layout of each parameter, by name.
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
     data: the identity of the data (data/identity.py).
+    schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
     """
 
     progress: Progress
@@ -60,6 +62,7 @@ class Metadata:
     loss_scale: LossScaleState | None = None
     mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    schedule: LrSchedule | None = None
 
     def to_json(self) -> str:
         """Returns the text of metadata.json."""
@@ -75,6 +78,7 @@ class Metadata:
                 "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
                 "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
                 "data": self.data,
+                "schedule": None if self.schedule is None else asdict(self.schedule),
             },
             indent=1,
         )
@@ -125,6 +129,7 @@ class Metadata:
                 data=plain.as_object(plain.field(values, "data"), "data"),
                 loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
                 mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
+                schedule=LrSchedule.from_plain(values.get("schedule")),
             )
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(found.pp_size):
@@ -140,7 +145,10 @@ class Metadata:
             raise damaged(path, error) from error
 
 
-_FIELDS = ("format", "progress", *AXES, "num_updates", "loss_scale", "mean_loss", "data")
+_FIELDS = (
+    *("format", "progress", *AXES, "num_updates"),
+    *("loss_scale", "mean_loss", "data", "schedule"),
+)
 
 
 def read_config(step: Path) -> RunConfig:

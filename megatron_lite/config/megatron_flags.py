@@ -211,16 +211,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "one learning rate and one constant weight decay (none for biases and norms) hold for all "
         "weights; use --lr and --weight-decay",
-        """apply-wd-to-qk-layernorm decoupled-lr decoupled-min-lr end-weight-decay
+        """apply-wd-to-qk-layernorm end-weight-decay
          freeze-all-layers no-weight-decay-cond-type start-weight-decay
          weight-decay-incr-style""",
-    ),
-    (
-        (
-            "the learning rate always follows the flags; give the flags of the run that saved the "
-            "checkpoint"
-        ),
-        """use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler""",
     ),
     (
         "every batch must be divisible by --micro-batch-size x data-parallel size; use "

@@ -68,6 +68,9 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         )
     if config.optimizer.muon_tp_mode == "blockwise" and parallel.tensor_model_parallel_size == 1:
         notices.append("--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1")
+    schedule = config.lr_schedule
+    if schedule.decoupled_min_lr is not None and schedule.decoupled_lr is None:
+        notices.append("--decoupled-min-lr has no effect without --decoupled-lr")
     notices += [
         f"{flag(name)} has no effect without --log-straggler"
         for name in STRAGGLER_FIELDS

@@ -28,7 +28,7 @@ from megatron_lite.optim.muon_update import Muon
 from megatron_lite.optim.pieces import Layout, Piece
 from megatron_lite.optim.replicated import Replicated
 from megatron_lite.optim.spike import SpikeGuard
-from megatron_lite.optim.update_rule import UpdateRule
+from megatron_lite.optim.update_rule import LearningRates, UpdateRule
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
@@ -113,10 +113,18 @@ class Optimizer:
         """
         self.layout.gradients.sync_next_backward(parameters)
 
-    def step(self, learning_rate: float, loss: Tensor | None = None) -> OptimizerStep:
+    def step(
+        self,
+        learning_rate: float,
+        loss: Tensor | None = None,
+        *,
+        decoupled_learning_rate: float | None = None,
+    ) -> OptimizerStep:
         """Reduces and clips the gradients and updates the weights.
 
         It changes no weight if the global norm is not finite or the loss is a spike.
+        decoupled_learning_rate: the rate of the word embedding and the output layer; None: the
+            rate of all other weights.
         loss: 0-d, already summed over the data-parallel and pipeline ranks. If the run looks for
             spikes, the step issues one all-reduce of it over the TP group.
         """
@@ -140,7 +148,7 @@ class Optimizer:
         # step, and the next step begins with new gradients.
         if self._clip_grad > 0.0 and grads:
             torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
-        self._rule.step(learning_rate, skipped)
+        self._rule.step(LearningRates(learning_rate, decoupled_learning_rate), skipped)
         self._updates += 1.0 - skipped
         self.layout.publish()
         return OptimizerStep(grad_norm, skipped, piece_norms, self.layout.gradients.own_norm)

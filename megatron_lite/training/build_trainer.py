@@ -36,6 +36,7 @@ from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.saved_schedule import followed_schedule
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -151,6 +152,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
             train_samples=training.train_samples or train_samples,
             batches=batches,
         )
+        schedule, config, followed = followed_schedule(config, schedule, start, parallel)
     except ValueError as error:
         raise InputError(str(error)) from error
     evaluation_samples = training.eval_iters * batches.full
@@ -177,7 +179,12 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         saver=Saver(
             config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
         ),
-        notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
+        notices=(
+            accumulation,
+            *_predicted_peak(config, parallel, batches),
+            *notices.in_log,
+            *followed,
+        ),
         pulse=pulse,
     )
 

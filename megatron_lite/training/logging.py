@@ -256,6 +256,7 @@ def _write_scalars(
     full_ms = full_batch_ms([record], facts)
     scalars: dict[str, float | None] = {
         "learning-rate": record.learning_rate,
+        "decoupled-learning-rate": record.decoupled_learning_rate,
         "batch-size": record.global_batch_size,
         "lm loss": record.lm_loss,
         "loss-scale": record.loss_scale,

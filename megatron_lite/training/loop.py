@@ -220,6 +220,7 @@ class Trainer:
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
         learning_rate, batch_size = self.schedule.at(before), self.batches.at(before)
+        decoupled_learning_rate = self.schedule.decoupled_at(before)
         batches = MicroBatches(
             dataset=self.datasets.train,
             consumed_samples=before,
@@ -243,6 +244,7 @@ class Trainer:
                 self.optimizer,
                 batches,
                 learning_rate=learning_rate,
+                decoupled_learning_rate=decoupled_learning_rate,
                 observer=meter or self._timeline_recorder(),
             )
         if meter is not None:
@@ -262,6 +264,7 @@ class Trainer:
             self.optimizer.num_zeros_in_grad()
             if logged and logging.log_num_zeros_in_grad
             else None,
+            decoupled_learning_rate,
         )
 
     def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
@@ -371,6 +374,7 @@ class Trainer:
             self.progress,
             data=self.datasets.identity,
             copy=self.saver.copies,
+            schedule=self.schedule,
         )
         self.saver.save(snapshot, log.line)
         if self.saver.copies:

@@ -61,6 +61,7 @@ def train_step(
     batches: Batches,
     *,
     learning_rate: float,
+    decoupled_learning_rate: float | None = None,
     observer: Observer | None = None,
 ) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
@@ -68,6 +69,7 @@ def train_step(
     The loss is the mean over micro-batches and over the ranks of `dp_cp_group`. These ranks hold
     equally many tokens, so the gradients are those of the global batch.
     Two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
+    decoupled_learning_rate: the rate of the word embedding and the output layer; None: the same.
     observer: looks at the first micro-batch.
     """
     optimizer.zero_grad()
@@ -82,7 +84,7 @@ def train_step(
     )
     own_loss = loss.clone()
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
-    update = optimizer.step(learning_rate, loss)
+    update = optimizer.step(learning_rate, loss, decoupled_learning_rate=decoupled_learning_rate)
     return StepResult(
         loss,
         update.grad_norm,

@@ -301,6 +301,24 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
             ),
         )
     ],
+    (
+        LrScheduleConfig,
+        {"decoupled_lr": -1.0},
+        "--decoupled-lr must be at least 0",
+        {"decoupled_lr": 0.5},
+    ),
+    (
+        LrScheduleConfig,
+        {"decoupled_lr": 0.1, "decoupled_min_lr": 0.2},
+        "--decoupled-min-lr 0.2 is above --decoupled-lr 0.1",
+        {"decoupled_lr": 0.1, "decoupled_min_lr": 0.1},
+    ),
+    (
+        LrScheduleConfig,
+        {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": True},
+        "--override-opt_param-scheduler that of the flags: set one",
+        {"use_checkpoint_opt_param_scheduler": True},
+    ),
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),
