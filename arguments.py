@@ -23,7 +23,7 @@ from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, Toke
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
-from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.lr_schedule_settings import (
     LR_DECAY_STYLES,
@@ -51,6 +51,7 @@ from megatron_lite.config.optimizer_settings import (
 )
 from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.pattern_text import parse_pattern, parse_window
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
@@ -204,11 +205,12 @@ class _Group:
             help=text,
         )
 
-    def off_switch(self, flag: str, field: str, text: str) -> None:
+    def off_switch(self, flag: str, field: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns `field` off."""
         assert self._fields[field].default is True, field
+        names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
-            flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
+            *names, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
         )
 
     def _default(self, field: str) -> str:
@@ -265,6 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_tokenizer_arguments(parser)
     _add_checkpoint_arguments(parser)
     _add_logging_arguments(parser)
+    _add_profiling_arguments(parser)
     _add_arguments_without_effect(parser)
     return parser
 
@@ -848,12 +851,65 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
     group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+    group.switch("--log-world-size-to-tensorboard", "number of ranks in TensorBoard")
+    group.off_switch(
+        "--no-log-loss-scale-to-tensorboard",
+        "log_loss_scale_to_tensorboard",
+        "no loss scale in TensorBoard",
+        alias="--disable-log-loss-scale-to-tensorboard",
+    )
+    group.value(
+        "--tensorboard-log-interval", int, "iterations between two points in TensorBoard and W&B"
+    )
+    group.value(
+        "--wandb-project",
+        str,
+        "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
+        "needs the package wandb",
+    )
+    group.value("--wandb-exp-name", str, "its name")
+    group.value("--wandb-save-dir", str, "its folder; derived: DIR/wandb of --save DIR")
+    group.value("--wandb-entity", str, "its owner")
+    group.value(
+        "--timing-log-level",
+        int,
+        "1: time the parts of a step; 2: and those of each micro-batch. Both wait for the GPU",
+    )
+    group.value(
+        "--timing-log-option",
+        str,
+        "times of the fastest and slowest rank, of the slowest, or of all",
+        values=TIMING_LOG_OPTIONS,
+    )
     group.switch(
         "--log-straggler",
         "name the slowest ranks, where they are slower than the others of their stage",
     )
     group.value("--straggler-minmax-count", int, "how many of them at most")
     group.value("--straggler-ratio", float, "how many times the median's time a slow rank takes")
+
+
+def _add_profiling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "profiling", ProfilingConfig)
+    group.switch(
+        "--profile", "profile some iterations, for Nsight Systems or with --use-pytorch-profiler"
+    )
+    group.value("--profile-step-start", int, "the iteration after which profiling begins")
+    group.value("--profile-step-end", int, "the last iteration that is profiled")
+    group.value("--profile-ranks", int, "global ranks to profile; all if omitted", nargs="+")
+    group.switch(
+        "--use-pytorch-profiler",
+        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
+    )
+    group.switch("--pytorch-profiler-collect-shapes", "shapes of tensors in the trace")
+    group.switch("--pytorch-profiler-collect-callstack", "Python's stack in the trace")
+    group.switch("--record-shapes", "operators with shapes for Nsight Systems")
+    group.switch("--nvtx-ranges", "operators for Nsight Systems")
+    group.switch(
+        "--record-memory-history",
+        "write CUDA's allocations to --memory-snapshot-path at each --log-interval",
+    )
+    group.value("--memory-snapshot-path", str, "file for them; _RANK is put before its last suffix")
 
 
 def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:

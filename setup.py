@@ -30,6 +30,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "wandb": ["wandb"],
         "test": [
             "pytest",
             "pytest-timeout",

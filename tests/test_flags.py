@@ -156,6 +156,27 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--log-validation-ppl-to-tensorboard", ON, False),
     ("--log-timers-to-tensorboard", ON, False),
     ("--log-memory-to-tensorboard", ON, False),
+    ("--log-world-size-to-tensorboard", ON, False),
+    ("--no-log-loss-scale-to-tensorboard", OFF, True),
+    ("--disable-log-loss-scale-to-tensorboard", OFF, True),
+    ("--tensorboard-log-interval", int, 1, "5"),
+    ("--wandb-project", str, None, "project"),
+    ("--wandb-exp-name", str, None, "name"),
+    ("--wandb-save-dir", str, None, "w"),
+    ("--wandb-entity", str, None, "me"),
+    ("--timing-log-level", int, 0, "2"),
+    ("--timing-log-option", str, "minmax", "all"),
+    ("--profile", ON, False),
+    ("--profile-step-start", int, 10, "3"),
+    ("--profile-step-end", int, 12, "13"),
+    ("--profile-ranks", int, None, "0 3"),
+    ("--use-pytorch-profiler", ON, False),
+    ("--pytorch-profiler-collect-shapes", ON, False),
+    ("--pytorch-profiler-collect-callstack", ON, False),
+    ("--record-shapes", ON, False),
+    ("--nvtx-ranges", ON, False),
+    ("--record-memory-history", ON, False),
+    ("--memory-snapshot-path", str, "snapshot.pickle", "s.pickle"),
     ("--log-straggler", ON, False),
     ("--straggler-minmax-count", int, 1, "2"),
 )
@@ -209,6 +230,7 @@ OTHER_DEFAULTS = {
     "--data-path": (),
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
+    "--profile-ranks": (),  # [] there
     "--rampup-batch-size": (),  # None there, and a constant batch all the same
     "--no-load-optim": False,  # None there, and false all the same
     "--no-load-rng": False,
@@ -243,6 +265,7 @@ CONTEXT = {
     "--exit-signal": "--exit-signal-handler",
     "--train-samples": "--global-batch-size 8",
     "--rampup-batch-size": "--global-batch-size 8",
+    "--wandb-project": "--save out",
     **dict.fromkeys(
         (
             "--loss-scale",
@@ -399,6 +422,7 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
     nargs = {
         "--data-path": "*",
         "--recompute-modules": "+",
+        "--profile-ranks": "+",
         "--rampup-batch-size": 3,
         "--cp-comm-type": "+",
     }
@@ -417,6 +441,7 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
     several = {
         "--data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
+        "--profile-ranks": (0, 3),
         "--rampup-batch-size": (2, 2, 16),
         "--window-size": (3, 0),
         "--window-attn-skip-freq": 2,

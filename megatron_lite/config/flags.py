@@ -77,8 +77,6 @@ WITHOUT_EFFECT = {
     "--exit-on-missing-checkpoint": (
         "a missing checkpoint is an error unless --allow-fresh-start is given"
     ),
-    "--timing-log-level N": "there is one level of timing",
-    "--timing-log-option NAME": "there is one level of timing",
     "--no-barrier-with-level-1-timing": "timing adds no barriers",
     "--tensorboard-queue-size N": "TensorBoard buffers as it likes",
     "--logging-level N": "there is one level of logging",

@@ -416,19 +416,15 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "a run reports to the terminal, --metrics-jsonl and --tensorboard-dir",
         """adlr-autoresume adlr-autoresume-interval app-tag-run-name app-tag-run-version
-         disable-log-loss-scale-to-tensorboard disable-straggler-on-startup
+         disable-straggler-on-startup
          log-device-memory-used log-energy log-max-attention-logit log-memory-interval
-         log-progress log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard
-         one-logger-async one-logger-project one-logger-run-name otel-enabled
-         otel-service-name otel-span-groups run-workload-inspector-server straggler-ctrlr-port
-         tensorboard-log-interval wandb-entity wandb-exp-name wandb-project wandb-save-dir""",
+         log-progress one-logger-async one-logger-project one-logger-run-name otel-enabled
+         otel-service-name otel-span-groups run-workload-inspector-server
+         straggler-ctrlr-port""",
     ),
     (
-        "there is no profiler inside; run the program under one, or use --log-throughput",
-        """memory-snapshot-path nvtx-ranges profile profile-ranks profile-step-end
-         profile-step-start pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
-         pytorch-profiler-collect-shapes record-memory-history record-shapes
-         use-pytorch-profiler""",
+        "no Chakra trace is written; --profile --use-pytorch-profiler writes a Chrome trace",
+        """pytorch-profiler-collect-chakra""",
     ),
     (
         "a stopped run is started again with --load DIR, and there is no supervisor inside",

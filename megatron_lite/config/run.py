@@ -27,6 +27,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
@@ -51,6 +52,7 @@ class RunConfig:
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
     def __post_init__(self) -> None:
         model, tp_size = self.model, self.parallel.tensor_model_parallel_size
@@ -88,6 +90,7 @@ class RunConfig:
         self._check_pipeline()
         self._check_compiler()
         self._check_data_parallel()
+        self._check_folders()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
         if by_samples and (
@@ -103,6 +106,26 @@ class RunConfig:
             raise ValueError(
                 "--train-iters counts the learning-rate schedule in iterations: use "
                 "--lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters"
+            )
+
+    def _check_folders(self) -> None:
+        """Raises ValueError if a log has no folder to go to."""
+        logging, save = self.logging, self.checkpoint.save
+        profiling = self.profiling
+        if (
+            profiling.profile
+            and profiling.use_pytorch_profiler
+            and logging.tensorboard_dir is None
+            and save is None
+        ):
+            raise ValueError(
+                "--use-pytorch-profiler writes its traces under --tensorboard-dir or --save: give "
+                "one of them"
+            )
+        if logging.wandb_project and logging.wandb_save_dir is None and save is None:
+            raise ValueError(
+                f"--wandb-project {logging.wandb_project} writes under --wandb-save-dir or --save: "
+                "give one of them"
             )
 
     def check_complete_for_training(self) -> None:

@@ -14,6 +14,7 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timed import Timed, not_timed
 
 
 class SampleDataset(Protocol):
@@ -72,6 +73,7 @@ class MicroBatches:
     Each is read when it is indexed. A sample that cannot be read raises InputError, whose message
     starts with `where`. Tensor- and context-parallel ranks read the same samples; all of them but
     the first raise PeerError, so that one rank reports the fault.
+    timed: times the reading, by the name of training/timers.py.
     """
 
     dataset: SampleDataset
@@ -80,6 +82,7 @@ class MicroBatches:
     num_microbatches: int
     parallel: ParallelState
     where: str = "evaluation"
+    timed: Timed = not_timed
 
     def __len__(self) -> int:
         return self.num_microbatches
@@ -90,13 +93,14 @@ class MicroBatches:
             self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number
         )
         try:
-            return fetch(
-                self.dataset,
-                indices,
-                parallel.device,
-                cp_rank=parallel.cp_rank,
-                cp_size=parallel.cp_size,
-            )
+            with self.timed("batch-generator"):
+                return fetch(
+                    self.dataset,
+                    indices,
+                    parallel.device,
+                    cp_rank=parallel.cp_rank,
+                    cp_size=parallel.cp_size,
+                )
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
             raise kind(

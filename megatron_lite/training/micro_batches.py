@@ -18,6 +18,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.pipeline.executor import run_actions
 from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
@@ -61,6 +62,7 @@ class StageRunner:
         self.links, self._num_kept, self._overlap = links, num_kept, overlap
         self._chunks = list(model)
         self._steps: dict[int, _Step] = {}  # by number of micro-batches
+        self.timed: Timed = not_timed
         if links is not None and most_microbatches is not None:
             self._reserve(most_microbatches)
 
@@ -130,11 +132,9 @@ class StageRunner:
             losses = []
             for number in range(len(batches)):
                 before_backward(number, chunk)
-                losses.append(
-                    (observer if number == 0 else Observer()).micro_batch(
-                        chunk, partial(loss_of, number)
-                    )
-                )
+                seeing = observer if number == 0 else Observer()
+                seeing.timed = self.timed
+                losses.append(seeing.micro_batch(chunk, partial(loss_of, number)))
             return self._sum(losses)
         step = self._step_of(len(batches))
         self._reserve(len(batches))
@@ -157,7 +157,8 @@ class StageRunner:
                 loss_scale,
             )
             del hidden_states  # `run` holds the only reference that this function still needs
-            return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
+            with self.timed("forward-compute"):
+                return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
         losses = run_actions(
             step.actions,
@@ -165,6 +166,7 @@ class StageRunner:
             stages=[chunk.stage for chunk in self._chunks],
             links=self.links,
             overlap=self._overlap,
+            timed=self.timed,
             after=after,
             before_backward=lambda action: before_backward(
                 action.microbatch, self._chunks[action.chunk]

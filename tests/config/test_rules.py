@@ -18,6 +18,7 @@ from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 
@@ -34,6 +35,7 @@ SMALLEST: dict[type, dict[str, Any]] = {
     LrScheduleConfig: {},
     CheckpointConfig: {},
     LoggingConfig: {},
+    ProfilingConfig: {},
     TrainingConfig: {"micro_batch_size": 2},
     DataConfig: {"seq_length": 8},
     TokenizerConfig: {"vocab_size": 99},
@@ -319,6 +321,24 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--override-opt_param-scheduler that of the flags: set one",
         {"use_checkpoint_opt_param_scheduler": True},
     ),
+    *[
+        (ProfilingConfig, {"profile": True, **fault}, message, {"profile": True})
+        for fault, message in (
+            ({"profile_step_start": -1}, "--profile-step-start must be at least 0"),
+            ({"profile_step_start": 12}, "--profile-step-end 12 must be above"),
+            ({"profile_ranks": (0, -1)}, "--profile-ranks 0 -1: give numbers of ranks"),
+            ({"memory_snapshot_path": ""}, "--memory-snapshot-path is empty"),
+        )
+    ],
+    *[
+        (LoggingConfig, fault, message, {})
+        for fault, message in (
+            ({"timing_log_level": 3}, "--timing-log-level must be 0, 1 or 2 (got 3)"),
+            ({"timing_log_option": "min"}, "--timing-log-option must be one of max, minmax, all"),
+            ({"tensorboard_log_interval": 0}, "--tensorboard-log-interval must be at least 1"),
+            ({"wandb_project": "p", "wandb_exp_name": ""}, "--wandb-exp-name is empty"),
+        )
+    ],
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),

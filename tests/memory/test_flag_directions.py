@@ -214,7 +214,7 @@ WITHOUT_CHANGE = {
     ),
 }
 # The topics without a field that a step's memory depends on.
-TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging")
+TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging", "profiling")
 # Why the other fields are in no run of this file.
 NOT_RUN = {
     "norm_impl": "apex runs on GPUs alone",
