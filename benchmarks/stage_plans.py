@@ -32,7 +32,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.plan.auto_policy import Run, Unreachable, fitted
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.memo import Memo
-from megatron_lite.plan.report import extra_flops
+from megatron_lite.plan.plan_text import extra_flops
 
 GIB = 2**30
 BEGIN, END = "<!-- begin: per-stage plans -->\n", "\n<!-- end: per-stage plans -->"

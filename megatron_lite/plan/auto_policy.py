@@ -29,7 +29,7 @@ from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.layer_choices import LayerChoice, layer_choices
 from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
-from megatron_lite.plan.policies import Choice, Mix, Room, best_mix, layer_order, mix_peak
+from megatron_lite.plan.policies import LayerPrice, Mix, Room, best_mix, layer_order, mix_peak
 from megatron_lite.plan.stage_time import stage_time
 from megatron_lite.recompute.plan import Store, keep_everything
 
@@ -455,5 +455,5 @@ def _steps(most: int) -> list[int]:
     return [most * step // steps for step in range(1, steps + 1)]
 
 
-def _prices(mix: _StageMix) -> list[Choice]:
+def _prices(mix: _StageMix) -> list[LayerPrice]:
     return [choice.price for choice in mix.choices]

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
     time: StepTime
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search.
 
     plans: those that fit, the fastest first. Their layouts differ in more than the micro-batch.
@@ -93,7 +93,7 @@ class Search:
         problem = self.problem
         return Run(config, problem.hardware, num_ranks, self.memo, problem.host_bytes)
 
-    def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> Found:
+    def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> SearchResult:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
         start = [
             (self.bound(config, num_ranks), config) for config in layouts(self.problem, num_ranks)
@@ -103,9 +103,9 @@ class Search:
             limit = BETTER * plans[0].time.seconds
             faster = [config for seconds, config in sorted(start, key=_first) if seconds < limit]
             larger = self._larger(faster, num_ranks, budget_bytes, limit)
-            return Found(tuple(plans), len(start), larger=larger)
+            return SearchResult(tuple(plans), len(start), larger=larger)
         smallest = self._smallest(too_large, num_ranks)
-        return Found((), len(start), smallest=smallest)
+        return SearchResult((), len(start), smallest=smallest)
 
     def bound(self, config: RunConfig, num_ranks: int) -> float:
         """Returns a lower bound of the step time."""

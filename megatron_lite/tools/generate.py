@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
-from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.start import FoundStep, candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, require_at_least
@@ -48,7 +48,7 @@ TOKENIZER_FILES = {
 # --- the checkpoint ---
 
 
-def find_step(load: str, iteration: int | None) -> Found:
+def find_step(load: str, iteration: int | None) -> FoundStep:
     """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
 
     Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
@@ -72,7 +72,7 @@ def find_step(load: str, iteration: int | None) -> Found:
     step = step_directory(root, iteration)
     if (fault := step_fault(step)) is not None:
         raise InputError(f"--iteration {iteration}: {fault}")
-    return Found(step, ())
+    return FoundStep(step, ())
 
 
 def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfig:
