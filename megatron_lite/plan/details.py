@@ -19,9 +19,10 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.pipeline_memory import ticks
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
-from megatron_lite.plan.auto_policy import Unreachable, quickly_fitted, with_policy
+from megatron_lite.plan.auto_policy import Unreachable, quickly_fitted
 from megatron_lite.plan.fit_verdict import TIGHT, FitVerdict
 from megatron_lite.plan.layouts import CONTEXT, LOSS_CHUNK, kind_of, layouts
+from megatron_lite.plan.planned_run import with_policy
 from megatron_lite.plan.search import Plan, Search
 
 MOST_LAYOUTS = 120  # of a grid: some seconds of computation, and a page of some hundred KB

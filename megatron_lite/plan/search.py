@@ -22,17 +22,15 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.auto_policy import (
-    Chosen,
-    Run,
     Unreachable,
     fitted,
     least_bytes,
     quickly_fitted,
     whole_bytes,
-    with_policy,
 )
 from megatron_lite.plan.layouts import Problem, kind_of, layouts
 from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
