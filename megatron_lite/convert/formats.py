@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_lite.convert.hf_source import HfSource
+from megatron_lite.convert.hf_target import HfTarget
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.native_target import NativeTarget
 from megatron_lite.convert.weights import WeightSource, WeightTarget
@@ -44,6 +46,16 @@ def _native(path: Path, options: TargetOptions) -> WeightTarget:
     return NativeTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
 
 
+def _hf(path: Path, options: TargetOptions) -> WeightTarget:
+    return HfTarget(path, family=options.hf_family)
+
+
 FORMATS: dict[str, Format] = {
-    "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native)
+    "hf": Format(
+        "a folder of Hugging Face: config.json, safetensors, tokenizer",
+        HfSource,
+        _hf,
+        is_split=False,
+    ),
+    "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native),
 }
