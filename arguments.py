@@ -34,6 +34,7 @@ from megatron_lite.config.model import (
     ACTIVATIONS,
     ATTENTION_BACKENDS,
     NORM_IMPLS,
+    NORM_POSITIONS,
     NORMALIZATIONS,
     POSITION_EMBEDDING_TYPES,
     SWITCHED_ACTIVATIONS,
@@ -327,6 +328,17 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         str,
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
+    )
+    group.switch(
+        "--parallel-residual",
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
+    )
+    group.value(
+        "--norm-position",
+        str,
+        "norms before attention and the MLP, or after each and before the residual is added, as in "
+        "OLMo 2",
+        values=NORM_POSITIONS,
     )
     group.value("--normalization", str, "norm of every layer", values=NORMALIZATIONS)
     group.value(

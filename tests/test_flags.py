@@ -175,6 +175,8 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--machine", str, None, "h100-80gb"),
     ("--log-peak-memory", ON, False),
     ("--norm-impl", str, "torch", "apex"),
+    ("--parallel-residual", ON, False),
+    ("--norm-position", str, "before", "after"),
     ("--optimizer-impl", str, "torch", "apex"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
     ("--fsdp-memory-efficient-wrapping", ON, False),

@@ -28,6 +28,7 @@ from megatron_lite.config.rotary_scaling import RotaryScaling
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+NORM_POSITIONS = ("before", "after")
 NORM_IMPLS = ("torch", "apex")
 ATTENTION_BACKENDS = ("auto", "flash", "unfused")
 
@@ -67,6 +68,7 @@ POSITIONS = {
     "rope": Positions(learned=False, rotated=True),
     "none": Positions(learned=False, rotated=False),
 }
+NORMS_AFTER = {"before": False, "after": True}
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3)),
@@ -88,6 +90,10 @@ class ModelConfig:
     ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
         down to a multiple of 64.
     kv_channels: d. None: h / a, as in Megatron.
+    parallel_residual: attention and the MLP read the same input, each through its own norm, and the
+        layer adds both to it: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX.
+    norm_position: "before": a norm before attention and one before the MLP. "after": instead, the
+        output of each is normalised before it is added to the residual, as in OLMo 2.
     norm_impl: "torch" or "apex", the library whose kernel computes the norms.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
@@ -113,6 +119,8 @@ class ModelConfig:
     rope_scaling_factor: float = 8.0
     rotary_seq_len_interpolation_factor: int | None = None
     no_rope_freq: int | tuple[int, ...] | None = None
+    parallel_residual: bool = False
+    norm_position: str = "before"
     normalization: str = "LayerNorm"
     norm_impl: str = "torch"
     norm_epsilon: float = 1e-5
@@ -153,6 +161,7 @@ class ModelConfig:
         require_within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         require_one_of(self, "position_embedding_type", POSITION_EMBEDDING_TYPES)
         require_one_of(self, "normalization", NORMALIZATIONS)
+        require_one_of(self, "norm_position", NORM_POSITIONS)
         require_one_of(self, "norm_impl", NORM_IMPLS)
         require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
@@ -198,6 +207,10 @@ class ModelConfig:
                     "least 2, in (0, 1]"
                 )
         check_layers(self)
+        if self.parallel_residual and self.norms_after:
+            raise ValueError(
+                "--parallel-residual needs --norm-position before: no known model has both"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -261,6 +274,11 @@ class ModelConfig:
     def positions(self) -> Positions:
         """How the model encodes positions."""
         return chosen("--position-embedding-type", self.position_embedding_type, POSITIONS)
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether a layer normalises the outputs of attention and the MLP, not their inputs."""
+        return chosen("--norm-position", self.norm_position, NORMS_AFTER)
 
     @property
     def norm_vectors(self) -> int:

@@ -124,10 +124,13 @@ def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
     query head, and the layer holds the key and the value themselves until linear_proj has run.
     """
     heads = Heads.of(model, sizes)
+    # With a norm in between, or if the MLP's branch begins beside attention, the gradient of the
+    # residual stream is another tensor.
+    gradient = model.norms_after or model.parallel_residual
     if not model.builds_scores(sizes.device):
-        return RowFrees(0, 0)
+        return RowFrees(0, 0, gradient)
     grouped = model.query_groups < model.num_attention_heads
-    return RowFrees(2 * heads.kv if grouped else 0, heads.query)
+    return RowFrees(2 * heads.kv if grouped else 0, heads.query, gradient)
 
 
 def _flash(

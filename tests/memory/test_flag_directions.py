@@ -85,6 +85,8 @@ ONE_RANK = (
     Flip("position_embedding_type", ROPE),
     Flip("position_embedding_type", "--position-embedding-type none"),
     Flip("rotary_percent", "--rotary-percent 0.5", f"{SMALL} {ROPE}"),
+    Flip("parallel_residual", "--parallel-residual"),
+    Flip("norm_position", "--norm-position after"),
     Flip("normalization", "--normalization RMSNorm"),
     Flip("qk_layernorm", "--qk-layernorm"),
     Flip("swiglu", "--swiglu"),

@@ -239,6 +239,34 @@ PEERS = {
         ),
         **_LLAMA_NAMES,
     ),
+    "gpt_neox with a parallel residual": Peer(
+        build=_random(
+            "GPTNeoXForCausalLM",
+            "GPTNeoXConfig",
+            hidden_size=H,
+            intermediate_size=F,
+            num_hidden_layers=L,
+            num_attention_heads=A,
+            max_position_embeddings=POSITIONS,
+            use_parallel_residual=True,
+            tie_word_embeddings=False,
+            initializer_range=0.2,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
+            ),
+        ),
+        config=dict(
+            parallel_residual=True,
+            position_embedding_type="rope",
+            rotary_percent=0.5,
+            bias_gelu_fusion=False,
+            untie_embeddings_and_output_weights=True,
+        ),
+        layer="gpt_neox.layers",
+        embedding="gpt_neox.embed_in.weight",
+        final_norm="gpt_neox.final_layer_norm",
+        output="lm_head.weight",
+    ),
     # At this base one of the three frequencies is fast, one is between, and one is slow.
     "llama 3.1": Peer(
         build=_random(
