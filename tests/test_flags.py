@@ -196,6 +196,7 @@ WITHOUT_FIELD = {
     "--dry-run-world-size",
     "--dry-run-device",
     "--config-json",
+    "--hf-config",
     "--local-rank",
     "--local_rank",
 }
@@ -457,6 +458,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         "--help",
         "--dump-config",
         "--config-json",
+        "--hf-config",
         "--local_rank",
         "--allow-fresh-start",
         "--metrics-jsonl",

@@ -138,8 +138,6 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
-    parallel_residual: bool = False  # TEMPORARY until variants is merged
-    norm_position: str = "before"
     qk_layernorm_scope: str = "head"
     apply_layernorm_1p: bool = False
 

@@ -16,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lite.checkpointing.shards import FLOATS
+from megatron_lite.checkpointing.step_files import read_bounded
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.hf_config import HfModel, from_hf
-from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, shown
+from megatron_lite.config.hf_file import CONFIG, exact_fields, read_hf_file
+from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_layouts import LAYOUTS
 from megatron_lite.convert.hf_tensors import BUFFERS, EMBEDDING, FAMILIES, Row, known_name, row_of
@@ -26,7 +28,7 @@ from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.weights import Described
 from megatron_lite.data.tokenizer_files import in_folder
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MOST_NAMED = 5
 LARGEST_INDEX = 2**26
@@ -55,10 +57,12 @@ class HfSource:
                 "safetensors files; nothing is downloaded)"
             )
         self._files: dict[Path, Any] = {}
-        mapped = read_hf_config(path / CONFIG)
-        if mapped.inexact:
-            raise InputError(f"{path / CONFIG} does not map exactly: {'; '.join(mapped.inexact)}")
-        self._model, self._family = model_of(mapped, path / CONFIG), mapped.family
+        mapped = read_hf_file(path)
+        self._family = mapped.family
+        try:
+            self._model = ModelConfig(**exact_fields(mapped, path / CONFIG))
+        except ValueError as error:
+            raise InputError(f"{path / CONFIG}: {error}") from error
         self._places = self._find(path)
         self._head = f"{FAMILIES[self._family].head}.weight"
         specs = parameter_specs(self._model, mapped.vocab_size)
@@ -167,22 +171,9 @@ class HfSource:
         return self._files[file]
 
 
-def read_hf_config(path: Path) -> HfModel:
-    """Returns the model that a config.json describes. Raises InputError if it does not map."""
-    return _parsed(path, LARGEST_TEXT, from_hf)
-
-
-def model_of(mapped: HfModel, path: Path) -> ModelConfig:
-    """Returns the config of a mapped model. Raises InputError if it breaks a rule."""
-    try:
-        return ModelConfig(**mapped.fields)
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        return _parsed(folder / INDEX, LARGEST_INDEX, lambda index: _indexed(folder, index))
+        return _indexed(folder)
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     pickles = [name for name in PICKLES if (folder / name).exists()]
@@ -195,28 +186,22 @@ def _weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
-def _indexed(folder: Path, index: Any) -> list[Path]:
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError("weight_map must be an object that names a file for each tensor")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"weight_map names {shown(repr(name))}, which is no plain file name")
-    return [folder / name for name in names]
-
-
-def _parsed(path: Path, limit: int, read: Any) -> Any:
+def _indexed(folder: Path) -> list[Path]:
+    """Returns the files that the index names."""
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(limit + 1)
-        if len(text) > limit:
-            raise ValueError(f"longer than {limit} characters")
-        return read(parse_json(text))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+        weight_map = plain.field(
+            plain.parse_object(read_bounded((folder / INDEX).resolve(), LARGEST_INDEX)),
+            "weight_map",
+        )
+        names = sorted({str(name) for name in plain.as_object(weight_map, "weight_map").values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"weight_map names {shown(repr(name))}, which is no file's name")
+    except InputError:
+        raise
     except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{folder / INDEX}: {error}") from error
+    return [folder / name for name in names]
 
 
 def _refuse(what: str, names: Iterable[str]) -> None:

@@ -16,8 +16,9 @@ import torch
 from megatron_lite.checkpointing.step_files import write_synced
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import to_hf
+from megatron_lite.config.hf_file import CONFIG
 from megatron_lite.convert.hf_layouts import LAYOUTS
-from megatron_lite.convert.hf_source import CONFIG, INDEX, WEIGHTS
+from megatron_lite.convert.hf_source import INDEX, WEIGHTS
 from megatron_lite.convert.hf_tensors import row_of
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.safetensors_file import SafetensorsFile
