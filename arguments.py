@@ -38,6 +38,7 @@ from megatron_lite.config.model import (
     NORM_POSITIONS,
     NORMALIZATIONS,
     POSITION_EMBEDDING_TYPES,
+    QK_LAYERNORM_SCOPES,
     SWITCHED_ACTIVATIONS,
     ModelConfig,
 )
@@ -358,6 +359,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
+    group.value(
+        "--qk-layernorm-scope",
+        str,
+        "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
+        values=QK_LAYERNORM_SCOPES,
+    )
     for activation in SWITCHED_ACTIVATIONS:
         group.switch(f"--{activation.replace('_', '-')}", ACTIVATIONS[activation].help)
     group.off_switch(

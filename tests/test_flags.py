@@ -177,6 +177,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--norm-impl", str, "torch", "apex"),
     ("--parallel-residual", ON, False),
     ("--norm-position", str, "before", "after"),
+    ("--qk-layernorm-scope", str, "head", "all-heads"),
     ("--optimizer-impl", str, "torch", "apex"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
     ("--fsdp-memory-efficient-wrapping", ON, False),
@@ -226,6 +227,7 @@ BASE = {
 SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
+    "--qk-layernorm-scope": "--qk-layernorm --normalization RMSNorm",
     "--num-query-groups": "--group-query-attention",
     "--window-attn-skip-freq": "--window-size 3,0",
     "--no-rope-freq": "--position-embedding-type rope",

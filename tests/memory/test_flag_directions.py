@@ -89,6 +89,11 @@ ONE_RANK = (
     Flip("norm_position", "--norm-position after"),
     Flip("normalization", "--normalization RMSNorm"),
     Flip("qk_layernorm", "--qk-layernorm"),
+    Flip(
+        "qk_layernorm_scope",
+        "--qk-layernorm-scope all-heads",
+        f"{SMALL} --qk-layernorm --normalization RMSNorm",
+    ),
     Flip("swiglu", "--swiglu"),
     Flip("add_bias_linear", "--disable-bias-linear"),
     Flip("add_qkv_bias", "--add-qkv-bias", f"{SMALL} --disable-bias-linear"),

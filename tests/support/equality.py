@@ -55,7 +55,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         add_bias_linear=False,
         untie_embeddings_and_output_weights=True,
     ),
-    "olmo": dict(LLAMA, **GQA, norm_position="after", untie_embeddings_and_output_weights=True),
+    "olmo": dict(
+        LLAMA,
+        **GQA,
+        norm_position="after",
+        qk_layernorm=True,
+        qk_layernorm_scope="all-heads",
+        untie_embeddings_and_output_weights=True,
+    ),
     "pythia": dict(
         parallel_residual=True,
         position_embedding_type="rope",

@@ -42,6 +42,10 @@ RENAMED = {  # module names within a layer
     "mlp.dense_h_to_4h": "mlp.linear_fc1",
     "mlp.dense_4h_to_h": "mlp.linear_fc2",
 }
+AFTER = {  # where norms follow attention and the MLP
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 
 
 @dataclass(frozen=True)
@@ -267,6 +271,17 @@ PEERS = {
         final_norm="gpt_neox.final_layer_norm",
         output="lm_head.weight",
     ),
+    "olmo2": Peer(
+        build=_random("Olmo2ForCausalLM", "Olmo2Config", pad_token_id=None, **_QWEN2_SIZES),
+        config={
+            **_LLAMA,
+            "kv_channels": D,
+            "norm_position": "after",
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all-heads",
+        },
+        **_LLAMA_NAMES,
+    ),
     # At this base one of the three frequencies is fast, one is between, and one is slow.
     "llama 3.1": Peer(
         build=_random(
@@ -346,7 +361,9 @@ def _our_layer(theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     ours = {}
     for name, tensor in theirs.items():
         module, _, kind = name.rpartition(".")
-        if module in RENAMED:
+        if config.norms_after and module in AFTER:
+            ours[f"{AFTER[module]}.{kind}"] = tensor
+        elif module in RENAMED:
             is_conv1d = ".c_" in name and kind == "weight"
             ours[f"{RENAMED[module]}.{kind}"] = tensor.t() if is_conv1d else tensor
     for kind in ("weight", "bias"):
