@@ -143,7 +143,6 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
-    qk_layernorm_scope: str = "head"
     apply_layernorm_1p: bool = False
 
     def __post_init__(self) -> None:
