@@ -35,11 +35,15 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, context)
 
     def forward(
-        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        document_starts: Tensor | None,
+        regions: Regions,
     ) -> Tensor:
         normed = regions.run_discarding(LAYERNORM, self.input_layernorm, hidden_states)
         hidden_states = self._add(
-            hidden_states, self.self_attention(normed, rotary, regions), regions
+            hidden_states, self.self_attention(normed, rotary, regions, document_starts), regions
         )
         normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, hidden_states)
         skip_tail = regions.skip_layer_tail

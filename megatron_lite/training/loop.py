@@ -31,9 +31,11 @@ from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
+from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
 from megatron_lite.training.logging import RunLog
+from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import (
     ActivationBytes,
@@ -59,6 +61,7 @@ class Trainer:
 
     num_iterations: the iteration at which the run ends.
     start: the checkpoint that `run` loads.
+    rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
@@ -76,6 +79,7 @@ class Trainer:
     batches: BatchSchedule
     saver: Saver
     start: Start = field(default_factory=Start)
+    rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
@@ -93,7 +97,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
-        self._evaluations = Evaluations(self.config, self._runner, self.batches, self.pulse)
+        self._evaluations = Evaluations(
+            self.config, self._runner, self.batches, self.pulse, self.rules
+        )
         self._predictions = Predictions(
             self.config,
             self.parallel,
@@ -227,6 +233,7 @@ class Trainer:
             micro_batch_size=self.config.training.micro_batch_size,
             parallel=self.parallel,
             where=f"iteration {self.progress.iteration + 1}",
+            rules=self.rules,
         )
         measured = self.activation_bytes is not None or self.config.training.torch_compile
         meter = (
@@ -238,12 +245,17 @@ class Trainer:
             self._predictions.step(iteration),
             self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext(),
         ):
+            masked = None
+            if self.rules is not None and self.rules.mask_loss:
+                per_token = self.config.training.calculate_per_token_loss
+                masked = masked_mean(batches.counts(), self.parallel, per_token=per_token)
             result = train_step(
                 self._runner,
                 self.optimizer,
                 batches,
                 learning_rate=learning_rate,
                 observer=meter or self._timeline_recorder(),
+                masked=masked,
             )
         if meter is not None:
             self._compare_bytes(meter, log)
