@@ -35,7 +35,7 @@ from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
 from megatron_lite.training.logging import RunLog
-from megatron_lite.training.loss_mask import masked_mean
+from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import (
     ActivationBytes,
@@ -245,17 +245,15 @@ class Trainer:
             self._predictions.step(iteration),
             self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext(),
         ):
-            masked = None
-            if self.rules is not None and self.rules.mask_loss:
-                per_token = self.config.training.calculate_per_token_loss
-                masked = masked_mean(batches.counts(), self.parallel, per_token=per_token)
             result = train_step(
                 self._runner,
                 self.optimizer,
                 batches,
                 learning_rate=learning_rate,
                 observer=meter or self._timeline_recorder(),
-                masked=masked,
+                masked=masked_mean_of(
+                    batches, per_token=self.config.training.calculate_per_token_loss
+                ),
             )
         if meter is not None:
             self._compare_bytes(meter, log)

@@ -132,6 +132,8 @@ class StageRunner:
                 before_last(chunk.parameters())
 
         self.model.train()
+        if mask_factors is not None:
+            mask_factors = mask_factors.to(self._loss_dtype())
         if self.links is None:
             (chunk,) = self._chunks
             loss_of = partial(
@@ -267,11 +269,14 @@ class StageRunner:
 
     def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
         # All ranks need one dtype for the all-reduce, also those that have no loss to take it from.
-        dtype = torch.promote_types(at_least, self._chunks[0].context.params_dtype)
+        dtype = self._loss_dtype(at_least)
         total = torch.zeros((), dtype=dtype, device=self.parallel.device)
         for loss in losses:
             total += loss
         return total
+
+    def _loss_dtype(self, at_least: torch.dtype = torch.float32) -> torch.dtype:
+        return torch.promote_types(at_least, self._chunks[0].context.params_dtype)
 
 
 def _loss(
@@ -324,5 +329,5 @@ def _scaled(
 ) -> Tensor:
     """Returns `total` itself; its gradients are multiplied by the micro-batch's factor."""
     if mask_factors is not None:
-        scale_backward(total, mask_factors[number].to(total.dtype))
+        scale_backward(total, mask_factors[number])
     return scale_backward(total, scale)
