@@ -93,14 +93,15 @@ def _price(
         (segment,), verify=verify, skip_tail=config.recompute.recompute_tail_skip and not verify
     )
     kept = moved = 0
+    whole = sum(describe_layer(config.model, sizes).tables().values())
     for term in activation_terms(config.model, plan, sizes):
         if term.tensor.shared:
+            whole += term.num_bytes if term.tensor.given else 0
             continue
         if term.on_host:
             moved += term.num_bytes
         else:
             kept += term.num_bytes
-    whole = sum(describe_layer(config.model, sizes).tables().values())
     # Without a unit or regions there is no moment but the end of the forward.
     fullest = max(
         (
