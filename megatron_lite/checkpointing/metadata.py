@@ -50,6 +50,8 @@ class Metadata:
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
     data: the identity of the data (data/identity.py).
     schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
+    missing: what a converted step does not hold, of "optimizer" (the optimizer states) and "rng"
+        (the random-number streams). A run that loads it starts these anew.
     """
 
     progress: Progress
@@ -63,6 +65,7 @@ class Metadata:
     mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     schedule: LrSchedule | None = None
+    missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Returns the text of metadata.json."""
@@ -79,6 +82,7 @@ class Metadata:
                 "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
                 "data": self.data,
                 "schedule": None if self.schedule is None else asdict(self.schedule),
+                **({"missing": list(self.missing)} if self.missing else {}),
             },
             indent=1,
         )
@@ -98,16 +102,17 @@ class Metadata:
         """Returns the names of all files of the step except the manifest."""
         shards = {
             shard_file(kind, pp_rank, tp_rank, self.tp_size)
-            for kind in ("model", "optimizer")
+            for kind in ("model", *({"optimizer"} - set(self.missing)))
             for pp_rank in range(self.pp_size)
             for tp_rank in range(self.tp_size)
         }
+        streams = () if "rng" in self.missing else range(self.world_size)
         return {
             CONFIG,
             METADATA,
             *shards,
             *map(parameters_file, range(self.pp_size)),
-            *map(rng_file, range(self.world_size)),
+            *map(rng_file, streams),
         }
 
     @classmethod
@@ -130,6 +135,7 @@ class Metadata:
                 loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
                 mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
                 schedule=LrSchedule.from_plain(values.get("schedule")),
+                missing=_missing(values.get("missing", [])),
             )
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(found.pp_size):
@@ -147,8 +153,18 @@ class Metadata:
 
 _FIELDS = (
     *("format", "progress", *AXES, "num_updates"),
-    *("loss_scale", "mean_loss", "data", "schedule"),
+    *("loss_scale", "mean_loss", "data", "schedule", "missing"),
 )
+PARTS = ("optimizer", "rng")
+
+
+def _missing(values: object) -> tuple[str, ...]:
+    names = plain.as_list(values, "missing")
+    if any(name not in PARTS for name in names):
+        raise ValueError(
+            f"missing must name parts of {', '.join(PARTS)} (got {plain.shown(names)})"
+        )
+    return tuple(names)
 
 
 def read_config(step: Path) -> RunConfig:

@@ -175,8 +175,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "rope or none"
         ),
         """mrope-section no-yarn-correction-range-round-to-int relative-attention-max-distance
-         relative-attention-num-buckets rope-scaling-factor rope-type rotary-interleaved
-         rotary-seq-len-interpolation-factor use-rope-scaling yarn-beta-fast yarn-beta-slow
+         relative-attention-num-buckets rope-type rotary-interleaved yarn-beta-fast yarn-beta-slow
          yarn-correction-range-round-to-int yarn-original-max-position-embeddings""",
     ),
     (
@@ -283,11 +282,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         (
-            "every token of a sequence is attended to and counts in the loss, across document "
-            "ends; leave the flag out"
+            "documents are kept apart by --reset-attention-mask, --reset-position-ids and "
+            "--eod-mask-loss"
         ),
-        """dataloader-inter-document-masking eod-mask-loss reset-attention-mask
-         reset-position-ids""",
+        """dataloader-inter-document-masking""",
     ),
     (
         "data is read in order of consumed samples, each batch when it is needed",

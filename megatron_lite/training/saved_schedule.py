@@ -37,6 +37,8 @@ def followed_schedule(
     step, metadata, options = start.step, start.metadata, config.checkpoint
     if step is None or metadata is None or options.finetune or options.no_load_optim:
         return Followed(schedule, config)
+    if "optimizer" in metadata.missing:  # a converted checkpoint, without a schedule
+        return Followed(schedule, config)
     settings = config.lr_schedule
     if not settings.use_checkpoint_opt_param_scheduler:
         notices = () if metadata.schedule is None else _differences(schedule, metadata.schedule)
