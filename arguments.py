@@ -20,7 +20,12 @@ from typing import Any, NoReturn
 from megatron_lite.config import alternatives, checks, flags, hf_file
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
+from megatron_lite.config.data_settings import (
+    TIKTOKEN_PATTERNS,
+    TOKENIZER_TYPES,
+    DataConfig,
+    TokenizerConfig,
+)
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
@@ -819,10 +824,26 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         values=TOKENIZER_TYPES,
     )
     group.value(
-        "--tokenizer-model", str, "tokenizer.json or its directory, for HuggingFaceTokenizer"
+        "--tokenizer-model",
+        str,
+        "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
+        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
     )
     group.value("--vocab-file", str, "vocab.json, for GPT2BPETokenizer")
     group.value("--merge-file", str, "merges.txt, for GPT2BPETokenizer")
+    group.value(
+        "--tiktoken-pattern",
+        str,
+        "how TikTokenizer splits a text (v2 if omitted)",
+        values=TIKTOKEN_PATTERNS,
+    )
+    group.value("--tiktoken-num-special-tokens", int, "special tokens of TikTokenizer")
+    group.value(
+        "--tokenizer-special-tokens",
+        str,
+        "names of its first special tokens, if they are not the usual ones",
+        nargs="+",
+    )
     group.value("--vocab-size", int, "token ids before padding; derived from the tokenizer's files")
     group.value(
         "--make-vocab-size-divisible-by",

@@ -31,6 +31,7 @@ setup(
     extras_require={
         "plot": ["matplotlib"],
         "wandb": ["wandb"],
+        "tokenizers": ["sentencepiece", "tiktoken"],
         "test": [
             "pytest",
             "pytest-timeout",

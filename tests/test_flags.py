@@ -145,6 +145,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--vocab-file", str, None, "v.json"),
     ("--merge-file", str, None, "m.txt"),
     ("--vocab-size", int, None, "77"),
+    ("--tiktoken-pattern", str, None, "v1"),
+    ("--tiktoken-num-special-tokens", int, 1000, "10"),
+    ("--tokenizer-special-tokens", str, None, "<unk> <s> </s> <mask> <pad> <cls> <sep> <x>"),
     ("--make-vocab-size-divisible-by", int, 128, "64"),
     ("--save", str, None, "out"),
     ("--save-interval", int, None, "5"),
@@ -242,6 +245,7 @@ OTHER_DEFAULTS = {
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
     "--profile-ranks": (),  # [] there
+    "--tokenizer-special-tokens": (),  # None there, and the usual ones all the same
     "--rampup-batch-size": (),  # None there, and a constant batch all the same
     "--no-load-optim": False,  # None there, and false all the same
     "--no-load-rng": False,
@@ -278,6 +282,7 @@ CONTEXT = {
     "--train-samples": "--global-batch-size 8",
     "--rampup-batch-size": "--global-batch-size 8",
     "--wandb-project": "--save out",
+    "--tokenizer-special-tokens": "--tokenizer-type TikTokenizer --tokenizer-model t.json",
     **dict.fromkeys(
         (
             "--loss-scale",
@@ -435,6 +440,7 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         "--data-path": "*",
         "--recompute-modules": "+",
         "--profile-ranks": "+",
+        "--tokenizer-special-tokens": "+",
         "--rampup-batch-size": 3,
         "--cp-comm-type": "+",
     }
@@ -454,6 +460,9 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
         "--data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
         "--profile-ranks": (0, 3),
+        "--tokenizer-special-tokens": (
+            *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<x>"),
+        ),
         "--rampup-batch-size": (2, 2, 16),
         "--window-size": (3, 0),
         "--window-attn-skip-freq": 2,
@@ -534,6 +543,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         # retired there
         "--layernorm-epsilon",
         "--use-checkpoint-lr-scheduler",
+        "--tiktoken-special-tokens",
         "--override-lr-scheduler",
         "--DDP-impl",
         "--data-impl",

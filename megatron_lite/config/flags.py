@@ -109,6 +109,7 @@ RENAMED = {
     "--no-fsdp-reshard-after-forward": "--torch-fsdp2-no-reshard-after-forward",
     "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
     "--override-lr-scheduler": "--override-opt_param-scheduler",
+    "--tiktoken-special-tokens": "--tokenizer-special-tokens",
     "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform",
     "--activations-checkpoint-method": "--recompute-granularity full --recompute-method",
     "--activations-checkpoint-num-layers": "--recompute-num-layers",

@@ -314,9 +314,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
         ),
         """chat-template disable-tokenizer-sentencepiece-ignore-extra-whitespaces
          no-tokenizer-sentencepiece-ignore-extra-whitespaces null-tokenizer-eod-id
-         null-tokenizer-pad-id tiktoken-num-special-tokens tiktoken-pattern
+         null-tokenizer-pad-id
          tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-metadata
-         tokenizer-sentencepiece-legacy tokenizer-special-tokens use-gigatoken""",
+         tokenizer-sentencepiece-legacy use-gigatoken""",
     ),
     (
         (

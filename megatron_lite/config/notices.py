@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from megatron_lite.config import layer_pattern
 from megatron_lite.config.checks import flag
+from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute_notices import recompute_notices, recompute_notices_on
 from megatron_lite.config.run import RunConfig
@@ -86,6 +87,11 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         for name, needed in PROFILING_FIELDS.items()
         if name in given
         and not (config.profiling.profile and getattr(config.profiling, _field(needed)))
+    ]
+    notices += [
+        f"{flag(name)} has no effect without --tokenizer-type TikTokenizer"
+        for name in TIKTOKEN_FIELDS
+        if name in given and config.tokenizer.tokenizer_type != "TikTokenizer"
     ]
     notices += [
         f"{flag(name)} has no effect without --wandb-project"

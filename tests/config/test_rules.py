@@ -339,6 +339,28 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
             ({"wandb_project": "p", "wandb_exp_name": ""}, "--wandb-exp-name is empty"),
         )
     ],
+    *[
+        (TokenizerConfig, {"tokenizer_type": kind, **fault}, message, {})
+        for kind, fault, message in (
+            ("Llama2Tokenizer", {}, "needs --tokenizer-model (a SentencePiece model)"),
+            ("TikTokenizer", {}, "needs --tokenizer-model (a JSON list of tokens)"),
+            (
+                "TikTokenizer",
+                {"tokenizer_model": "t", "tiktoken_pattern": "v3"},
+                "--tiktoken-pattern must be one of v1, v2 (got 'v3')",
+            ),
+            (
+                "TikTokenizer",
+                {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
+                "--tokenizer-special-tokens <s>: <unk> is missing; name it",
+            ),
+            (
+                "HuggingFaceTokenizer",
+                {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
+                "needs --tokenizer-type TikTokenizer",
+            ),
+        )
+    ],
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),

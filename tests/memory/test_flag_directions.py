@@ -261,6 +261,9 @@ NOT_RUN = {
     "tokenizer_model": "gives the vocabulary's size alone",
     "vocab_file": "gives the vocabulary's size alone",
     "merge_file": "gives the vocabulary's size alone",
+    "tiktoken_pattern": "splits texts",
+    "tiktoken_num_special_tokens": "gives the vocabulary's size alone",
+    "tokenizer_special_tokens": "names token ids",
 }
 SCALARS_BYTES = 512
 
