@@ -42,6 +42,8 @@ WITHOUT_EFFECT = {
     "--disable-gloo-process-groups": (
         "one backend serves all process groups (--distributed-backend)"
     ),
+    "--cpu-offloading-retain-pinned-cpu-buffers": "buffers in host memory are always used again",
+    "--min-offloaded-tensor-size N": "what a named module saves is moved, whatever its size",
     "--te-rng-tracker": "random numbers come from the named streams of this program",
     "--inference-rng-tracker": "random numbers come from the named streams of this program",
     "--manual-gc": "garbage collection is left to Python",

@@ -25,11 +25,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "activations go to host memory by a policy; use --recompute-policy '*:none@host' or "
             "the like"
         ),
-        """activation-offload-fraction cpu-offloading-num-layers
-         cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
-         delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading
-         fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules
-         min-offloaded-tensor-size offload-modules""",
+        """activation-offload-fraction delay-offload-until-cuda-graph
+         delta-offload-bytes-across-pp-ranks
+         fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules""",
     ),
     (
         "stages get equal numbers of layers, but for the first and last rank; use "

@@ -93,6 +93,10 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         for name in TIKTOKEN_FIELDS
         if name in given and config.tokenizer.tokenizer_type != "TikTokenizer"
     ]
+    if config.recompute.offload_modules and not config.recompute.fine_grained_activation_offloading:
+        notices.append(
+            "--offload-modules has no effect without --fine-grained-activation-offloading"
+        )
     notices += [
         f"{flag(name)} has no effect without --wandb-project"
         for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity")

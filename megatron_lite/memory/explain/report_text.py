@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from megatron_lite.config.host_parts import parts_of
 from megatron_lite.description.operations import Collective, KeptTensor
 from megatron_lite.memory.explain.prices import Priced, flags_of, region_names
 from megatron_lite.memory.explain.report import LayerRun, Report, ReportPart
@@ -420,6 +421,8 @@ def _layers_name(first: int, last: int) -> str:
 
 
 def _segment_name(segment: Segment) -> str:
+    if segment.host_modules:
+        return f"{', '.join(parts_of(segment.store))} on host"
     if segment.on_host:
         return (
             f"{_segment_name(replace(segment, store='split' if segment.split else 'device'))}, host"

@@ -163,13 +163,18 @@ def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:
 
 def _placed(terms: Iterable[Term], plan: RecomputePlan) -> Iterator[Term]:
     """Marks the terms of segments that keep in host memory, except tensors that no policy moves."""
-    moved = {
-        layer
+    segment_of = {
+        layer: segment
         for segment in plan.segments
-        if segment.on_host
         for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)
     }
-    return (term._replace(on_host=term.layer in moved and not term.tensor.stays) for term in terms)
+    return (
+        term._replace(
+            on_host=term.layer is not None
+            and segment_of[term.layer].moves(term.module, stays=term.tensor.stays)
+        )
+        for term in terms
+    )
 
 
 def _shared_once(terms: list[Term]) -> Iterator[Term]:

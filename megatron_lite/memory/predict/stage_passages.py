@@ -232,7 +232,7 @@ def _moved(group: _Alike, sizes: Sizes) -> int:
     return sum(
         term.num_bytes
         for term in layer_terms(group.layers[0].operations, 0, group.segment.regions, sizes)
-        if not term.tensor.stays
+        if group.segment.moves(term.module, stays=term.tensor.stays)
     )
 
 
