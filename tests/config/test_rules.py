@@ -19,6 +19,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.profiling import ProfilingConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 
@@ -36,6 +37,7 @@ SMALLEST: dict[type, dict[str, Any]] = {
     CheckpointConfig: {},
     LoggingConfig: {},
     ProfilingConfig: {},
+    RecomputeConfig: {},
     TrainingConfig: {"micro_batch_size": 2},
     DataConfig: {"seq_length": 8},
     TokenizerConfig: {"vocab_size": 99},
@@ -64,6 +66,7 @@ def run(**topics: dict[str, Any]) -> RunConfig:
 
 
 # class, values that break the rule, part of the message, values next to them that keep it
+FINE = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     *[
         (
@@ -358,6 +361,47 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
                 "HuggingFaceTokenizer",
                 {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
                 "needs --tokenizer-type TikTokenizer",
+            ),
+        )
+    ],
+    *[
+        (RecomputeConfig, fault, message, kept)
+        for fault, message, kept in (
+            (
+                {"cpu_offloading_num_layers": -1},
+                "--cpu-offloading-num-layers must be at least 0",
+                {"cpu_offloading_num_layers": 0, "recompute_granularity": "selective"},
+            ),
+            (
+                {"cpu_offloading_num_layers": 1, "recompute_granularity": "selective"},
+                "--recompute-granularity selective cannot go with --cpu-offloading-num-layers",
+                {"cpu_offloading_num_layers": 1},
+            ),
+            (
+                {**FINE, "recompute_policy": "*:full"},
+                "--recompute-policy *:full cannot go with --fine-grained-activation-offloading",
+                FINE,
+            ),
+            (
+                {**FINE, "cpu_offloading_num_layers": 1},
+                "are two ways to say what goes to host memory",
+                FINE,
+            ),
+            (
+                {"fine_grained_activation_offloading": True},
+                "needs --offload-modules among attn_norm, qkv_linear, core_attn, attn_proj, "
+                "mlp_norm (got none)",
+                FINE,
+            ),
+            (
+                {**FINE, "offload_modules": ("moe_act",)},
+                "(got moe_act): other parts are those of mixture-of-experts layers",
+                FINE,
+            ),
+            (
+                {**FINE, "offload_modules": ("attn_proj",)},
+                "--offload-modules attn_proj needs core_attn",
+                {**FINE, "offload_modules": ("attn_proj", "core_attn")},
             ),
         )
     ],

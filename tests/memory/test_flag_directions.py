@@ -22,6 +22,7 @@ from benchmarks.memory import CP, FEW_TOKENS, FSDP, PP, SMALL, TP, VIRTUAL, ZERO
 UNFUSED = "--attention-backend unfused"
 ROPE = "--position-embedding-type rope"
 FULL = "--recompute-granularity full --recompute-method uniform"
+FINE = "--fine-grained-activation-offloading --offload-modules"
 MUON = f"{FEW_TOKENS} --optimizer muon"
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -125,6 +126,10 @@ ONE_RANK = (
     Flip("recompute_policy", "--recompute-policy *:pointwise"),
     Flip("recompute_policy", "--recompute-policy *:ops(matmul)"),
     Flip("recompute_policy", "--recompute-policy *:none@host"),
+    Flip("recompute_policy", "--recompute-policy *:none@host(core_attn)"),
+    Flip("cpu_offloading_num_layers", "--cpu-offloading-num-layers 2"),
+    Flip("offload_modules", "--offload-modules core_attn mlp_norm", f"{SMALL} {FINE} core_attn"),
+    Flip("fine_grained_activation_offloading", f"{FINE} mlp_norm"),
     Flip("recompute_tail_skip", "--no-recompute-tail-skip", f"{SMALL} {FULL}"),
     Flip("recompute_verify", "--recompute-verify", f"{SMALL} {FULL}"),
 )

@@ -10,7 +10,7 @@ The tensors come from description/. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -109,6 +109,21 @@ def layer_terms(
             if term.tensor.name not in seen:
                 seen.add(term.tensor.name)
                 yield term
+
+
+def first_reader(operations: Sequence[Operation], names: Set[str]) -> int:
+    """Returns the number of the operation whose backward is the first to read one of the tensors.
+
+    Without such an operation it is the last one, whose backward runs first.
+    """
+    return max(
+        (
+            number
+            for number, one in enumerate(operations)
+            if any(tensor.name in names for tensor in one.keeps)
+        ),
+        default=len(operations) - 1,
+    )
 
 
 def kept_in(

@@ -62,14 +62,23 @@ class _Rebuild(NamedTuple):
 
 
 def layer_passages(
-    model: ModelConfig, layer: LayerDescription, regions: Set[str], sizes: Sizes, *, skip_tail: bool
+    model: ModelConfig,
+    layer: LayerDescription,
+    regions: Set[str],
+    sizes: Sizes,
+    *,
+    skip_tail: bool,
+    returned: tuple[int, int] | None = None,
 ) -> Passages:
     """Returns the passages of a layer. regions: the names of the regions that it rebuilds.
 
     skip_tail: whether a replay leaves out what only its output needs.
+    returned: the number of an operation, and the bytes that come back from host memory before its
+        backward.
     """
     return Passages(
-        _forward(layer, regions, sizes), _backward(model, layer, regions, sizes, skip_tail)
+        _forward(layer, regions, sizes),
+        _backward(model, layer, regions, sizes, skip_tail, returned=returned),
     )
 
 
@@ -183,6 +192,7 @@ def _backward(
     skip_tail: bool,
     *,
     ends_replay: bool = False,
+    returned: tuple[int, int] | None = None,
 ) -> Passage:
     """Returns the backward of a layer. ends_replay: whether it is the last one of a unit."""
     operations = layer.operations
@@ -194,6 +204,8 @@ def _backward(
     for number in reversed(range(len(operations))):
         one = operations[number]
         work, gradient = one.workspace, 0
+        if returned is not None and number == returned[0]:
+            whole = whole.then(change(returned[1], kept=returned[1]))
         for rebuild in _rebuilds(model, layer, number, regions, held, sizes, skip_tail):
             held |= rebuild.made
             rebuilt |= rebuild.made.keys()

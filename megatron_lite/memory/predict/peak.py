@@ -24,7 +24,13 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.kept_tensors import EMBEDDING, Term, activation_terms, layer_terms
+from megatron_lite.memory.predict.kept_tensors import (
+    EMBEDDING,
+    Term,
+    activation_terms,
+    first_reader,
+    layer_terms,
+)
 from megatron_lite.memory.predict.replays import kept_calls
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 
@@ -123,11 +129,7 @@ def _held_at_first_read(layer: LayerDescription, terms: list[Term]) -> int:
     if not names:
         return 0
     places = {one.name: place for place, one in reversed(list(enumerate(layer.operations)))}
-    reader = max(
-        place
-        for place, one in enumerate(layer.operations)
-        if any(tensor.name in names for tensor in one.keeps)
-    )
+    reader = first_reader(layer.operations, names)
     return sum(
         term.num_bytes
         for term in terms
