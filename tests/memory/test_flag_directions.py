@@ -129,7 +129,7 @@ ONE_RANK = (
     Flip("recompute_policy", "--recompute-policy *:none@host(core_attn)"),
     Flip("cpu_offloading_num_layers", "--cpu-offloading-num-layers 2"),
     Flip("offload_modules", "--offload-modules core_attn mlp_norm", f"{SMALL} {FINE} core_attn"),
-    Flip("fine_grained_activation_offloading", f"{FINE} mlp_norm"),
+    Flip("fine_grained_activation_offloading", f"{FINE} core_attn"),
     Flip("recompute_tail_skip", "--no-recompute-tail-skip", f"{SMALL} {FULL}"),
     Flip("recompute_verify", "--recompute-verify", f"{SMALL} {FULL}"),
 )
