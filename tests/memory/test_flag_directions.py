@@ -88,6 +88,7 @@ ONE_RANK = (
     Flip("parallel_residual", "--parallel-residual"),
     Flip("norm_position", "--norm-position after"),
     Flip("normalization", "--normalization RMSNorm"),
+    Flip("apply_layernorm_1p", "--apply-layernorm-1p"),
     Flip("qk_layernorm", "--qk-layernorm"),
     Flip(
         "qk_layernorm_scope",

@@ -105,6 +105,7 @@ def ours(
         ("gpt_neox", torch.float32, 1e-5),
         ("nemotron", torch.float32, 1e-5),
         ("gpt_neox with a parallel residual", torch.float32, 1e-5),
+        ("nemotron as it is stored", torch.float32, 1e-5),
         ("olmo2", torch.float32, 1e-5),
         ("llama 3.1", torch.float32, 1e-5),
         ("llama with longer positions", torch.float32, 1e-5),
