@@ -358,6 +358,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         values=NORM_IMPLS,
     )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
+    group.switch(
+        "--apply-layernorm-1p", "norms multiply by 1 + their weight, and the weight starts at zero"
+    )
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
     group.value(
         "--qk-layernorm-scope",

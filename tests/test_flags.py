@@ -36,6 +36,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--window-attn-skip-freq", str, None, "2"),
     ("--normalization", str, "LayerNorm", "RMSNorm"),
     ("--norm-epsilon", float, 1e-05, "1e-6"),
+    ("--apply-layernorm-1p", ON, False),
     ("--qk-layernorm", ON, False),
     ("--swiglu", ON, False),
     ("--squared-relu", ON, False),

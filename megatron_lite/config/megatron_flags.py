@@ -183,7 +183,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "this variant of the layer or of its initial weights is not built; see --help for the "
             "model flags"
         ),
-        """apply-layernorm-1p apply-residual-connection-post-layernorm config-logger-dir
+        """apply-residual-connection-post-layernorm config-logger-dir
          data-parallel-random-init embedding-init-method-std fused-residual-rmsnorm
          heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
          init-method-xavier-uniform mlp-chunks-for-training no-initialization onnx-safe
