@@ -289,11 +289,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         (
-            "every token of a sequence is attended to and counts in the loss, across document "
-            "ends; leave the flag out"
+            "documents are kept apart by --reset-attention-mask, --reset-position-ids and "
+            "--eod-mask-loss"
         ),
-        """dataloader-inter-document-masking eod-mask-loss reset-attention-mask
-         reset-position-ids""",
+        """dataloader-inter-document-masking""",
     ),
     (
         "data is read in order of consumed samples, each batch when it is needed",
