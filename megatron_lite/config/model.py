@@ -145,7 +145,6 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
-    apply_layernorm_1p: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(

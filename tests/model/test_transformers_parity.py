@@ -128,7 +128,6 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         ("gpt_neox", torch.float32, 1e-5),
         ("nemotron", torch.float32, 1e-5),
         ("gpt_neox with a parallel residual", torch.float32, 1e-5),
-        ("nemotron as it is stored", torch.float32, 1e-5),
         ("olmo2", torch.float32, 1e-5),
         ("phi3", torch.float32, 1e-5),
         ("llama 3.1", torch.float32, 1e-5),

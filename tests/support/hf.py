@@ -189,34 +189,6 @@ PEERS = {
             untie_embeddings_and_output_weights=True,
         ),
     ),
-    "nemotron as it is stored": Peer(
-        build=_random(
-            "NemotronForCausalLM",
-            "NemotronConfig",
-            hidden_size=H,
-            intermediate_size=F,
-            num_hidden_layers=L,
-            num_attention_heads=A,
-            num_key_value_heads=G,
-            head_dim=D,
-            max_position_embeddings=POSITIONS,
-            initializer_range=0.2,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
-            ),
-        ),
-        config=dict(
-            apply_layernorm_1p=True,
-            group_query_attention=True,
-            num_query_groups=G,
-            position_embedding_type="rope",
-            rotary_percent=0.5,
-            squared_relu=True,
-            add_bias_linear=False,
-            untie_embeddings_and_output_weights=True,
-        ),
-        **_LLAMA_NAMES,
-    ),
     "gpt_neox with a parallel residual": Peer(
         build=_random(
             "GPTNeoXForCausalLM",
