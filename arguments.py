@@ -315,6 +315,13 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--rotary-base", int, "base of the rotary frequencies")
     group.value("--rotary-percent", float, "share of a head's channels that is rotated")
+    group.switch("--use-rope-scaling", "scale the rotary frequencies by Llama 3.1's rule")
+    group.value("--rope-scaling-factor", float, "factor of --use-rope-scaling")
+    group.value(
+        "--rotary-seq-len-interpolation-factor",
+        int,
+        "divide the positions of the rotary embedding by N, for sequences N times as long",
+    )
     group.value(
         "--no-rope-freq",
         str,

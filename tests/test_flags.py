@@ -27,6 +27,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--position-embedding-type", str, "learned_absolute", "rope"),
     ("--rotary-base", int, 10000, "500000"),
     ("--rotary-percent", float, 1.0, "0.5"),
+    ("--use-rope-scaling", ON, False),
+    ("--rope-scaling-factor", float, 8.0, "4.0"),
+    ("--rotary-seq-len-interpolation-factor", int, None, "2"),
     # Megatron's types of these three turn a text into numbers; here the parser stores text
     ("--no-rope-freq", str, None, "2"),
     ("--window-size", str, None, "3,0"),

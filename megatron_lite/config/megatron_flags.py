@@ -175,8 +175,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "rope or none"
         ),
         """mrope-section no-yarn-correction-range-round-to-int relative-attention-max-distance
-         relative-attention-num-buckets rope-scaling-factor rope-type rotary-interleaved
-         rotary-seq-len-interpolation-factor use-rope-scaling yarn-beta-fast yarn-beta-slow
+         relative-attention-num-buckets rope-type rotary-interleaved yarn-beta-fast yarn-beta-slow
          yarn-correction-range-round-to-int yarn-original-max-position-embeddings""",
     ),
     (

@@ -24,6 +24,7 @@ from megatron_lite.config.checks import (
     resolve,
 )
 from megatron_lite.config.layer_pattern import check_layers, marks, reach
+from megatron_lite.config.rotary_scaling import RotaryScaling
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
@@ -91,8 +92,10 @@ class ModelConfig:
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
     no_rope_freq: which layers have no rotary embedding. None: no layer.
+    use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor: how a rotary
+        embedding reaches longer sequences than it was trained on (config/rotary_scaling.py).
 
-    config/layer_pattern.py defines the last two.
+    config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """
 
     num_layers: int
@@ -106,6 +109,9 @@ class ModelConfig:
     position_embedding_type: str = "learned_absolute"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    rotary_seq_len_interpolation_factor: int | None = None
     no_rope_freq: int | tuple[int, ...] | None = None
     normalization: str = "LayerNorm"
     norm_impl: str = "torch"
@@ -136,7 +142,9 @@ class ModelConfig:
             "ffn_hidden_size",
             "kv_channels",
             "num_query_groups",
+            "rotary_seq_len_interpolation_factor",
         )
+        require_at_least(self, 1.0, "rope_scaling_factor")
         require_at_least(self, 0.0, "init_method_std", "norm_epsilon")
         require_within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         require_one_of(self, "position_embedding_type", POSITION_EMBEDDING_TYPES)
@@ -270,6 +278,14 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """r, the number of channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def rotary_scaling(self) -> RotaryScaling:
+        """How the frequencies and the positions of the rotary embedding are scaled."""
+        return RotaryScaling(
+            frequency_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
+            position_factor=self.rotary_seq_len_interpolation_factor,
+        )
 
     @property
     def output_init_std(self) -> float:

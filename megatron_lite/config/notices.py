@@ -15,6 +15,7 @@ from collections.abc import Collection
 
 from megatron_lite.config import layer_pattern
 from megatron_lite.config.checks import flag
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute_notices import recompute_notices, recompute_notices_on
 from megatron_lite.config.run import RunConfig
 
@@ -53,6 +54,7 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         notices.append(
             "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"
         )
+    notices += _rotary_notices(model, given)
     tokens = (
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )
@@ -128,6 +130,22 @@ def _dp_cp_size(config: RunConfig, world_size: int) -> int:
     They are the data-parallel and context-parallel ranks.
     """
     return config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
+
+
+def _rotary_notices(model: ModelConfig, given: Collection[str]) -> list[str]:
+    scalings = {
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
+    }
+    notices = [
+        f"{name} has no effect: --position-embedding-type {model.position_embedding_type} rotates "
+        "nothing"
+        for name, is_set in scalings.items()
+        if is_set and not model.positions.rotated
+    ]
+    if "rope_scaling_factor" in given and not model.use_rope_scaling:
+        notices.append("--rope-scaling-factor has no effect without --use-rope-scaling")
+    return notices
 
 
 def _bucket_notices(config: RunConfig) -> list[str]:

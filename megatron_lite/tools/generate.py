@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
-from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
-from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
@@ -46,33 +45,6 @@ TOKENIZER_FILES = {
 
 
 # --- the checkpoint ---
-
-
-def find_step(load: str, iteration: int | None) -> Found:
-    """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
-
-    Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
-    `iteration` does not exist or is damaged.
-    """
-    root = Path(load)
-    saved = saved_steps(root)
-    if iteration is None:
-        there = candidates(root)
-        if not there.steps:
-            raise InputError(
-                f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
-                "correct the path"
-            )
-        return newest_good_step(root, there, step_fault, fallback=True)
-    if iteration not in saved:
-        raise InputError(
-            f"--iteration {iteration}: no such checkpoint in {load} (there: "
-            f"{', '.join(map(str, saved)) or 'none'})"
-        )
-    step = step_directory(root, iteration)
-    if (fault := step_fault(step)) is not None:
-        raise InputError(f"--iteration {iteration}: {fault}")
-    return Found(step, ())
 
 
 def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfig:

@@ -190,6 +190,10 @@ IN_EVERY_RUN = (
 WITHOUT_CHANGE = {
     "no_rope_freq": ("--no-rope-freq 2", f"{SMALL} {ROPE}"),
     "rotary_base": ("--rotary-base 500", f"{SMALL} {ROPE}"),
+    "use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor": (
+        "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2",
+        f"{SMALL} {ROPE}",
+    ),
     "squared_relu": ("--squared-relu", SMALL),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", SMALL),
     "window_size": ("--window-size 32,0", SMALL),

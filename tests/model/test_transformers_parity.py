@@ -104,6 +104,8 @@ def ours(
         ("smollm3", torch.float32, 1e-5),
         ("gpt_neox", torch.float32, 1e-5),
         ("nemotron", torch.float32, 1e-5),
+        ("llama 3.1", torch.float32, 1e-5),
+        ("llama with longer positions", torch.float32, 1e-5),
     ],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(name, dtype, tolerance):

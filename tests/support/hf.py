@@ -239,6 +239,38 @@ PEERS = {
         ),
         **_LLAMA_NAMES,
     ),
+    # At this base one of the three frequencies is fast, one is between, and one is slow.
+    "llama 3.1": Peer(
+        build=_random(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            **{
+                **_LLAMA_SIZES,
+                "rope_parameters": dict(
+                    rope_type="llama3",
+                    rope_theta=2.6e8,
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=8192,
+                ),
+            },
+        ),
+        config={**_LLAMA, "rotary_base": 260_000_000, "use_rope_scaling": True},
+        **_LLAMA_NAMES,
+    ),
+    "llama with longer positions": Peer(
+        build=_random(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            **{
+                **_LLAMA_SIZES,
+                "rope_parameters": dict(rope_type="linear", rope_theta=500.0, factor=2.0),
+            },
+        ),
+        config={**_LLAMA, "rotary_seq_len_interpolation_factor": 2},
+        **_LLAMA_NAMES,
+    ),
 }
 
 
