@@ -129,7 +129,6 @@ _LITERALS = frozenset(
     )
 )
 _IGNORED = frozenset(("PROTO", "FRAME"))
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Machine:
@@ -163,12 +162,9 @@ class _Machine:
                 self._stack.append(_CONSTANTS[name]())
             elif name not in _IGNORED:
                 handler = getattr(self, f"_op_{name.lower()}", None)
-                if handler is None and name not in _TUPLES:
+                if handler is None:
                     raise ValueError(f"the operation {name} is not allowed")
-                if name in _TUPLES:
-                    self._tuple(_TUPLES[name])
-                else:
-                    handler(argument)
+                handler(argument)
         raise ValueError("it does not end")
 
     # memo
@@ -199,8 +195,14 @@ class _Machine:
 
     # containers
 
-    def _tuple(self, length: int) -> None:
-        self._stack.append(tuple([self._pop() for _ in range(length)][::-1]))
+    def _op_tuple1(self, _: None) -> None:
+        self._join(1)
+
+    def _op_tuple2(self, _: None) -> None:
+        self._join(2)
+
+    def _op_tuple3(self, _: None) -> None:
+        self._join(3)
 
     def _op_tuple(self, _: None) -> None:
         self._stack.append(tuple(self._marked()))
@@ -305,6 +307,9 @@ class _Machine:
         if found is _MARK:
             raise ValueError("a mark is used as a value")
         return found
+
+    def _join(self, length: int) -> None:
+        self._stack.append(tuple([self._pop() for _ in range(length)][::-1]))
 
     def _marked(self) -> list[Any]:
         """Removes and returns what lies above the last mark."""

@@ -86,6 +86,16 @@ class SavedTensor:
         flat = self.file.read_storage(self.storage, self.offset, length)
         return flat.as_strided(self.shape, self.stride)
 
+    def head(self, count: int) -> Tensor:
+        """Returns the first elements, at most `count`, in the order of a contiguous tensor."""
+        numel = torch.Size(self.shape).numel()
+        expected = 1
+        for size, step in zip(self.shape[::-1], self.stride[::-1], strict=True):
+            if size > 1 and step != expected:
+                return self.read().flatten()[:count].clone()
+            expected *= size
+        return self.file.read_storage(self.storage, self.offset, min(count, numel))
+
 
 class TorchFile:
     """One file of `torch.save`. Its value is read at once, its tensors are `SavedTensor`s.
