@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_lite.convert.megatron.dist_source import DistSource
+from megatron_lite.convert.megatron.dist_target import DistTarget
+from megatron_lite.convert.megatron.legacy_source import LegacySource
+from megatron_lite.convert.megatron.legacy_target import LegacyTarget
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.native_target import NativeTarget
 from megatron_lite.convert.weights import WeightSource, WeightTarget
@@ -44,6 +48,23 @@ def _native(path: Path, options: TargetOptions) -> WeightTarget:
     return NativeTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
 
 
+def _megatron(path: Path, options: TargetOptions) -> WeightTarget:
+    return LegacyTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
+
+
+def _megatron_dist(path: Path, options: TargetOptions) -> WeightTarget:
+    return DistTarget(path)
+
+
 FORMATS: dict[str, Format] = {
-    "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native)
+    "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native),
+    "megatron": Format(
+        "a checkpoint of Megatron-LM with --ckpt-format torch", LegacySource, _megatron
+    ),
+    "megatron-dist": Format(
+        "a checkpoint of Megatron-LM with --ckpt-format torch_dist",
+        DistSource,
+        _megatron_dist,
+        is_split=False,
+    ),
 }

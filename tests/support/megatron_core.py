@@ -30,10 +30,7 @@ with warnings.catch_warnings():
         _get_param_groups,
         get_standard_config_overrides,
     )
-    from megatron.core.optimizer.optimizer import (
-        FP32Optimizer,
-        Float16OptimizerWithFloat16Params,
-    )
+    from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,7 +54,13 @@ def on_cpu(tp_size: int) -> Iterator[None]:
     yield
 
 
-def their_model(config: ModelConfig, tp_size: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+def their_model(
+    config: ModelConfig,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    *,
+    padded: int = PADDED,
+) -> Any:
     """Returns megatron-core's model of a config, with random weights."""
     theirs = TransformerConfig(
         num_layers=config.num_layers,
@@ -90,7 +93,7 @@ def their_model(config: ModelConfig, tp_size: int = 1, dtype: torch.dtype = torc
         get_gpt_layer_local_spec(
             normalization=config.normalization, qk_layernorm=config.qk_layernorm
         ),
-        PADDED,
+        padded,
         config.max_position_embeddings,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
@@ -222,3 +225,29 @@ def save_dist(
     torch.distributed.barrier()
     dist_checkpointing.save(state, str(folder))
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def load_legacy(root: Path, rank: int, model: Any, optimizer: Any) -> None:
+    """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch."""
+    text = (root / "latest_checkpointed_iteration.txt").read_text()
+    path = root / f"iter_{int(text):07d}" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    assert state["checkpoint_version"] == 3.0 and state["iteration"] == 4
+    model.load_state_dict(state["model"], strict=True)
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def load_dist(root: Path, model: Any, optimizer: Any) -> None:
+    """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch_dist."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    text = (root / "latest_checkpointed_iteration.txt").read_text()
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    wanted: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load(
+        wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL
+    )
+    model.load_state_dict(state["model"], strict=True)
+    optimizer.load_state_dict(state["optimizer"])

@@ -23,6 +23,7 @@ from megatron_lite.convert.megatron.legacy_files import iteration_folder
 from megatron_lite.convert.megatron.legacy_source import WORDS
 from megatron_lite.convert.megatron.legacy_states import WEIGHTS_ONLY
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, layer_name, our_name
+from megatron_lite.convert.megatron.torch_file import SavedTensor
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.weights import Described
 
@@ -36,14 +37,14 @@ class Place(NamedTuple):
     """A parameter's tensor, and its number in the first dim if the layers are stacked there."""
 
     tensor: DistTensor
-    index: int | None = None
+    layer: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape if self.index is None else self.tensor.shape[1:]
+        return self.tensor.shape if self.layer is None else self.tensor.shape[1:]
 
     def read(self) -> Tensor:
-        return self.tensor.read(self.index)
+        return self.tensor.read(self.layer)
 
 
 class DistSource:
@@ -200,7 +201,7 @@ def _updates(optimizer: Any) -> int | None:
         if isinstance(state, dict):
             steps.append(state.get("common_step"))
         for step in steps:
-            if hasattr(step, "read") and step.shape in ((), (1,)):
+            if isinstance(step, SavedTensor) and step.shape in ((), (1,)):
                 step = int(step.read().item())
             if type(step) is int and 0 <= step <= MOST_UPDATES:
                 found.add(step)

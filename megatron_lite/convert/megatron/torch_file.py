@@ -86,6 +86,11 @@ class SavedTensor:
         flat = self.file.read_storage(self.storage, self.offset, length)
         return flat.as_strided(self.shape, self.stride)
 
+    def write(self, values: Tensor) -> None:
+        """Replaces the numbers in the file. The tensor must be contiguous there."""
+        assert values.shape == self.shape and values.dtype == self.dtype, (self, values.shape)
+        self.file.write_storage(self.storage, self.offset, values)
+
     def head(self, count: int) -> Tensor:
         """Returns the first elements, at most `count`, in the order of a contiguous tensor."""
         numel = torch.Size(self.shape).numel()
@@ -136,6 +141,14 @@ class TorchFile:
             if numel
             else torch.empty(0, dtype=storage.dtype)
         )
+
+    def write_storage(self, storage: _Storage, offset: int, values: Tensor) -> None:
+        """Writes the elements of a storage from `offset` on."""
+        with self._window.path.open("r+b") as file:
+            start = self._data_start(file, self._members[storage.name])
+            file.seek(self._window.start + start + offset * storage.dtype.itemsize)
+            flat = values.detach().contiguous().flatten()
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
 
     def _open(self) -> BinaryIO:
         raw = open_regular(self._window.path)
