@@ -1,4 +1,4 @@
-"""megatron-core's GPT, its optimizer and its checkpoints on a CPU, which it does not support itself.
+"""megatron-core's GPT, its optimizer and its checkpoints on a CPU, which it does not support.
 
 Import this module only in the processes of `run_ranks`, after pytest.importorskip("megatron.core").
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ with warnings.catch_warnings():
         _get_param_groups,
         get_standard_config_overrides,
     )
-    from megatron.core.optimizer.optimizer import FP32Optimizer, Float16OptimizerWithFloat16Params
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -168,11 +169,14 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) ->
         torch.Tensor.type = lambda self: kind(self).replace("torch.", "torch.cuda.")  # type: ignore
         optimizer = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
         torch.Tensor.type = kind  # type: ignore[method-assign]
+    tp_group = parallel_state.get_tensor_model_parallel_group()
     for _ in range(steps):
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         logits = model(tokens, positions, None).float()
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
+                dist.all_reduce(parameter.grad, group=tp_group)
             main = getattr(parameter, "main_param", parameter)
             main.grad = parameter.grad.to(main.dtype)
         adam.step()
@@ -234,7 +238,19 @@ def load_legacy(root: Path, rank: int, model: Any, optimizer: Any) -> None:
     state = torch.load(path, weights_only=False)
     assert state["checkpoint_version"] == 3.0 and state["iteration"] == 4
     model.load_state_dict(state["model"], strict=True)
-    optimizer.load_state_dict(state["optimizer"])
+    optimizer.load_state_dict(with_torch_steps(state["optimizer"]))
+
+
+def with_torch_steps(state: dict[str, Any]) -> dict[str, Any]:
+    """Adds the step that torch's AdamW keeps for each parameter.
+
+    Megatron-LM's FusedAdam, which needs a GPU, keeps one step for each group instead.
+    """
+    inner = state.get("optimizer", state)
+    steps = {group["step"] for group in inner["param_groups"]}
+    inner["state"]["common_step"] = torch.tensor(float(steps.pop()))
+    assert not steps
+    return state
 
 
 def load_dist(root: Path, model: Any, optimizer: Any) -> None:
@@ -250,4 +266,4 @@ def load_dist(root: Path, model: Any, optimizer: Any) -> None:
         wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL
     )
     model.load_state_dict(state["model"], strict=True)
-    optimizer.load_state_dict(state["optimizer"])
+    optimizer.load_state_dict(with_torch_steps(state["optimizer"]))

@@ -65,10 +65,9 @@ class DistTarget:
         """Writes all that the source has. The directory appears complete, or not at all."""
         described = source.described
         written_args.check_adam(described, "megatron-dist")
-        iteration, _ = written_args.iteration_and_samples(described)
-        name = f"iter_{iteration:07d}" if described.state_keys else "release"
+        newest = written_args.newest(described)
         with complete_folder(self._path) as folder:
-            step = folder / name
+            step = folder / written_args.folder_of(newest)
             step.mkdir()
             with (step / SHARDS).open("wb") as file:
                 shards = _Shards(file, described)
@@ -82,16 +81,14 @@ class DistTarget:
                 pickle.dump(shards.metadata(), file)
             torch.save(_common(described), step / COMMON)
             write_synced(step / "metadata.json", json.dumps(FORMAT).encode())
-            write_synced(
-                folder / LATEST, (str(iteration) if described.state_keys else "release").encode()
-            )
+            write_synced(folder / LATEST, newest.encode())
 
 
 def _common(described: Described) -> dict[str, Any]:
     values = written_args.common_values(described, tp_size=1, pp_size=1)
     if described.state_keys:
         optimizer: dict[str, Any] = {
-            "state": {"common_step": torch.tensor(float(described.num_updates))},
+            "state": {},
             "param_groups": [
                 {**group, "step": described.num_updates} for group in written_args.groups()
             ],

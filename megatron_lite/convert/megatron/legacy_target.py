@@ -36,7 +36,7 @@ Places = dict[tuple[str, str], list[tuple[int, SavedTensor]]]
 
 
 class LegacyTarget:
-    """A directory as Megatron-LM's `--save` with `--ckpt-format torch`, which does not exist yet."""
+    """A directory as Megatron-LM's `--save` with `--ckpt-format torch`. It does not exist yet."""
 
     def __init__(self, path: Path, *, tp_size: int = 1, pp_size: int = 1) -> None:
         check_absent(path)
@@ -67,22 +67,20 @@ class LegacyTarget:
         except ValueError as error:
             raise InputError(f"--to megatron: {error}") from error
         dtype = source.read(WORDS).dtype
-        iteration, _ = written_args.iteration_and_samples(described)
+        newest = written_args.newest(described)
         with complete_folder(self._path) as folder:
-            step = folder / (f"iter_{iteration:07d}" if described.state_keys else "release")
+            step = folder / written_args.folder_of(newest)
             places: Places = {}
             for stage in held:
                 for tp_rank in range(self._tp_size):
                     rank = _Rank(described, specs, dtype, stage, tp_rank, self._tp_size)
-                    for key, tensor in rank.make(step):
-                        places.setdefault(key, []).append((tp_rank, tensor))
+                    for place, tensor in rank.make(step):
+                        places.setdefault(place, []).append((tp_rank, tensor))
             for name, spec in specs.items():
                 self._copy(name, source.read(name), places[name, WEIGHT], spec, advance)
                 for key in described.state_keys:
                     self._copy(name, source.read_state(name, key), places[name, key], spec, advance)
-            write_synced(
-                folder / LATEST, (str(iteration) if described.state_keys else "release").encode()
-            )
+            write_synced(folder / LATEST, newest.encode())
 
     def _copy(
         self,

@@ -148,7 +148,7 @@ class TorchFile:
             start = self._data_start(file, self._members[storage.name])
             file.seek(self._window.start + start + offset * storage.dtype.itemsize)
             flat = values.detach().contiguous().flatten()
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+            file.write(flat.view(torch.uint8).numpy().data)
 
     def _open(self) -> BinaryIO:
         raw = open_regular(self._window.path)

@@ -75,6 +75,16 @@ def iteration_and_samples(described: Described) -> tuple[int, int]:
     return progress.iteration, progress.consumed_samples
 
 
+def newest(described: Described) -> str:
+    """Returns what the pointer names: the iteration, or "release" for weights alone."""
+    return str(iteration_and_samples(described)[0]) if described.state_keys else "release"
+
+
+def folder_of(newest: str) -> str:
+    """Returns the name of the folder that the pointer names."""
+    return newest if newest == "release" else f"iter_{int(newest):07d}"
+
+
 def common_values(described: Described, *, tp_size: int, pp_size: int) -> dict[str, Any]:
     """Returns the values that are no tensors and belong to no optimizer."""
     iteration, samples = iteration_and_samples(described)
