@@ -14,9 +14,10 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.config import alternatives, checks, flags
+from megatron_lite.config import alternatives, checks, flags, hf_file
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
@@ -34,8 +35,10 @@ from megatron_lite.config.model import (
     ACTIVATIONS,
     ATTENTION_BACKENDS,
     NORM_IMPLS,
+    NORM_POSITIONS,
     NORMALIZATIONS,
     POSITION_EMBEDDING_TYPES,
+    QK_LAYERNORM_SCOPES,
     SWITCHED_ACTIVATIONS,
     ModelConfig,
 )
@@ -97,6 +100,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
+    hf_config = given.pop("hf_config", None)
     printing = {
         "--dump-config": dump_config,
         "--explain-recompute": explain_recompute,
@@ -111,7 +115,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
         dry_run = take_dry_run(given)
         notices += _without_effect(given)
         notices += _translate_values(given)
-        config = _build_config(given, config_json, notices)
+        config = _build_config(given, config_json, notices, hf_config)
     except ValueError as error:
         parser.error(str(error))
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
@@ -240,6 +244,13 @@ def build_parser() -> argparse.ArgumentParser:
         "and alternatives of a flag that is given",
     )
     parser.add_argument(
+        "--hf-config",
+        metavar="FILE",
+        help="take the model's shape and vocabulary from a config.json of Hugging Face, or its "
+        "folder; flags override it. The weights are random: megatron_lite.tools.convert brings "
+        "trained ones",
+    )
+    parser.add_argument(
         "--local-rank",
         "--local_rank",
         type=int,
@@ -328,6 +339,17 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
     )
+    group.switch(
+        "--parallel-residual",
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
+    )
+    group.value(
+        "--norm-position",
+        str,
+        "norms before attention and the MLP, or after each and before the residual is added, as in "
+        "OLMo 2",
+        values=NORM_POSITIONS,
+    )
     group.value("--normalization", str, "norm of every layer", values=NORMALIZATIONS)
     group.value(
         "--norm-impl",
@@ -337,6 +359,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
+    group.value(
+        "--qk-layernorm-scope",
+        str,
+        "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
+        values=QK_LAYERNORM_SCOPES,
+    )
     for activation in SWITCHED_ACTIVATIONS:
         group.switch(f"--{activation.replace('_', '-')}", ACTIVATIONS[activation].help)
     group.off_switch(
@@ -969,17 +997,25 @@ def _translate_values(given: dict[str, Any]) -> list[str]:
     return notices
 
 
-def _build_config(given: dict[str, Any], config_json: str | None, notices: list[str]) -> RunConfig:
-    """Returns the RunConfig of the given fields, and of the file for all other fields.
+def _build_config(
+    given: dict[str, Any], config_json: str | None, notices: list[str], hf_config: str | None = None
+) -> RunConfig:
+    """Returns the RunConfig of the given fields, and of a file for all other fields.
 
-    config_json: the path of the file, or None.
+    config_json, hf_config: the path of the file, or None.
 
     Adds notices to `notices`. Raises ValueError for every fault.
     """
-    values = _values_of_file(config_json) if config_json is not None else {}
+    values: dict[str, dict[str, Any]] = {}
+    if hf_config is not None:
+        if config_json is not None:
+            raise ValueError("--config-json and --hf-config each describe the model: give one")
+        values = _values_of_hf(hf_config, given, notices)
+    elif config_json is not None:
+        values = _values_of_file(config_json)
     classes = topics()
-    if config_json is not None:
-        notices += _take_out_replaced(values, given, config_json)
+    if values:
+        notices += _take_out_replaced(values, given, str(config_json or hf_config))
     for topic, config_class in classes.items():
         names = {field.name for field in dataclasses.fields(config_class)}
         values[topic] = values.get(topic, {}) | {
@@ -1030,6 +1066,21 @@ def _take_out_replaced(
         },
         file=path,
     )
+
+
+def _values_of_hf(
+    path: str, given: dict[str, Any], notices: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the values of a config.json of Hugging Face by topic and field.
+
+    Adds a notice for each key that is not read, and for each flag that says otherwise.
+    """
+    mapped = hf_file.read_hf_file(Path(path))
+    model = hf_file.exact_fields(mapped, Path(path))
+    tokenizer = hf_file.tokenizer_fields(mapped, given)
+    notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
+    notices += hf_file.override_notices({**model, **tokenizer}, given, path)
+    return {"model": model, "tokenizer": tokenizer}
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:

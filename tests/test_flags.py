@@ -175,6 +175,9 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--machine", str, None, "h100-80gb"),
     ("--log-peak-memory", ON, False),
     ("--norm-impl", str, "torch", "apex"),
+    ("--parallel-residual", ON, False),
+    ("--norm-position", str, "before", "after"),
+    ("--qk-layernorm-scope", str, "head", "all-heads"),
     ("--optimizer-impl", str, "torch", "apex"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
     ("--fsdp-memory-efficient-wrapping", ON, False),
@@ -194,6 +197,7 @@ WITHOUT_FIELD = {
     "--dry-run-world-size",
     "--dry-run-device",
     "--config-json",
+    "--hf-config",
     "--local-rank",
     "--local_rank",
 }
@@ -223,6 +227,7 @@ BASE = {
 SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
+    "--qk-layernorm-scope": "--qk-layernorm --normalization RMSNorm",
     "--num-query-groups": "--group-query-attention",
     "--window-attn-skip-freq": "--window-size 3,0",
     "--no-rope-freq": "--position-embedding-type rope",
@@ -455,6 +460,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         "--help",
         "--dump-config",
         "--config-json",
+        "--hf-config",
         "--local_rank",
         "--allow-fresh-start",
         "--metrics-jsonl",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_lite.convert.hf_source import HfSource
+from megatron_lite.convert.hf_target import HfTarget
 from megatron_lite.convert.megatron.dist_source import DistSource
 from megatron_lite.convert.megatron.dist_target import DistTarget
 from megatron_lite.convert.megatron.legacy_source import LegacySource
@@ -48,6 +50,10 @@ def _native(path: Path, options: TargetOptions) -> WeightTarget:
     return NativeTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
 
 
+def _hf(path: Path, options: TargetOptions) -> WeightTarget:
+    return HfTarget(path, family=options.hf_family)
+
+
 def _megatron(path: Path, options: TargetOptions) -> WeightTarget:
     return LegacyTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
 
@@ -57,6 +63,12 @@ def _megatron_dist(path: Path, options: TargetOptions) -> WeightTarget:
 
 
 FORMATS: dict[str, Format] = {
+    "hf": Format(
+        "a folder of Hugging Face: config.json, safetensors, tokenizer",
+        HfSource,
+        _hf,
+        is_split=False,
+    ),
     "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native),
     "megatron": Format(
         "a checkpoint of Megatron-LM with --ckpt-format torch", LegacySource, _megatron

@@ -26,9 +26,11 @@ LARGEST_OFFSET = 2**63
 
 
 class SafetensorsFile:
-    """A safetensors file that is being written. Use it as a context manager.
+    """A safetensors file that is being written.
 
-    shapes: the shape of every tensor that will be written, by name.
+    Use it as a context manager, or call `close` or `abandon` at the end.
+
+    shapes: the shape of every tensor that may be written, by name.
     metadata: texts for the header.
     """
 
@@ -61,11 +63,21 @@ class SafetensorsFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def close(self) -> None:
+        """Completes the file."""
         try:
-            if error is None:
-                self._finish()
+            self._finish()
         finally:
             self._file.close()
+
+    def abandon(self) -> None:
+        """Closes the file, which stays without a header and cannot be read."""
+        self._file.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one tensor, in its own dtype."""
@@ -85,8 +97,6 @@ class SafetensorsFile:
     def _finish(self) -> None:
         for name, tensor in sorted(self._waiting, key=lambda one: -one[1].element_size()):
             self._write(name, tensor)
-        missing = self._shapes.keys() - self._entries.keys()
-        assert not missing, missing
         text = self._header(self._entries)
         assert len(text) <= self._room
         self._file.seek(0)

@@ -19,6 +19,11 @@ from collections.abc import Iterator
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
+from megatron_lite.description.all_heads_norm import (
+    all_heads_calls,
+    all_heads_parameters,
+    all_heads_statistics,
+)
 from megatron_lite.description.attention_workspace import (
     flash_workspace,
     norms_workspace,
@@ -72,17 +77,8 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
-        rows = (heads.query + heads.kv) // sizes.element_bytes // model.head_dim
-        yield Operation(
-            QK_LAYERNORM,
-            "self_attention",
-            (*raw, norm_statistics("qk norm", model, sizes, rows)),
-            parameters=(
-                *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
-                *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
-            ),
-            moved=Moved(2 * (heads.query + heads.kv), 3 * (heads.query + heads.kv)),
-            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart),
+        yield _norms(model, sizes, raw)._replace(
+            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart)
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
@@ -117,6 +113,37 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
         yield _flash(model, sizes, inputs, sum(freed.values()), windowed=windowed)
 
 
+def _norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
+    """Returns the norms of query and key, without their workspace.
+
+    raw: the tensors that they keep of their inputs.
+    """
+    heads = Heads.of(model, sizes)
+    both = heads.query + heads.kv
+    if model.norms_all_heads:
+        calls = all_heads_calls(sizes)
+        return Operation(
+            QK_LAYERNORM,
+            "self_attention",
+            (*raw, all_heads_statistics(sizes)),
+            calls=calls,
+            backward=tuple(one for call in reversed(calls) for one in call.collectives),
+            parameters=all_heads_parameters(model, sizes),
+            moved=Moved(3 * both, 5 * both),
+        )
+    rows = both // sizes.element_bytes // model.head_dim
+    return Operation(
+        QK_LAYERNORM,
+        "self_attention",
+        (*raw, norm_statistics("qk norm", model, sizes, rows)),
+        parameters=(
+            *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
+            *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
+        ),
+        moved=Moved(2 * both, 3 * both),
+    )
+
+
 def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
     """Returns the tensors that are freed with linear_proj.
 
@@ -124,10 +151,13 @@ def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
     query head, and the layer holds the key and the value themselves until linear_proj has run.
     """
     heads = Heads.of(model, sizes)
+    # With a norm in between, or if the MLP's branch begins beside attention, the gradient of the
+    # residual stream is another tensor.
+    gradient = model.norms_after or model.parallel_residual
     if not model.builds_scores(sizes.device):
-        return RowFrees(0, 0)
+        return RowFrees(0, 0, gradient)
     grouped = model.query_groups < model.num_attention_heads
-    return RowFrees(2 * heads.kv if grouped else 0, heads.query)
+    return RowFrees(2 * heads.kv if grouped else 0, heads.query, gradient)
 
 
 def _flash(

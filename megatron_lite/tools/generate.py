@@ -27,6 +27,7 @@ from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.data.tokenizer_files import READ_FILES, read_from
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import broadcast_
@@ -36,13 +37,6 @@ from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 from megatron_lite.tools.sampling import Sampling, generate_tokens, text_pieces
 from megatron_lite.training.build_trainer import build_model
-
-TOKENIZER_FILES = {
-    "NullTokenizer": (),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-}
-
 
 # --- the checkpoint ---
 
@@ -78,7 +72,7 @@ def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -
     """
     moved = {name: path for name, path in files.items() if path is not None}
     for name in moved:
-        if name not in TOKENIZER_FILES[str(saved.tokenizer_type)]:
+        if name not in READ_FILES[str(saved.tokenizer_type)]:
             raise InputError(
                 f"--{name.replace('_', '-')} is no part of the checkpoint's "
                 f"{saved.tokenizer_type}: leave it out"
@@ -104,7 +98,7 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
     config = config_for_ranks(read_config(step), num_ranks, args.distributed_backend)
     tokenizer = build_tokenizer(
         tokenizer_with_files(
-            config.tokenizer,
+            read_from(config.tokenizer, step),
             {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")},
         )
     )
@@ -241,7 +235,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
         parser.add_argument(
             f"--{file}",
             metavar="PATH",
-            help="where the tokenizer's files are now, if they were moved",
+            help="another file of the tokenizer than the one in the checkpoint",
         )
     parser.add_argument(
         "--distributed-backend",

@@ -15,13 +15,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
-from megatron_lite.config.hf_config import HfModel, from_hf
-from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, parse_whole_number, shown
+from megatron_lite.config.hf_file import read_hf_file
+from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.presets import PRESETS, preset
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -197,7 +198,7 @@ def _model_values(own: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], li
     if own["config_json"] is not None:
         return _from_run(own["config_json"]), []
     if own["hf_config"] is not None:
-        model = _from_hf(own["hf_config"])
+        model = read_hf_file(Path(own["hf_config"]))
         notes = [f"{own['hf_config']}: {note}" for note in model.notes]
         return _values(model.fields, model.vocab_size), notes
     if own["model"] is not None:
@@ -217,14 +218,6 @@ def _from_run(path: str) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(RunConfig.from_json(text))
     except ValueError as error:
         raise InputError(f"--config-json {path}: {error}") from None
-
-
-def _from_hf(path: str) -> HfModel:
-    text = _text(path)
-    try:
-        return from_hf(parse_json(text))
-    except ValueError as error:
-        raise InputError(f"--hf-config {path}: {error}") from None
 
 
 def _text(path: str) -> str:

@@ -14,6 +14,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
+from megatron_lite.data.tokenizer_files import contents_of, files_of
 from megatron_lite.memory.explain.units import size
 from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -177,9 +178,20 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         saver=Saver(
             config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
         ),
+        tokenizer=_tokenizer_contents(config, parallel),
         notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
         pulse=pulse,
     )
+
+
+def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:
+    """Returns the contents of the tokenizer's files on the rank that saves them, else nothing.
+
+    They are read once, at the start: the files may be moved while the run lasts.
+    """
+    if config.checkpoint.save is None or parallel.rank != 0:
+        return {}
+    return contents_of(files_of(config.tokenizer).items())
 
 
 def _predicted_peak(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -60,6 +61,7 @@ class Trainer:
     num_iterations: the iteration at which the run ends.
     start: the checkpoint that `run` loads.
     notices: lines for the log, about kernels and about checks that compare nothing.
+    tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
     activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
@@ -77,6 +79,7 @@ class Trainer:
     saver: Saver
     start: Start = field(default_factory=Start)
     notices: tuple[str, ...] = ()
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
@@ -371,6 +374,7 @@ class Trainer:
             self.progress,
             data=self.datasets.identity,
             copy=self.saver.copies,
+            tokenizer=self.tokenizer,
         )
         self.saver.save(snapshot, log.line)
         if self.saver.copies:

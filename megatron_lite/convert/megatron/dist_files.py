@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.layout import MOST_DIMS, MOST_ELEMENTS
+from megatron_lite.checkpointing.other_systems import DIST_METADATA
 from megatron_lite.checkpointing.step_files import read_bounded
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.megatron.legacy_files import DIST_METADATA
 from megatron_lite.convert.megatron.pickles import (
     INERT,
     MOST_BYTES,

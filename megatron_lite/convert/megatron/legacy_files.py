@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.checkpointing.other_systems import DIST_METADATA
 from megatron_lite.checkpointing.step_files import LATEST, read_bounded
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.megatron.checkpoint_args import arguments_of, size_of
@@ -22,7 +23,6 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DISTRIBUTED_OPTIMIZER = ("distrib_optim.pt", "optim.pt")
 CHUNK = re.compile(r"model(\d{0,3})")
-DIST_METADATA = ".metadata"
 
 
 @dataclass(frozen=True, kw_only=True)
