@@ -79,7 +79,7 @@ class LegacySource:
         return self._joined(f"{name} ({key})", name, tensors).to(torch.float32)
 
     def _add(self, stage: list[StagePart]) -> None:
-        for name in stage[0].tensors:
+        for name in dict.fromkeys(name for part in stage for name in part.tensors):
             held = [part.tensors.get(name) for part in stage]
             tensors = [one for one in held if one is not None]
             if len(tensors) < len(held):
@@ -163,7 +163,8 @@ def _stages(files: LegacyFiles, model: ModelConfig) -> list[list[StagePart]]:
             stage, layers = [], 0
             for tp_rank in range(files.tp_size):
                 ranks = (tp_rank, pp_rank)
-                tensors, layers = _tensors(files, chunks[ranks][chunk], ranks, first_layer)
+                tensors, own = _tensors(files, chunks[ranks][chunk], ranks, first_layer)
+                layers = max(layers, own)
                 stage.append(StagePart(ranks, chunk, tensors))
             found.append(stage)
             first_layer += layers

@@ -21,7 +21,14 @@ from torch import Tensor
 from megatron_lite.checkpointing.layout import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.step_files import open_regular
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.megatron.pickles import INERT, Inert, Name, Record, read_pickle
+from megatron_lite.convert.megatron.pickles import (
+    INERT,
+    MOST_BYTES,
+    Inert,
+    Name,
+    Record,
+    read_pickle,
+)
 
 DTYPES = {
     "DoubleStorage": torch.float64,
@@ -166,6 +173,10 @@ class TorchFile:
     def _read_value(self, file: BinaryIO) -> Any:
         with zipfile.ZipFile(file) as archive:
             self._members = {info.filename: info for info in archive.infolist()}
+            size = file.seek(0, io.SEEK_END)
+            for info in self._members.values():
+                if info.header_offset + info.file_size > size:
+                    raise ValueError(f"{info.filename} is longer than the file")
             pickles = [name for name in self._members if name.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise ValueError(f"it has {len(pickles)} members data.pkl, not one")
@@ -184,6 +195,8 @@ class TorchFile:
 
     def _contents(self, file: BinaryIO, name: str) -> bytes:
         member = self._members[name]
+        if member.file_size > MOST_BYTES:
+            raise ValueError(f"{name} is longer than {MOST_BYTES} bytes")
         file.seek(self._data_start(file, member))
         return file.read(member.file_size)
 
@@ -198,6 +211,8 @@ class TorchFile:
 
     def _storage(self, folder: str, found: Any) -> _Storage:
         kind, storage_type, key, _, numel = found
+        if type(key) is not str:  # the text of a nested list could be endless
+            raise ValueError("the name of a storage is no text")
         dtype = STORAGES.get(storage_type.text)
         name = f"{folder}data/{key}"
         member = self._members.get(name)
