@@ -94,7 +94,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     with status 2.
     """
     parser = build_parser()
-    argv, notices = _rename_old_spellings(argv)
+    argv, notices = _rename_old_spellings(argv, parser)
     _print_help_on(argv)
     read = parser.read(argv)
     unknown, meant = flags.unread_faults(read.unread, supported_flags(parser))
@@ -861,10 +861,15 @@ def _field_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns `argv` with old spellings replaced, and a notice for each flag replaced."""
+def _rename_old_spellings(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], list[str]]:
+    """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
+
+    Underscores in the name of a flag are replaced by dashes.
+    """
     renamed, notices = [], []
-    known = _known_flags()
+    known = {*parser._option_string_actions, *flags.RENAMED, *flags.refused_flags()}
     for word in (flags.dashed(word, known) for word in argv):
         name, equals, value = word.partition("=")
         if name in flags.RENAMED:
@@ -874,11 +879,6 @@ def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             renamed += added
         renamed.append(name + equals + value)
     return renamed, notices
-
-
-def _known_flags() -> set[str]:
-    """Returns the flags of the parser, the old spellings and the refused flags."""
-    return {*build_parser()._option_string_actions, *flags.RENAMED, *flags.refused_flags()}
 
 
 def _print_help_on(argv: Sequence[str]) -> None:
