@@ -16,9 +16,10 @@ import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import alternatives, checks, flags
+from megatron_lite.config import alternatives, checks, flags, hf_file
 from megatron_lite.config.all_faults import Faults, Parser
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
@@ -38,8 +39,10 @@ from megatron_lite.config.model import (
     ACTIVATIONS,
     ATTENTION_BACKENDS,
     NORM_IMPLS,
+    NORM_POSITIONS,
     NORMALIZATIONS,
     POSITION_EMBEDDING_TYPES,
+    QK_LAYERNORM_SCOPES,
     SWITCHED_ACTIVATIONS,
     ModelConfig,
 )
@@ -103,6 +106,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
+    hf_config = given.pop("hf_config", None)
     printing = {
         "--dump-config": dump_config,
         "--explain-recompute": explain_recompute,
@@ -118,7 +122,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
         dry_run = take_dry_run(given)
     notices += _without_effect(given, faults)
     notices += _translate_values(given, faults)
-    config = _build_config(given, config_json, notices, faults)
+    config = _build_config(given, config_json, notices, faults, hf_config)
     if faults.texts or config is None:
         parser.stop(faults.texts)
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
@@ -240,6 +244,13 @@ def build_parser() -> Parser:
         "and alternatives of a flag that is given",
     )
     parser.add_argument(
+        "--hf-config",
+        metavar="FILE",
+        help="take the model's shape and vocabulary from a config.json of Hugging Face, or its "
+        "folder; flags override it. The weights are random: megatron_lite.tools.convert brings "
+        "trained ones",
+    )
+    parser.add_argument(
         "--local-rank",
         "--local_rank",
         type=int,
@@ -315,11 +326,29 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--rotary-base", int, "base of the rotary frequencies")
     group.value("--rotary-percent", float, "share of a head's channels that is rotated")
+    group.switch("--use-rope-scaling", "scale the rotary frequencies by Llama 3.1's rule")
+    group.value("--rope-scaling-factor", float, "factor of --use-rope-scaling")
+    group.value(
+        "--rotary-seq-len-interpolation-factor",
+        int,
+        "divide the positions of the rotary embedding by N, for sequences N times as long",
+    )
     group.value(
         "--no-rope-freq",
         str,
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
+    )
+    group.switch(
+        "--parallel-residual",
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
+    )
+    group.value(
+        "--norm-position",
+        str,
+        "norms before attention and the MLP, or after each and before the residual is added, as in "
+        "OLMo 2",
+        values=NORM_POSITIONS,
     )
     group.value("--normalization", str, "norm of every layer", values=NORMALIZATIONS)
     group.value(
@@ -330,6 +359,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
+    group.value(
+        "--qk-layernorm-scope",
+        str,
+        "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
+        values=QK_LAYERNORM_SCOPES,
+    )
     for activation in SWITCHED_ACTIVATIONS:
         group.switch(f"--{activation.replace('_', '-')}", ACTIVATIONS[activation].help)
     group.off_switch(
@@ -564,6 +599,11 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "them, and kept, if not given. In bf16 the gradient of the output weight then differs by "
         "less than 2^-8 of its norm; losses and other gradients are the same bits",
     )
+    group.switch(
+        "--calculate-per-token-loss",
+        "give each token that counts the same weight in the gradients, not each micro-batch; only "
+        "--eod-mask-loss makes a difference between them",
+    )
     group.value(
         "--eval-interval",
         int,
@@ -734,6 +774,11 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--mock-data", "made-up token ids instead of a dataset")
     group.value("--split", str, "shares of the documents for training, validation and test")
     group.value("--data-cache-path", str, "directory of the sample indices")
+    group.switch("--eod-mask-loss", "leave tokens that end a document out of the loss")
+    group.switch(
+        "--reset-position-ids", "let learned positions begin at 0 after the end of a document"
+    )
+    group.switch("--reset-attention-mask", "let no token read an earlier document")
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -979,23 +1024,32 @@ def _translate_position_embedding(given: dict[str, Any]) -> list[str]:
 
 
 def _build_config(
-    given: dict[str, Any], config_json: str | None, notices: list[str], faults: Faults
+    given: dict[str, Any],
+    config_json: str | None,
+    notices: list[str],
+    faults: Faults,
+    hf_config: str | None = None,
 ) -> RunConfig | None:
-    """Returns the RunConfig of the given fields, and of the file for all other fields.
+    """Returns the RunConfig of the given fields, and of a file for all other fields.
 
-    config_json: the path of the file, or None.
+    config_json, hf_config: the path of the file, or None.
 
     Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
     the rules between topics are checked if no topic breaks one. Returns None if there is a fault.
     """
     values: dict[str, dict[str, Any]] = {}
-    if config_json is not None:
-        try:
+    try:
+        if hf_config is not None:
+            if config_json is not None:
+                raise ValueError("--config-json and --hf-config each describe the model: give one")
+            values = _values_of_hf(hf_config, given, notices)
+        elif config_json is not None:
             values = _values_of_file(config_json)
-        except ValueError as error:
-            faults.texts.append(str(error))
-            return None
-        notices += _take_out_replaced(values, given, config_json)
+    except ValueError as error:
+        faults.texts.append(str(error))
+        return None
+    if values:
+        notices += _take_out_replaced(values, given, str(config_json or hf_config))
     built, missing = {}, []
     for topic, config_class in topics().items():
         fields = dataclasses.fields(config_class)
@@ -1052,6 +1106,21 @@ def _take_out_replaced(
         },
         file=path,
     )
+
+
+def _values_of_hf(
+    path: str, given: dict[str, Any], notices: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the values of a config.json of Hugging Face by topic and field.
+
+    Adds a notice for each key that is not read, and for each flag that says otherwise.
+    """
+    mapped = hf_file.read_hf_file(Path(path))
+    model = hf_file.exact_fields(mapped, Path(path))
+    tokenizer = hf_file.tokenizer_fields(mapped, given)
+    notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
+    notices += hf_file.override_notices({**model, **tokenizer}, given, path)
+    return {"model": model, "tokenizer": tokenizer}
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--position-embedding-type", str, "learned_absolute", "rope"),
     ("--rotary-base", int, 10000, "500000"),
     ("--rotary-percent", float, 1.0, "0.5"),
+    ("--use-rope-scaling", ON, False),
+    ("--rope-scaling-factor", float, 8.0, "4.0"),
+    ("--rotary-seq-len-interpolation-factor", int, None, "2"),
     # Megatron's types of these three turn a text into numbers; here the parser stores text
     ("--no-rope-freq", str, None, "2"),
     ("--window-size", str, None, "3,0"),
@@ -130,6 +133,10 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--mock-data", ON, False),
     ("--split", str, None, "98,2,0"),
     ("--data-cache-path", str, None, "cache"),
+    ("--eod-mask-loss", ON, False),
+    ("--reset-position-ids", ON, False),
+    ("--reset-attention-mask", ON, False),
+    ("--calculate-per-token-loss", ON, False),
     ("--tokenizer-type", str, None, "GPT2BPETokenizer"),
     ("--tokenizer-model", str, None, "tokenizer.json"),
     ("--vocab-file", str, None, "v.json"),
@@ -176,6 +183,9 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--machine", str, None, "h100-80gb"),
     ("--log-peak-memory", ON, False),
     ("--norm-impl", str, "torch", "apex"),
+    ("--parallel-residual", ON, False),
+    ("--norm-position", str, "before", "after"),
+    ("--qk-layernorm-scope", str, "head", "all-heads"),
     ("--optimizer-impl", str, "torch", "apex"),
     ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
     ("--fsdp-memory-efficient-wrapping", ON, False),
@@ -195,6 +205,7 @@ WITHOUT_FIELD = {
     "--dry-run-world-size",
     "--dry-run-device",
     "--config-json",
+    "--hf-config",
     "--local-rank",
     "--local_rank",
 }
@@ -224,6 +235,7 @@ BASE = {
 SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
+    "--qk-layernorm-scope": "--qk-layernorm --normalization RMSNorm",
     "--num-query-groups": "--group-query-attention",
     "--window-attn-skip-freq": "--window-size 3,0",
     "--no-rope-freq": "--position-embedding-type rope",

@@ -84,8 +84,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "this position embedding is not built; use --position-embedding-type learned_absolute, "
             "rope or none"
         ),
-        """rope-scaling-factor rope-type rotary-interleaved rotary-seq-len-interpolation-factor
-         use-rope-scaling""",
+        """rope-type rotary-interleaved""",
     ),
     (
         (
@@ -161,11 +160,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         (
-            "every token of a sequence is attended to and counts in the loss, across document "
-            "ends; leave the flag out"
+            "documents are kept apart by --reset-attention-mask, --reset-position-ids and "
+            "--eod-mask-loss"
         ),
-        """dataloader-inter-document-masking eod-mask-loss reset-attention-mask
-         reset-position-ids""",
+        """dataloader-inter-document-masking""",
     ),
     (
         "data is read in order of consumed samples, each batch when it is needed",

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from megatron_lite.config import layer_pattern
 from megatron_lite.config.checkpoint_settings import WITHOUT_LOAD, WITHOUT_SAVE
 from megatron_lite.config.checks import flag
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute_notices import (
     recompute_notices,
     recompute_notices_on,
@@ -58,6 +59,7 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         notices.append(
             "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"
         )
+    notices += _rotary_notices(model, given)
     tokens = (
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )
@@ -83,6 +85,7 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         *_directory_notices(config),
         *_loss_scale_notices(config),
         *layer_pattern.notices(model, config.data.seq_length),
+        *_document_notices(config),
         *_bucket_notices(config),
         *unread_notices(config, given),
         *recompute_notices(config),
@@ -169,6 +172,45 @@ def _loss_scale_notices(config: RunConfig) -> list[str]:
         for name in changed
         if name != "loss_scale"
     ]
+
+
+def _rotary_notices(model: ModelConfig, given: Collection[str]) -> list[str]:
+    scalings = {
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor,
+    }
+    notices = [
+        f"{name} has no effect: --position-embedding-type {model.position_embedding_type} rotates "
+        "nothing"
+        for name, is_set in scalings.items()
+        if is_set and not model.positions.rotated
+    ]
+    if "rope_scaling_factor" in given and not model.use_rope_scaling:
+        notices.append("--rope-scaling-factor has no effect without --use-rope-scaling")
+    return notices
+
+
+def _document_notices(config: RunConfig) -> list[str]:
+    data, notices = config.data, []
+    if data.reset_position_ids and not config.model.positions.learned:
+        notices.append(
+            "--reset-position-ids has no effect with --position-embedding-type "
+            f"{config.model.position_embedding_type}: it changes learned positions only, and "
+            "rotary angles follow the place in the sequence, as in Megatron"
+        )
+    if config.training.calculate_per_token_loss and not data.eod_mask_loss:
+        notices.append(
+            "--calculate-per-token-loss has no effect without --eod-mask-loss: every token "
+            "counts, so the mean over tokens is the mean over micro-batches"
+        )
+    if data.mock_data:
+        notices += [
+            f"{flag(name)} has little to do under --mock-data, whose samples have no "
+            "end-of-document token unless the vocabulary has at most 64 ids"
+            for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+            if getattr(data, name)
+        ]
+    return notices
 
 
 def _bucket_notices(config: RunConfig) -> list[str]:

@@ -63,17 +63,24 @@ def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Cou
 
 
 def norm_backward(
-    model: ModelConfig, sizes: Sizes, rows: int, width: int, *, copies: bool = False
+    model: ModelConfig,
+    sizes: Sizes,
+    rows: int,
+    width: int,
+    *,
+    copies: bool = False,
+    frees_gradient: bool = True,
 ) -> Course:
     """Returns the course of a norm's backward. It ends with the gradients of input and parameters.
 
-    The gradient of the output is freed, and the statistics are. The input is left to the caller.
+    The statistics are freed. The input is left to the caller.
+    frees_gradient: whether the gradient of the output is freed.
     copies: whether the gradient of the output has a layout that RMSNorm on a CPU must copy.
     """
     hidden = rows * width * sizes.element_bytes
     statistics = norm_statistics("", model, sizes, rows).num_bytes
     gradients = width * model.norm_vectors
-    used = hidden + statistics
+    used = hidden * frees_gradient + statistics
     if not _is_composed(model, sizes):
         return course(+hidden + gradients * sizes.element_bytes, -used)
     copied = hidden if copies else 0

@@ -85,8 +85,15 @@ ONE_RANK = (
     Flip("position_embedding_type", ROPE),
     Flip("position_embedding_type", "--position-embedding-type none"),
     Flip("rotary_percent", "--rotary-percent 0.5", f"{SMALL} {ROPE}"),
+    Flip("parallel_residual", "--parallel-residual"),
+    Flip("norm_position", "--norm-position after"),
     Flip("normalization", "--normalization RMSNorm"),
     Flip("qk_layernorm", "--qk-layernorm"),
+    Flip(
+        "qk_layernorm_scope",
+        "--qk-layernorm-scope all-heads",
+        f"{SMALL} --qk-layernorm --normalization RMSNorm",
+    ),
     Flip("swiglu", "--swiglu"),
     Flip("add_bias_linear", "--disable-bias-linear"),
     Flip("add_qkv_bias", "--add-qkv-bias", f"{SMALL} --disable-bias-linear"),
@@ -190,6 +197,10 @@ IN_EVERY_RUN = (
 WITHOUT_CHANGE = {
     "no_rope_freq": ("--no-rope-freq 2", f"{SMALL} {ROPE}"),
     "rotary_base": ("--rotary-base 500", f"{SMALL} {ROPE}"),
+    "use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor": (
+        "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2",
+        f"{SMALL} {ROPE}",
+    ),
     "squared_relu": ("--squared-relu", SMALL),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", SMALL),
     "window_size": ("--window-size 32,0", SMALL),
