@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from argparse import Action
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import flags
+from megatron_lite.config.detail_flags import DETAILS
+from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
 
 ON, OFF = "store_true", "store_false"
 
@@ -351,7 +355,6 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
     "--merge-file": ("--vocab-file v", {"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}),
 }
-MEGATRON_SPELLINGS = 876  # of its 838 options
 
 
 def actions() -> dict[str, Action]:
@@ -464,8 +467,12 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
 
 
 def test_a_flag_belongs_to_one_class_only() -> None:
-    accepted = [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
-    known = [*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()]
+    ignored = [
+        f"--{name.partition('=')[0]}"
+        for _, names in (*IGNORED_FAMILIES, *DETAILS)
+        for name in names.split()
+    ] + [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
+    known = [*supported_flags(build_parser()), *ignored, *flags.RENAMED, *flags.refused_flags()]
     assert sorted(known) == sorted(set(known))
     assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), (
         "the reason for the other values is in the table"
@@ -479,62 +486,30 @@ def test_a_flag_belongs_to_one_class_only() -> None:
     assert new <= set(supported_flags(build_parser()))
 
 
-def test_every_flag_of_megatron_is_known() -> None:
-    not_of_megatron = {
-        "-h",
-        "--help",
-        "--dump-config",
-        "--config-json",
-        "--hf-config",
-        "--local_rank",
-        "--allow-fresh-start",
-        "--metrics-jsonl",
-        "--save-keep-last",
-        "--no-load-fallback",
-        "--allow-changed-data",
-        "--loss-chunk-size",
-        "--memory-limit",
-        "--memory-budget",
-        "--machine",
-        "--log-peak-memory",
-        "--norm-impl",
-        "--parallel-residual",
-        "--norm-position",
-        "--qk-layernorm-scope",
-        "--optimizer-impl",
-        "--peak-tflops-per-gpu",
-        "--memory-timeline",
-        "--no-recompute-tail-skip",
-        "--recompute-verify",
-        "--explain-recompute",
-        "--dry-run-memory",
-        "--dry-run-ranks",
-        "--dry-run-world-size",
-        "--dry-run-device",
-        "--recompute-policy",
-        "--num-microbatches-with-partial-activation-checkpoints",
-        "--torch-compile",
-        "--activation-memory-budget",
-        "--contiguous-saved-activations",
-        "--fsdp-memory-efficient-wrapping",
-        "--fsdp-reshard-after-forward",
-        "--no-fsdp-reshard-after-forward",
-        "--max-skipped-updates",
-        "--skip-update-on-spike",
-        "--straggler-ratio",
-        # retired there
-        "--layernorm-epsilon",
-        "--DDP-impl",
-        "--data-impl",
-        "--no-contiguous-buffers-in-local-ddp",
-        "--no-async-tensor-model-parallel-allreduce",
-        "--no-query-key-layer-scaling",
-        "--activations-checkpoint-method",
-        "--activations-checkpoint-num-layers",
-        "--checkpoint-num-layers",
-        "--distribute-checkpointed-activations",
+def test_every_flag_of_every_release_of_megatron_is_known() -> None:
+    known = {
+        *supported_flags(build_parser()),
+        *flags.ignored_flags(),
+        *flags.RENAMED,
+        *flags.refused_flags(),
     }
-    accepted = {entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT}
-    known = {*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()}
-    assert not_of_megatron <= known
-    assert len(known - not_of_megatron) == MEGATRON_SPELLINGS
+    assert megatron_flags().keys() - known == set()
+    assert {row[0] for row in MEGATRON} <= megatron_flags().keys()
+    assert not {row[0] for row in OURS} & megatron_flags().keys()
+
+
+def test_a_flag_without_effect_takes_as_many_values_as_in_megatron() -> None:
+    ours = {flag: ignored.nargs for flag, ignored in flags.ignored_flags().items()}
+    theirs = megatron_flags()
+    assert {flag: nargs for flag, nargs in ours.items() if flag in theirs} == {
+        flag: theirs[flag] for flag in ours if flag in theirs
+    }
+
+
+def megatron_flags() -> dict[str, int | str]:
+    """Every spelling of a flag in the releases v1.0 to 2026-08, with the number of its values.
+
+    The file has the first and the last release with the flag, too.
+    """
+    path = Path(__file__).parent / "command_lines" / "megatron_flags.json"
+    return {flag: nargs for flag, (nargs, *_) in json.loads(path.read_text()).items()}

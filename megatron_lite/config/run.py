@@ -76,12 +76,6 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                 f"{model.max_position_embeddings}"
             )
-        if not self.training.fp16:
-            for name in self.loss_scaling.changed():
-                raise ValueError(
-                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a "
-                    "float32 or --bf16 run is not scaled"
-                )
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
