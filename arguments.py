@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_lite.config import alternatives, checks, flags, hf_file
+from megatron_lite.config.all_faults import Faults, Parser
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import (
+    DATALOADER_TYPES,
     TIKTOKEN_PATTERNS,
     TOKENIZER_TYPES,
     DataConfig,
@@ -28,6 +32,7 @@ from megatron_lite.config.data_settings import (
 )
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
+from megatron_lite.config.flag_help import help_on
 from megatron_lite.config.host_parts import MEGATRON_PARTS
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
@@ -96,14 +101,16 @@ class ParsedArguments:
 def parse_args(argv: Sequence[str]) -> ParsedArguments:
     """Parses a command line, given without the name of the program.
 
-    Any fault in the command line prints one line on stderr and exits with status 2.
+    Faults in the command line are printed on stderr, all of them at once, and the program exits
+    with status 2.
     """
     parser = build_parser()
-    argv, notices = _rename_old_spellings(argv)
-    namespace, unread = parser.parse_known_args(argv)
-    if unread:
-        parser.error(_unread_message(unread, supported_flags(parser)))
-    given = vars(namespace)
+    argv, notices = _rename_old_spellings(argv, parser)
+    _print_help_on(argv)
+    read = parser.read(argv)
+    unknown, meant = flags.unread_faults(read.unread, supported_flags(parser))
+    faults = Faults([*read.faults, *unknown], {*read.failed, *map(_field_name, meant)})
+    given = vars(read.namespace)
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
@@ -115,16 +122,17 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     }
     first, *others = [name for name, is_given in printing.items() if is_given] or [""]
     if others:
-        parser.error(
+        faults.texts.append(
             f"{first} and {others[0]} each print something else and stop: leave one of them out"
         )
-    try:
+    dry_run = None
+    with faults.of():
         dry_run = take_dry_run(given)
-        notices += _without_effect(given)
-        notices += _translate_values(given)
-        config = _build_config(given, config_json, notices, hf_config)
-    except ValueError as error:
-        parser.error(str(error))
+    notices += _without_effect(given, faults)
+    notices += _translate_values(given, faults)
+    config = _build_config(given, config_json, notices, faults, hf_config)
+    if faults.texts or config is None:
+        parser.stop(faults.texts)
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
     notices += setting_notices(
         config, [name for name, value in given.items() if value is not False]
@@ -151,15 +159,6 @@ def supported_flags(parser: argparse.ArgumentParser) -> list[str]:
         if not action.dest.startswith("--")
         for name in action.option_strings
     ]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Prints the message as one line and exits with status 2.
-
-        argparse would print the usage first. With Megatron's many flags it would hide the message.
-        """
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class _Group:
@@ -230,15 +229,17 @@ class _Group:
         return "" if default is None or default == () else f" (default: {default})"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Returns the parser of the whole command line.
 
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="pretrain_gpt.py",
-        description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
+        description="Trains a GPT. Flags have Megatron-LM's names and meaning. --help refused and "
+        "--help ignored list the other flags of Megatron, by the reason.",
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.register("type", int, _whole_number)
@@ -372,6 +373,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         values=NORM_IMPLS,
     )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
+    group.switch(
+        "--apply-layernorm-1p", "norms multiply by 1 + their weight, and the weight starts at zero"
+    )
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
     group.value(
         "--qk-layernorm-scope",
@@ -820,12 +824,39 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.switch("--mock-data", "made-up token ids instead of a dataset")
     group.value("--split", str, "shares of the documents for training, validation and test")
-    group.value("--data-cache-path", str, "directory of the sample indices")
     group.switch("--eod-mask-loss", "leave tokens that end a document out of the loss")
     group.switch(
         "--reset-position-ids", "let learned positions begin at 0 after the end of a document"
     )
     group.switch("--reset-attention-mask", "let no token read an earlier document")
+    group.value("--data-cache-path", str, "directory of the sample and blend indices")
+    group.value(
+        "--data-args-path", str, "file with the words of --data-path, for lists that are too long"
+    )
+    for split in ("train", "valid", "test"):
+        group.value(
+            f"--{split}-data-path",
+            str,
+            f"the same as --data-path for the {split} split alone, without --split",
+            nargs="*",
+        )
+    group.value(
+        "--per-split-data-args-path",
+        str,
+        'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
+    )
+    group.value(
+        "--dataloader-type",
+        str,
+        "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
+        values=DATALOADER_TYPES,
+    )
+    group.off_switch(
+        "--no-data-sharding",
+        "data_sharding",
+        "with --dataloader-type cyclic, shuffle all samples together instead of a range for each "
+        "data-parallel rank",
+    )
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -997,12 +1028,12 @@ def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
     Each is stored under its own spelling with the dashes, which no field has. `_without_effect`
     finds it by this name.
     """
-    for entry in flags.WITHOUT_EFFECT:
-        flag, _, metavar = entry.partition(" ")
-        if metavar:
-            parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
-        else:
+    for flag, ignored in flags.ignored_flags().items():
+        if ignored.nargs == 0:
             parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+        else:
+            nargs = None if ignored.nargs == 1 else ignored.nargs
+            parser.add_argument(flag, dest=flag, nargs=nargs, help=argparse.SUPPRESS)
     for flag in flags.ONLY_VALUE:
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
 
@@ -1022,10 +1053,16 @@ def _field_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns `argv` with old spellings replaced, and a notice for each flag replaced."""
+def _rename_old_spellings(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], list[str]]:
+    """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
+
+    Underscores in the name of a flag are replaced by dashes.
+    """
     renamed, notices = [], []
-    for word in argv:
+    known = {*parser._option_string_actions, *flags.RENAMED, *flags.refused_flags()}
+    for word in (flags.dashed(word, known) for word in argv):
         name, equals, value = word.partition("=")
         if name in flags.RENAMED:
             notices.append(f"{name} is an old spelling, read as {flags.RENAMED[name]}")
@@ -1036,131 +1073,155 @@ def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return renamed, notices
 
 
-def _unread_message(unread: Sequence[str], supported: Sequence[str]) -> str:
-    flag = next((word.partition("=")[0] for word in unread if word.startswith("-")), None)
-    if flag is None:
-        return f"{unread[0]!r} follows no flag that takes it"
-    if reason := flags.refusal_reason(flag):
-        return f"Megatron's {flag} is not supported here: {reason}"
-    closest = flags.closest_flag(flag, supported)
-    return f"unknown flag {flag}: " + (
-        f"did you mean {closest}?" if closest else "--help lists the flags"
-    )
+def _print_help_on(argv: Sequence[str]) -> None:
+    """Prints the text and exits with status 0 if the words are `--help TOPIC`."""
+    for word, topic in itertools.pairwise(argv):
+        if word in ("-h", "--help") and (text := help_on(topic)) is not None:
+            print(text)
+            sys.exit(0)
 
 
-def _without_effect(given: dict[str, Any]) -> list[str]:
-    """Removes the flags without effect from `given` and returns a notice for each.
+def _without_effect(given: dict[str, Any], faults: Faults) -> list[str]:
+    """Removes the flags without effect from `given` and returns notices about them.
 
-    Raises ValueError if a flag that allows only one value has another value.
+    Adds a fault to `faults` for a flag that contradicts another, and for a flag that allows only
+    one value and has another value.
     """
-    notices = []
-    if "--accumulate-allreduce-grads-in-fp32" in given and given.get("grad_reduce_in_bf16"):
-        raise ValueError(
-            "--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one "
-            "of them out"
-        )
+    for flag in (
+        "--accumulate-allreduce-grads-in-fp32",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ):
+        if flag in given and given.get("grad_reduce_in_bf16"):
+            faults.texts.append(f"{flag} contradicts --grad-reduce-in-bf16: leave one of them out")
     if "--fsdp-reshard-after-forward" in given and not given.get(
         "torch_fsdp2_reshard_after_forward", True
     ):
-        raise ValueError(
+        faults.texts.append(
             "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward: "
             "leave one of them out"
         )
-    for entry, reason in flags.WITHOUT_EFFECT.items():
-        flag = entry.partition(" ")[0]
-        if given.pop(flag, None) is not None:
-            notices.append(f"{flag} has no effect here: {reason}")
+    ignored = [flag for flag in flags.ignored_flags() if given.pop(flag, None) is not None]
     for flag, only in flags.ONLY_VALUE.items():
-        if (value := given.pop(flag, only)) != only:
-            raise ValueError(
+        if not flags.is_only_value(flag, value := given.pop(flag, only)):
+            faults.texts.append(
                 f"Megatron's {flag} {value} is not supported here, only {only}: "
                 f"{flags.refusal_reason(flag)}"
             )
-    return notices
+    return flags.ignored_notices(ignored)
 
 
-def _translate_values(given: dict[str, Any]) -> list[str]:
+def _translate_values(given: dict[str, Any], faults: Faults) -> list[str]:
     """Replaces Megatron's other spellings of a field's value by that value in `given`.
 
-    Returns notices about them. Raises ValueError if two flags contradict each other, or if a text
-    cannot be parsed.
+    Returns notices about them. Adds a fault for two flags that contradict each other, and for a
+    text that cannot be parsed.
     """
     notices = []
     backend = given.get("attention_backend")
     if backend in MEGATRON_ATTENTION_BACKENDS:
         given["attention_backend"] = MEGATRON_ATTENTION_BACKENDS[backend]
         notices.append(f"--attention-backend {backend} is read as {given['attention_backend']}")
-    if len(types := given.get("cp_comm_type", [])) > 0:
-        if len(set(types)) > 1:
-            raise ValueError(
-                f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one "
-                "way here, give one"
-            )
-        given["cp_comm_type"] = types[0]
-    if (window := given.get("window_size")) is not None:
-        given["window_size"] = parse_window(window)
+    if given.get("eval_iters", 0) < 0:
+        notices.append(f"--eval-iters {given['eval_iters']} is read as 0: nothing is evaluated")
+        given["eval_iters"] = 0
+    if given.get("loss_scale") == 0:
+        del given["loss_scale"]
+        notices.append("--loss-scale 0 is read as a dynamic scale")
+    with faults.of("cp_comm_type"):
+        if len(types := given.get("cp_comm_type", [])) > 0:
+            if len(set(types)) > 1:
+                raise ValueError(
+                    f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one "
+                    "way here, give one"
+                )
+            given["cp_comm_type"] = types[0]
+    with faults.of("window_size"):
+        if (window := given.get("window_size")) is not None:
+            given["window_size"] = parse_window(window)
     for field in ("window_attn_skip_freq", "no_rope_freq"):
-        if (pattern := given.get(field)) is not None:
-            given[field] = parse_pattern(checks.flag(field), pattern)
-    if (
-        given.pop("use_rotary_position_embeddings", False)
-        and given.setdefault("position_embedding_type", "rope") != "rope"
-    ):
+        with faults.of(field):
+            if (pattern := given.get(field)) is not None:
+                given[field] = parse_pattern(checks.flag(field), pattern)
+    with faults.of("position_embedding_type"):
+        notices += _translate_position_embedding(given)
+    return notices
+
+
+def _translate_position_embedding(given: dict[str, Any]) -> list[str]:
+    """Replaces the two switches for a position embedding by the field, and returns notices.
+
+    Raises ValueError if they contradict --position-embedding-type.
+    """
+    use_rotary = given.pop("use_rotary_position_embeddings", False)
+    use_none = given.pop("no_position_embedding", False)
+    if use_rotary and given.setdefault("position_embedding_type", "rope") != "rope":
         raise ValueError(
             f"--use-rotary-position-embeddings contradicts --position-embedding-type "
             f"{given['position_embedding_type']}: leave one out"
         )
-    if given.pop("no_position_embedding", False):
-        kind = given.setdefault("position_embedding_type", "none")
-        if kind == "learned_absolute":
-            raise ValueError(
-                "--no-position-embedding contradicts --position-embedding-type "
-                "learned_absolute: leave one out"
-            )
-        notices.append(
-            f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"
+    if not use_none:
+        return []
+    kind = given.setdefault("position_embedding_type", "none")
+    if kind == "learned_absolute":
+        raise ValueError(
+            "--no-position-embedding contradicts --position-embedding-type "
+            "learned_absolute: leave one out"
         )
-    return notices
+    return [f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"]
 
 
 def _build_config(
-    given: dict[str, Any], config_json: str | None, notices: list[str], hf_config: str | None = None
-) -> RunConfig:
+    given: dict[str, Any],
+    config_json: str | None,
+    notices: list[str],
+    faults: Faults,
+    hf_config: str | None = None,
+) -> RunConfig | None:
     """Returns the RunConfig of the given fields, and of a file for all other fields.
 
     config_json, hf_config: the path of the file, or None.
 
-    Adds notices to `notices`. Raises ValueError for every fault.
+    Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
+    the rules between topics are checked if no topic breaks one. Returns None if there is a fault.
     """
     values: dict[str, dict[str, Any]] = {}
-    if hf_config is not None:
-        if config_json is not None:
-            raise ValueError("--config-json and --hf-config each describe the model: give one")
-        values = _values_of_hf(hf_config, given, notices)
-    elif config_json is not None:
-        values = _values_of_file(config_json)
-    classes = topics()
+    try:
+        if hf_config is not None:
+            if config_json is not None:
+                raise ValueError("--config-json and --hf-config each describe the model: give one")
+            values = _values_of_hf(hf_config, given, notices)
+        elif config_json is not None:
+            values = _values_of_file(config_json)
+    except ValueError as error:
+        faults.texts.append(str(error))
+        return None
     if values:
         notices += _take_out_replaced(values, given, str(config_json or hf_config))
-    for topic, config_class in classes.items():
-        names = {field.name for field in dataclasses.fields(config_class)}
+    built, missing = {}, []
+    for topic, config_class in topics().items():
+        fields = dataclasses.fields(config_class)
+        names = {field.name for field in fields}
         values[topic] = values.get(topic, {}) | {
             name: value for name, value in given.items() if name in names
         }
-    required = [
-        checks.flag(field.name)
-        for topic, config_class in classes.items()
-        for field in dataclasses.fields(config_class)
-        if field.default is dataclasses.MISSING and field.name not in values[topic]
-    ]
-    if required:
-        raise ValueError(
-            f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as "
+        unset = [
+            field.name
+            for field in fields
+            if field.default is dataclasses.MISSING and field.name not in values[topic]
+        ]
+        missing += [checks.flag(name) for name in unset if name not in faults.fields]
+        if not unset and not names & faults.fields:
+            with faults.of(*names):
+                built[topic] = config_class(**values[topic])
+    if missing:
+        faults.texts.append(
+            f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
             "flags, or a whole run with --config-json FILE"
         )
-    return RunConfig(
-        **{topic: config_class(**values[topic]) for topic, config_class in classes.items()}
-    )
+    if len(built) == len(topics()):
+        with faults.of():
+            return RunConfig(**built)
+    return None
 
 
 def _take_out_replaced(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from argparse import Action
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import flags
+from megatron_lite.config.detail_flags import DETAILS
+from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
 
 ON, OFF = "store_true", "store_false"
 
@@ -36,6 +40,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--window-attn-skip-freq", str, None, "2"),
     ("--normalization", str, "LayerNorm", "RMSNorm"),
     ("--norm-epsilon", float, 1e-05, "1e-6"),
+    ("--apply-layernorm-1p", ON, False),
     ("--qk-layernorm", ON, False),
     ("--swiglu", ON, False),
     ("--squared-relu", ON, False),
@@ -143,6 +148,13 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--reset-position-ids", ON, False),
     ("--reset-attention-mask", ON, False),
     ("--calculate-per-token-loss", ON, False),
+    ("--data-args-path", str, None, "words.txt"),
+    ("--train-data-path", str, None, "a b"),
+    ("--valid-data-path", str, None, "a b"),
+    ("--test-data-path", str, None, "a b"),
+    ("--per-split-data-args-path", str, None, "splits.json"),
+    ("--dataloader-type", str, None, "cyclic"),
+    ("--no-data-sharding", OFF, True),
     ("--tokenizer-type", str, None, "GPT2BPETokenizer"),
     ("--tokenizer-model", str, None, "tokenizer.json"),
     ("--vocab-file", str, None, "v.json"),
@@ -245,6 +257,10 @@ OTHER_DEFAULTS = {
     "--split": "969, 30, 1",  # Megatron's, filled in after parsing there
     "--distributed-backend": "auto",  # nccl on CUDA, gloo elsewhere
     "--data-path": (),
+    "--train-data-path": (),
+    "--valid-data-path": (),
+    "--test-data-path": (),
+    "--dataloader-type": "single",  # Megatron's, filled in after parsing there
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
     "--profile-ranks": (),  # [] there
@@ -269,6 +285,9 @@ SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
     "--qk-layernorm-scope": "--qk-layernorm --normalization RMSNorm",
+    "--valid-data-path": "--train-data-path a",
+    "--test-data-path": "--train-data-path a",
+    "--no-data-sharding": "--dataloader-type cyclic",
     "--num-query-groups": "--group-query-attention",
     "--window-attn-skip-freq": "--window-size 3,0",
     "--no-rope-freq": "--position-embedding-type rope",
@@ -380,7 +399,6 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
     "--merge-file": ("--vocab-file v", {"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}),
 }
-MEGATRON_SPELLINGS = 876  # of its 838 options
 
 
 def actions() -> dict[str, Action]:
@@ -446,6 +464,9 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert action.type is kind
     nargs = {
         "--data-path": "*",
+        "--train-data-path": "*",
+        "--valid-data-path": "*",
+        "--test-data-path": "*",
         "--recompute-modules": "+",
         "--profile-ranks": "+",
         "--offload-modules": "+",
@@ -467,6 +488,9 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
     field = actions()[flag].dest
     several = {
         "--data-path": ("a", "b"),
+        "--train-data-path": ("a", "b"),
+        "--valid-data-path": ("a", "b"),
+        "--test-data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
         "--profile-ranks": (0, 3),
         "--offload-modules": ("qkv_linear",),
@@ -495,8 +519,12 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
 
 
 def test_a_flag_belongs_to_one_class_only() -> None:
-    accepted = [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
-    known = [*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()]
+    ignored = [
+        f"--{name.partition('=')[0]}"
+        for _, names in (*IGNORED_FAMILIES, *DETAILS)
+        for name in names.split()
+    ] + [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
+    known = [*supported_flags(build_parser()), *ignored, *flags.RENAMED, *flags.refused_flags()]
     assert sorted(known) == sorted(set(known))
     assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), (
         "the reason for the other values is in the table"
@@ -510,62 +538,30 @@ def test_a_flag_belongs_to_one_class_only() -> None:
     assert new <= set(supported_flags(build_parser()))
 
 
-def test_every_flag_of_megatron_is_known() -> None:
-    not_of_megatron = {
-        "-h",
-        "--help",
-        "--dump-config",
-        "--config-json",
-        "--hf-config",
-        "--local_rank",
-        "--allow-fresh-start",
-        "--metrics-jsonl",
-        "--save-keep-last",
-        "--no-load-fallback",
-        "--allow-changed-data",
-        "--loss-chunk-size",
-        "--memory-limit",
-        "--memory-budget",
-        "--machine",
-        "--log-peak-memory",
-        "--norm-impl",
-        "--optimizer-impl",
-        "--peak-tflops-per-gpu",
-        "--memory-timeline",
-        "--no-recompute-tail-skip",
-        "--recompute-verify",
-        "--explain-recompute",
-        "--dry-run-memory",
-        "--dry-run-ranks",
-        "--dry-run-world-size",
-        "--dry-run-device",
-        "--recompute-policy",
-        "--num-microbatches-with-partial-activation-checkpoints",
-        "--torch-compile",
-        "--activation-memory-budget",
-        "--contiguous-saved-activations",
-        "--fsdp-memory-efficient-wrapping",
-        "--fsdp-reshard-after-forward",
-        "--no-fsdp-reshard-after-forward",
-        "--max-skipped-updates",
-        "--skip-update-on-spike",
-        "--straggler-ratio",
-        # retired there
-        "--layernorm-epsilon",
-        "--use-checkpoint-lr-scheduler",
-        "--tiktoken-special-tokens",
-        "--override-lr-scheduler",
-        "--DDP-impl",
-        "--data-impl",
-        "--no-contiguous-buffers-in-local-ddp",
-        "--no-async-tensor-model-parallel-allreduce",
-        "--no-query-key-layer-scaling",
-        "--activations-checkpoint-method",
-        "--activations-checkpoint-num-layers",
-        "--checkpoint-num-layers",
-        "--distribute-checkpointed-activations",
+def test_every_flag_of_every_release_of_megatron_is_known() -> None:
+    known = {
+        *supported_flags(build_parser()),
+        *flags.ignored_flags(),
+        *flags.RENAMED,
+        *flags.refused_flags(),
     }
-    accepted = {entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT}
-    known = {*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()}
-    assert not_of_megatron <= known
-    assert len(known - not_of_megatron) == MEGATRON_SPELLINGS
+    assert megatron_flags().keys() - known == set()
+    assert {row[0] for row in MEGATRON} <= megatron_flags().keys()
+    assert not {row[0] for row in OURS} & megatron_flags().keys()
+
+
+def test_a_flag_without_effect_takes_as_many_values_as_in_megatron() -> None:
+    ours = {flag: ignored.nargs for flag, ignored in flags.ignored_flags().items()}
+    theirs = megatron_flags()
+    assert {flag: nargs for flag, nargs in ours.items() if flag in theirs} == {
+        flag: theirs[flag] for flag in ours if flag in theirs
+    }
+
+
+def megatron_flags() -> dict[str, int | str]:
+    """Every spelling of a flag in the releases v1.0 to 2026-08, with the number of its values.
+
+    The file has the first and the last release with the flag, too.
+    """
+    path = Path(__file__).parent / "command_lines" / "megatron_flags.json"
+    return {flag: nargs for flag, (nargs, *_) in json.loads(path.read_text()).items()}

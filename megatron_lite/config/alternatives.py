@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
+from megatron_lite.config.data_settings import PER_SPLIT_PATHS, TIKTOKEN_FIELDS
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.policy import LayerAction, parse_policy
@@ -46,7 +46,13 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("lr_decay_iters",), ("lr_decay_samples",)),
     (("lr_warmup_iters",), ("lr_warmup_samples",), ("lr_warmup_fraction",)),
     (("lr_wsd_decay_iters",), ("lr_wsd_decay_samples",)),
-    (("data_path",), ("mock_data",)),
+    (
+        ("data_path",),
+        ("mock_data",),
+        ("data_args_path",),
+        PER_SPLIT_PATHS,
+        ("per_split_data_args_path",),
+    ),
     (("bf16",), ("fp16",)),
     (("global_batch_size", "rampup_batch_size"), ("step_batch_size_schedule",)),
     (("loss_scale",), LOSS_SCALE),

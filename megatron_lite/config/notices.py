@@ -14,10 +14,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lite.config import layer_pattern
+from megatron_lite.config.checkpoint_settings import WITHOUT_LOAD, WITHOUT_SAVE
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.recompute_notices import recompute_notices, recompute_notices_on
+from megatron_lite.config.recompute_notices import (
+    recompute_notices,
+    recompute_notices_on,
+    unread_notices,
+)
 from megatron_lite.config.run import RunConfig
 
 WITHOUT_SHARING = (
@@ -109,9 +114,12 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
     ]
     return [
         *notices,
+        *_directory_notices(config),
+        *_loss_scale_notices(config),
         *layer_pattern.notices(model, config.data.seq_length),
         *_document_notices(config),
         *_bucket_notices(config),
+        *unread_notices(config, given),
         *recompute_notices(config),
     ]
 
@@ -185,6 +193,39 @@ def _dp_cp_size(config: RunConfig, world_size: int) -> int:
     They are the data-parallel and context-parallel ranks.
     """
     return config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
+
+
+def _directory_notices(config: RunConfig) -> list[str]:
+    checkpoint, notices = config.checkpoint, []
+    for names, directory, effect in (
+        (WITHOUT_SAVE, checkpoint.save, "without --save DIR: no checkpoint is written"),
+        (WITHOUT_LOAD, checkpoint.load, "without --load DIR: no checkpoint is read"),
+    ):
+        if directory is None:
+            notices += [
+                f"{flag(name)} has no effect {effect}"
+                for name in names
+                if getattr(checkpoint, name)
+            ]
+    return notices
+
+
+def _loss_scale_notices(config: RunConfig) -> list[str]:
+    """Returns a notice for each loss-scale setting of a run whose loss is not scaled by it."""
+    changed = config.loss_scaling.changed()
+    if not config.training.fp16:
+        return [
+            f"{flag(name)} has no effect without --fp16: the loss of a float32 or --bf16 run is "
+            "not scaled"
+            for name in changed
+        ]
+    if config.loss_scaling.loss_scale is None:
+        return []
+    return [
+        f"{flag(name)} has no effect with --loss-scale {config.loss_scaling.loss_scale}, a constant"
+        for name in changed
+        if name != "loss_scale"
+    ]
 
 
 def _rotary_notices(model: ModelConfig, given: Collection[str]) -> list[str]:

@@ -79,12 +79,6 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                 f"{model.max_position_embeddings}"
             )
-        if not self.training.fp16:
-            for name in self.loss_scaling.changed():
-                raise ValueError(
-                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a "
-                    "float32 or --bf16 run is not scaled"
-                )
         self.training.batch_steps(self.data.seq_length)
         self._check_recompute_policy()
         self._check_pipeline()
@@ -138,7 +132,7 @@ class RunConfig:
             missing.append("the length of the run: set --train-iters or --train-samples")
         if self.lr_schedule.lr is None:
             missing.append("the learning rate: set --lr")
-        if not self.data.data_path and not self.data.mock_data:
+        if not self.data.has_source:
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
