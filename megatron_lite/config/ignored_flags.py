@@ -32,6 +32,10 @@ IGNORED_FAMILIES: tuple[tuple[str, str], ...] = (
          tp-comm-overlap-rs-dgrad use-contiguous-buffers-in-ddp use-nccl-ub use-sharp""",
     ),
     (
+        "optimizer states are shared out over all data-parallel ranks, not over groups of them",
+        """num-distributed-optimizer-instances=""",
+    ),
+    (
         "no record of collectives is kept",
         """disable-flight-recorder-dump-on-timeout disable-flight-recorder-extra-dump-on-exec
          disable-flight-recorder-include-only-active flight-recorder-dump-path=

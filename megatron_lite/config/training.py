@@ -99,11 +99,6 @@ class TrainingConfig:
                 f"--global-batch-size {self.global_batch_size} is not divisible by "
                 f"--micro-batch-size {self.micro_batch_size}"
             )
-        if self.train_samples is not None and self.global_batch_size is None:
-            raise ValueError(
-                "--train-samples needs --global-batch-size: the number of iterations follows "
-                "from both"
-            )
         # argparse gives a list, and `from_json` a tuple: both must make equal values.
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         if self.rampup_batch_size:
