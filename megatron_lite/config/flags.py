@@ -107,7 +107,6 @@ WITHOUT_EFFECT = {
 ONLY_VALUE = {
     "--expert-model-parallel-size": "1",
     "--softmax-type": "vanilla",
-    "--dataloader-type": "single",
     "--weight-decay-incr-style": "constant",
     "--muon-scalar-optimizer": "adam",
     "--tensor-parallel-num-weight-shards": "1",

@@ -136,10 +136,10 @@ def _differences(model: ModelConfig, config: Mapping[str, Any]) -> list[str]:
     """Returns what the config of a family says otherwise than the model, as words."""
     try:
         mapped = from_hf(config)
-        theirs = _meaning(ModelConfig(**mapped.fields))
+        theirs = meaning_of(ModelConfig(**mapped.fields))
     except ValueError as error:
         return [str(error)]
-    ours = _meaning(model)
+    ours = meaning_of(model)
     return [
         *mapped.inexact,
         *(
@@ -150,7 +150,12 @@ def _differences(model: ModelConfig, config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _meaning(model: ModelConfig) -> dict[str, Any]:
+def meaning_of(model: ModelConfig) -> dict[str, Any]:
+    """Returns what the model computes, by names for messages. Equal models have equal meanings.
+
+    Fields that only say how a run trains are left out. What can be said in several ways, such as
+    which layers have a window, is said layer by layer.
+    """
     layers = range(model.num_layers)
     rotates = model.positions.rotated
     return {

@@ -205,7 +205,7 @@ IGNORED_FAMILIES: tuple[tuple[str, str], ...] = (
          dino-head-hidden-size= dino-local-crops-number= dino-local-img-size=
          dino-norm-last-layer dino-teacher-temp= dino-warmup-teacher-temp=
          dino-warmup-teacher-temp-epochs= head-lr-mult= img-dim= img-h= img-w= iter-per-epoch=
-         mask-factor= mask-type= no-data-sharding num-channels= num-classes= patch-dim=
+         mask-factor= mask-type= num-channels= num-classes= patch-dim=
          swin-backbone-type= vision-backbone-type= vision-pretraining vision-pretraining-type=""",
     ),
     ("there is one implementation of tokenizers", """legacy-tokenizer"""),

@@ -90,7 +90,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "this variant of the layer or of its initial weights is not built; see --help for the "
             "model flags"
         ),
-        """apply-layernorm-1p apply-residual-connection-post-layernorm data-parallel-random-init
+        """apply-residual-connection-post-layernorm data-parallel-random-init
          embedding-init-method-std heterogeneous-layers-config-encoded-json
          heterogeneous-layers-config-path init-method-xavier-uniform openai-gelu spec""",
     ),
@@ -165,14 +165,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
         """dataloader-inter-document-masking""",
     ),
     (
-        "data is read in order of consumed samples, each batch when it is needed",
-        """dataloader-type""",
-    ),
-    (
-        "data comes from --data-path (or --mock-data), cut by --split",
-        """data-args-path fim-data mid-level-dataset-surplus per-split-data-args-path
-         phase-transition-iterations renormalize-blend-weights test-data-path train-data-path
-         valid-data-path""",
+        "data comes from --data-path cut by --split, from --train-data-path and the like, or from "
+        "--mock-data",
+        """fim-data mid-level-dataset-surplus phase-transition-iterations
+         renormalize-blend-weights""",
     ),
     (
         (

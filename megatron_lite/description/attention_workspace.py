@@ -57,13 +57,20 @@ def norms_workspace(
     raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
     if model.norms_all_heads:
         of_query, of_key = all_heads_parameters(model, sizes)
+        shifted_query, shifted_key = (
+            one.num_elements * sizes.element_bytes * model.apply_layernorm_1p
+            for one in (of_query, of_key)
+        )
         return Workspace(
-            course(all_heads_forward(sizes, heads.query), all_heads_forward(sizes, heads.kv)),
             course(
-                all_heads_backward(sizes, heads.kv, of_key),
+                all_heads_forward(sizes, heads.query, shifted_query),
+                all_heads_forward(sizes, heads.kv, shifted_key),
+            ),
+            course(
+                all_heads_backward(sizes, heads.kv, of_key, shifted_key),
                 added_up((of_key,), sizes),
                 -raw_key,
-                all_heads_backward(sizes, heads.query, of_query),
+                all_heads_backward(sizes, heads.query, of_query, shifted_query),
                 added_up((of_query,), sizes),
                 -raw_query,
             ),

@@ -32,7 +32,11 @@ from megatron_lite.description.attention_workspace import (
     unfused_workspace,
 )
 from megatron_lite.description.linears import OPERATORS, RowFrees
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.norm_statistics import (
+    norm_parameters,
+    norm_statistics,
+    shifted_weight,
+)
 from megatron_lite.description.operations import (
     ALL_GATHER,
     QK_LAYERNORM,
@@ -44,6 +48,7 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     OperatorCall,
+    Parameter,
     RegionEntry,
     document_starts,
     shared_table,
@@ -122,26 +127,35 @@ def _norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Ope
     """
     heads = Heads.of(model, sizes)
     both = heads.query + heads.kv
+
+    def shifted(weights: tuple[Parameter, ...]) -> tuple[KeptTensor, ...]:
+        kept = zip(weights, ("query norm", "key norm"), strict=True)
+        return tuple(
+            tensor
+            for weight, name in kept
+            for tensor in shifted_weight(name, model, sizes, weight.num_elements)
+        )
+
     if model.norms_all_heads:
-        calls = all_heads_calls(sizes)
+        calls, weights = all_heads_calls(sizes), all_heads_parameters(model, sizes)
         return Operation(
             QK_LAYERNORM,
             "self_attention",
-            (*raw, all_heads_statistics(sizes)),
+            (*raw, all_heads_statistics(sizes), *shifted(weights)),
             calls=calls,
             backward=tuple(one for call in reversed(calls) for one in call.collectives),
-            parameters=all_heads_parameters(model, sizes),
+            parameters=weights,
             moved=Moved(3 * both, 5 * both),
         )
     rows = both // sizes.element_bytes // model.head_dim
+    of_query, of_key = (
+        norm_parameters(model, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
+    )
     return Operation(
         QK_LAYERNORM,
         "self_attention",
-        (*raw, norm_statistics("qk norm", model, sizes, rows)),
-        parameters=(
-            *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
-            *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
-        ),
+        (*raw, norm_statistics("qk norm", model, sizes, rows), *shifted((of_query[0], of_key[0]))),
+        parameters=(*of_query, *of_key),
         moved=Moved(2 * both, 3 * both),
     )
 

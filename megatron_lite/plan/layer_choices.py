@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_lite.config.policy import LayerAction
-from megatron_lite.config.regions import DROPOUT, REGIONS, nested
+from megatron_lite.config.regions import DROPOUT, LAYERNORM, REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
@@ -74,6 +74,7 @@ def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
         for name, facts in REGIONS.items()
         if (not facts.needs_scores or config.model.builds_scores(device))
         and (name != DROPOUT or config.model.hidden_dropout > 0.0)
+        and (name != LAYERNORM or not config.model.norms_after)
     ]
     for number in range(len(useful) + 1):
         for regions in itertools.combinations(useful, number):
