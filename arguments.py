@@ -25,6 +25,7 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import (
     DATALOADER_TYPES,
+    TIKTOKEN_PATTERNS,
     TOKENIZER_TYPES,
     DataConfig,
     TokenizerConfig,
@@ -33,7 +34,7 @@ from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.flag_help import help_on
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
-from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.lr_schedule_settings import (
     LR_DECAY_STYLES,
@@ -63,6 +64,7 @@ from megatron_lite.config.optimizer_settings import (
 )
 from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.pattern_text import parse_pattern, parse_window
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
@@ -197,20 +199,26 @@ class _Group:
             help=text + self._default(field),
         )
 
-    def switch(self, flag: str, text: str) -> None:
+    def switch(self, flag: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns its field on.
 
         `_translate_values` replaces the few switches that have no field.
         """
+        names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
-            flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text
+            *names,
+            dest=_field_name(flag),
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=text,
         )
 
-    def off_switch(self, flag: str, field: str, text: str) -> None:
+    def off_switch(self, flag: str, field: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns `field` off."""
         assert self._fields[field].default is True, field
+        names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
-            flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
+            *names, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
         )
 
     def _default(self, field: str) -> str:
@@ -276,6 +284,7 @@ def build_parser() -> Parser:
     _add_tokenizer_arguments(parser)
     _add_checkpoint_arguments(parser)
     _add_logging_arguments(parser)
+    _add_profiling_arguments(parser)
     _add_arguments_without_effect(parser)
     return parser
 
@@ -580,6 +589,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "INCREMENT at a time, while SAMPLES are consumed",
         nargs=3,
     )
+    group.value(
+        "--step-batch-size-schedule",
+        str,
+        "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
+        "'0:768 250B:1536'; the last one is --global-batch-size",
+    )
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
@@ -768,6 +783,21 @@ def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--lr-wsd-decay-iters", int, "iterations of WSD's decay, at the end")
     group.value("--lr-wsd-decay-samples", int, "the same in samples, with --train-samples")
+    group.value(
+        "--decoupled-lr", float, "--lr of the word embedding and the output layer, if it differs"
+    )
+    group.value("--decoupled-min-lr", float, "their --min-lr; derived: --min-lr")
+    group.switch(
+        "--use-checkpoint-opt_param-scheduler",
+        "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
+        alias="--use-checkpoint-opt-param-scheduler",
+    )
+    group.switch(
+        "--override-opt_param-scheduler",
+        "a run that continues takes them from the flags, which is the default, and the log does "
+        "not list the differences",
+        alias="--override-opt-param-scheduler",
+    )
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -825,10 +855,26 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         values=TOKENIZER_TYPES,
     )
     group.value(
-        "--tokenizer-model", str, "tokenizer.json or its directory, for HuggingFaceTokenizer"
+        "--tokenizer-model",
+        str,
+        "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
+        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
     )
     group.value("--vocab-file", str, "vocab.json, for GPT2BPETokenizer")
     group.value("--merge-file", str, "merges.txt, for GPT2BPETokenizer")
+    group.value(
+        "--tiktoken-pattern",
+        str,
+        "how TikTokenizer splits a text (v2 if omitted)",
+        values=TIKTOKEN_PATTERNS,
+    )
+    group.value("--tiktoken-num-special-tokens", int, "special tokens of TikTokenizer")
+    group.value(
+        "--tokenizer-special-tokens",
+        str,
+        "names of its first special tokens, if they are not the usual ones",
+        nargs="+",
+    )
     group.value("--vocab-size", int, "token ids before padding; derived from the tokenizer's files")
     group.value(
         "--make-vocab-size-divisible-by",
@@ -902,12 +948,65 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
     group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+    group.switch("--log-world-size-to-tensorboard", "number of ranks in TensorBoard")
+    group.off_switch(
+        "--no-log-loss-scale-to-tensorboard",
+        "log_loss_scale_to_tensorboard",
+        "no loss scale in TensorBoard",
+        alias="--disable-log-loss-scale-to-tensorboard",
+    )
+    group.value(
+        "--tensorboard-log-interval", int, "iterations between two points in TensorBoard and W&B"
+    )
+    group.value(
+        "--wandb-project",
+        str,
+        "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
+        "needs the package wandb",
+    )
+    group.value("--wandb-exp-name", str, "its name")
+    group.value("--wandb-save-dir", str, "its folder; derived: DIR/wandb of --save DIR")
+    group.value("--wandb-entity", str, "its owner")
+    group.value(
+        "--timing-log-level",
+        int,
+        "1: time the parts of a step; 2: and those of each micro-batch. Both wait for the GPU",
+    )
+    group.value(
+        "--timing-log-option",
+        str,
+        "times of the fastest and slowest rank, of the slowest, or of all",
+        values=TIMING_LOG_OPTIONS,
+    )
     group.switch(
         "--log-straggler",
         "name the slowest ranks, where they are slower than the others of their stage",
     )
     group.value("--straggler-minmax-count", int, "how many of them at most")
     group.value("--straggler-ratio", float, "how many times the median's time a slow rank takes")
+
+
+def _add_profiling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "profiling", ProfilingConfig)
+    group.switch(
+        "--profile", "profile some iterations, for Nsight Systems or with --use-pytorch-profiler"
+    )
+    group.value("--profile-step-start", int, "the iteration after which profiling begins")
+    group.value("--profile-step-end", int, "the last iteration that is profiled")
+    group.value("--profile-ranks", int, "global ranks to profile; all if omitted", nargs="+")
+    group.switch(
+        "--use-pytorch-profiler",
+        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
+    )
+    group.switch("--pytorch-profiler-collect-shapes", "shapes of tensors in the trace")
+    group.switch("--pytorch-profiler-collect-callstack", "Python's stack in the trace")
+    group.switch("--record-shapes", "operators with shapes for Nsight Systems")
+    group.switch("--nvtx-ranges", "operators for Nsight Systems")
+    group.switch(
+        "--record-memory-history",
+        "write CUDA's allocations to --memory-snapshot-path at each --log-interval",
+    )
+    group.value("--memory-snapshot-path", str, "file for them; _RANK is put before its last suffix")
 
 
 def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:

@@ -82,6 +82,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--micro-batch-size", int, None, "3"),
     ("--global-batch-size", int, None, "8"),
     ("--rampup-batch-size", int, None, "2 2 16"),
+    ("--step-batch-size-schedule", str, None, "0:2,4K:8"),
     ("--train-iters", int, None, "7"),
     ("--train-samples", int, None, "56"),
     ("--seed", int, 1234, "7"),
@@ -129,6 +130,12 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--lr-wsd-decay-style", str, "exponential", "minus_sqrt"),
     ("--lr-wsd-decay-iters", int, None, "3"),
     ("--lr-wsd-decay-samples", int, None, "30"),
+    ("--decoupled-lr", float, None, "0.01"),
+    ("--decoupled-min-lr", float, None, "0.001"),
+    ("--use-checkpoint-opt_param-scheduler", ON, False),
+    ("--use-checkpoint-opt-param-scheduler", ON, False),
+    ("--override-opt_param-scheduler", ON, False),
+    ("--override-opt-param-scheduler", ON, False),
     ("--seq-length", int, None, "4"),
     ("--data-path", str, None, "a b"),
     ("--mock-data", ON, False),
@@ -150,6 +157,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--vocab-file", str, None, "v.json"),
     ("--merge-file", str, None, "m.txt"),
     ("--vocab-size", int, None, "77"),
+    ("--tiktoken-pattern", str, None, "v1"),
+    ("--tiktoken-num-special-tokens", int, 1000, "10"),
+    ("--tokenizer-special-tokens", str, None, "<unk> <s> </s> <mask> <pad> <cls> <sep> <x>"),
     ("--make-vocab-size-divisible-by", int, 128, "64"),
     ("--save", str, None, "out"),
     ("--save-interval", int, None, "5"),
@@ -168,6 +178,27 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--log-validation-ppl-to-tensorboard", ON, False),
     ("--log-timers-to-tensorboard", ON, False),
     ("--log-memory-to-tensorboard", ON, False),
+    ("--log-world-size-to-tensorboard", ON, False),
+    ("--no-log-loss-scale-to-tensorboard", OFF, True),
+    ("--disable-log-loss-scale-to-tensorboard", OFF, True),
+    ("--tensorboard-log-interval", int, 1, "5"),
+    ("--wandb-project", str, None, "project"),
+    ("--wandb-exp-name", str, None, "name"),
+    ("--wandb-save-dir", str, None, "w"),
+    ("--wandb-entity", str, None, "me"),
+    ("--timing-log-level", int, 0, "2"),
+    ("--timing-log-option", str, "minmax", "all"),
+    ("--profile", ON, False),
+    ("--profile-step-start", int, 10, "3"),
+    ("--profile-step-end", int, 12, "13"),
+    ("--profile-ranks", int, None, "0 3"),
+    ("--use-pytorch-profiler", ON, False),
+    ("--pytorch-profiler-collect-shapes", ON, False),
+    ("--pytorch-profiler-collect-callstack", ON, False),
+    ("--record-shapes", ON, False),
+    ("--nvtx-ranges", ON, False),
+    ("--record-memory-history", ON, False),
+    ("--memory-snapshot-path", str, "snapshot.pickle", "s.pickle"),
     ("--log-straggler", ON, False),
     ("--straggler-minmax-count", int, 1, "2"),
 )
@@ -229,6 +260,8 @@ OTHER_DEFAULTS = {
     "--dataloader-type": "single",  # Megatron's, filled in after parsing there
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
+    "--profile-ranks": (),  # [] there
+    "--tokenizer-special-tokens": (),  # None there, and the usual ones all the same
     "--rampup-batch-size": (),  # None there, and a constant batch all the same
     "--no-load-optim": False,  # None there, and false all the same
     "--no-load-rng": False,
@@ -267,6 +300,8 @@ CONTEXT = {
     "--exit-signal": "--exit-signal-handler",
     "--train-samples": "--global-batch-size 8",
     "--rampup-batch-size": "--global-batch-size 8",
+    "--wandb-project": "--save out",
+    "--tokenizer-special-tokens": "--tokenizer-type TikTokenizer --tokenizer-model t.json",
     **dict.fromkeys(
         (
             "--loss-scale",
@@ -292,6 +327,7 @@ CONTEXT = {
 }
 # Flags that are illegal without each other come together, and so do the changes.
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "--step-batch-size-schedule": ("", {"global_batch_size": 8}),
     **dict.fromkeys(
         (
             "--muon-momentum",
@@ -424,6 +460,8 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         "--valid-data-path": "*",
         "--test-data-path": "*",
         "--recompute-modules": "+",
+        "--profile-ranks": "+",
+        "--tokenizer-special-tokens": "+",
         "--rampup-batch-size": 3,
         "--cp-comm-type": "+",
     }
@@ -445,6 +483,10 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
         "--valid-data-path": ("a", "b"),
         "--test-data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
+        "--profile-ranks": (0, 3),
+        "--tokenizer-special-tokens": (
+            *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<x>"),
+        ),
         "--rampup-batch-size": (2, 2, 16),
         "--window-size": (3, 0),
         "--window-attn-skip-freq": 2,

@@ -100,7 +100,7 @@ def print_dry_run_memory(
         config, chosen = _with_policy(config, world_size)
         notices = [*notices, *chosen]
         ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
-        config.training.batch_schedule(config.parallel.data_parallel_size(world_size))
+        config.batch_schedule(config.parallel.data_parallel_size(world_size))
     except ValueError as error:
         raise InputError(str(error)) from error
     device = settings.dry_run_device or likely_device(config.parallel.distributed_backend)

@@ -86,10 +86,6 @@ WITHOUT_EFFECT = {
     "--exit-on-missing-checkpoint": (
         "a missing checkpoint is an error unless --allow-fresh-start is given"
     ),
-    "--override-opt_param-scheduler": "the learning rate always follows the flags",
-    "--override-opt-param-scheduler": "the learning rate always follows the flags",
-    "--timing-log-level N": "there is one level of timing",
-    "--timing-log-option NAME": "there is one level of timing",
     "--no-barrier-with-level-1-timing": "timing adds no barriers",
     "--tensorboard-queue-size N": "TensorBoard buffers as it likes",
     "--logging-level N": "there is one level of logging",
@@ -132,6 +128,9 @@ RENAMED = {
     "--encoder-num-layers": "--num-layers",
     "--encoder-seq-length": "--seq-length",
     "--no-fsdp-reshard-after-forward": "--torch-fsdp2-no-reshard-after-forward",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
+    "--override-lr-scheduler": "--override-opt_param-scheduler",
+    "--tiktoken-special-tokens": "--tokenizer-special-tokens",
     "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform",
     "--activations-checkpoint-method": "--recompute-granularity full --recompute-method",
     "--activations-checkpoint-num-layers": "--recompute-num-layers",

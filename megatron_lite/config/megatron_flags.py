@@ -111,22 +111,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "one learning rate and one constant weight decay (none for biases and norms) hold for all "
         "weights; use --lr and --weight-decay",
-        """apply-wd-to-qk-layernorm decoupled-lr decoupled-min-lr end-weight-decay
+        """apply-wd-to-qk-layernorm end-weight-decay
          freeze-all-layers no-weight-decay-cond-type start-weight-decay
          weight-decay-incr-style""",
-    ),
-    (
-        (
-            "the learning rate always follows the flags; give the flags of the run that saved the "
-            "checkpoint"
-        ),
-        """use-checkpoint-opt-param-scheduler use-checkpoint-opt_param-scheduler
-         use-checkpoint-lr-scheduler""",
-    ),
-    (
-        "every batch must be divisible by --micro-batch-size x data-parallel size; use "
-        "--global-batch-size and --rampup-batch-size, whose steps are equal",
-        """step-batch-size-schedule""",
     ),
     (
         "a run ends after --train-iters, --train-samples, --exit-interval, --exit-duration-in-mins "
@@ -184,10 +171,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
         ),
         """chat-template disable-tokenizer-sentencepiece-ignore-extra-whitespaces
          no-tokenizer-sentencepiece-ignore-extra-whitespaces null-tokenizer-eod-id
-         null-tokenizer-pad-id tiktoken-num-special-tokens tiktoken-pattern
-         tiktoken-special-tokens tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast
-         tokenizer-metadata tokenizer-sentencepiece-legacy tokenizer-special-tokens
-         use-gigatoken""",
+         null-tokenizer-pad-id
+         tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-metadata
+         tokenizer-sentencepiece-legacy use-gigatoken""",
     ),
     (
         (
@@ -207,16 +193,11 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         "a run reports to the terminal, --metrics-jsonl and --tensorboard-dir",
-        """disable-log-loss-scale-to-tensorboard log-device-memory-used log-memory-interval
-         log-world-size-to-tensorboard no-log-loss-scale-to-tensorboard tensorboard-log-interval
-         wandb-entity wandb-exp-name wandb-project wandb-save-dir""",
+        """log-device-memory-used log-memory-interval""",
     ),
     (
-        "there is no profiler inside; run the program under one, or use --log-throughput",
-        """memory-snapshot-path nvtx-ranges profile profile-ranks profile-step-end
-         profile-step-start pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
-         pytorch-profiler-collect-shapes record-memory-history record-shapes
-         use-pytorch-profiler""",
+        "no Chakra trace is written; --profile --use-pytorch-profiler writes a Chrome trace",
+        """pytorch-profiler-collect-chakra""",
     ),
     (
         "no faults are injected into a run; leave the flag out",
