@@ -1192,11 +1192,11 @@ def _build_config(
             values = _values_of_hf(hf_config, given, notices)
         elif config_json is not None:
             values = _values_of_file(config_json)
+        if values:
+            notices += _take_out_replaced(values, given, str(config_json or hf_config))
     except ValueError as error:
         faults.texts.append(str(error))
         return None
-    if values:
-        notices += _take_out_replaced(values, given, str(config_json or hf_config))
     built, missing = {}, []
     for topic, config_class in topics().items():
         fields = dataclasses.fields(config_class)

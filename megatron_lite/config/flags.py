@@ -104,7 +104,6 @@ WITHOUT_EFFECT = {
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE = {
     "--expert-model-parallel-size": "1",
-    "--num-distributed-optimizer-instances": "1",
     "--softmax-type": "vanilla",
     "--weight-decay-incr-style": "constant",
     "--muon-scalar-optimizer": "adam",

@@ -43,8 +43,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "data-parallel ranks share out optimizer states with --use-distributed-optimizer, and "
         "weights and gradients too with --use-torch-fsdp2; there is no other way",
-        """num-distributed-optimizer-instances tensor-parallel-num-weight-shards use-custom-fsdp
-         use-megatron-fsdp""",
+        """tensor-parallel-num-weight-shards use-custom-fsdp use-megatron-fsdp""",
     ),
     (
         "every rank of a run is a process; use --dry-run-memory to see what ranks need without "

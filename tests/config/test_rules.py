@@ -236,12 +236,6 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         TrainingConfig,
-        {"train_samples": 8},
-        "--train-samples needs --global-batch-size",
-        {"train_samples": 8, "global_batch_size": 4},
-    ),
-    (
-        TrainingConfig,
         {"train_iters": 2, "train_samples": 8, "global_batch_size": 4},
         "both give the length of the run",
         {"train_iters": 2},
@@ -449,15 +443,6 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--min-loss-scale 8.0 is above --initial-loss-scale",
         {"initial_loss_scale": 4.0, "min_loss_scale": 4.0},
     ),
-    *[
-        (
-            LossScaleConfig,
-            {"loss_scale": 8.0, field: 16},
-            f"--{field.replace('_', '-')} has no effect with --loss-scale 8.0",
-            {"loss_scale": 8.0},
-        )
-        for field in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    ],
     (
         OptimizerConfig,
         {"optimizer": "sgd"},
@@ -714,7 +699,7 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--save-interval must be at least 1",
         {"save": "d", "save_interval": 1},
     ),
-    (CheckpointConfig, {"save_interval": 5}, "--save-interval 5 needs --save DIR", {"save": "d"}),
+    (CheckpointConfig, {"save_keep_last": 5}, "--save-keep-last 5 needs --save DIR", {"save": "d"}),
     *[
         (
             CheckpointConfig,
@@ -722,7 +707,7 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
             f"--{field.replace('_', '-')} needs --load DIR",
             {field: True, "load": "d"},
         )
-        for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng")
+        for field in ("allow_fresh_start", "no_load_fallback", "allow_changed_data")
     ],
     (LoggingConfig, {"log_interval": 0}, "--log-interval must be at least 1", {"log_interval": 1}),
 ]
