@@ -414,9 +414,8 @@ def test_settings_without_effect_are_told() -> None:
     assert "--reset-position-ids has no effect with --position-embedding-type rope" in told(
         "--reset-position-ids --position-embedding-type rope"
     )
-    assert "--reset-attention-mask has little to do under --mock-data" in told(
-        "--reset-attention-mask"
-    )
+    assert "--mock-data packs no documents: --eod-mask-loss, --reset-position-ids" in told(FLAGS)
+    assert "--mock-data" not in told("")
 
 
 def test_a_mask_hides_whole_blocks_of_keys_from_long_sequences() -> None:
