@@ -11,6 +11,11 @@ Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.all_heads_norm import (
+    all_heads_backward,
+    all_heads_forward,
+    all_heads_parameters,
+)
 from megatron_lite.description.dropout import dropout_forward, masked
 from megatron_lite.description.norm_statistics import norm_backward, norm_forward, norm_parameters
 from megatron_lite.description.operations import ID_BYTES, Course, KeptTensor, Workspace, course
@@ -50,6 +55,26 @@ def norms_workspace(
     queries, keys = (size // sizes.element_bytes // d for size in heads)
     vectors = norm_parameters(model, d, partial=True)
     raw_query, raw_key = (heads.query, heads.kv) if apart else (heads.query + 2 * heads.kv, 0)
+    if model.norms_all_heads:
+        of_query, of_key = all_heads_parameters(model, sizes)
+        shifted_query, shifted_key = (
+            one.num_elements * sizes.element_bytes * model.apply_layernorm_1p
+            for one in (of_query, of_key)
+        )
+        return Workspace(
+            course(
+                all_heads_forward(sizes, heads.query, shifted_query),
+                all_heads_forward(sizes, heads.kv, shifted_key),
+            ),
+            course(
+                all_heads_backward(sizes, heads.kv, of_key, shifted_key),
+                added_up((of_key,), sizes),
+                -raw_key,
+                all_heads_backward(sizes, heads.query, of_query, shifted_query),
+                added_up((of_query,), sizes),
+                -raw_query,
+            ),
+        )
     unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
     copies_query = unfused or samples > 1
     copies_key = not grouped if unfused else samples > 1

@@ -20,8 +20,8 @@ from megatron_lite.description.linears import (
 from megatron_lite.description.norm_statistics import (
     norm_backward,
     norm_forward,
+    norm_keeps,
     norm_parameters,
-    norm_statistics,
 )
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -190,10 +190,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         Operation(
             "final_layernorm",
             "decoder.final_layernorm",
-            (
-                KeptTensor("output of the last layer", hidden),
-                norm_statistics("final norm", model, sizes, sizes.local_tokens),
-            ),
+            (KeptTensor("output of the last layer", hidden), *norm_keeps("final norm", *norm)),
             parameters=vectors,
             moved=Moved(2 * hidden, 3 * hidden),
             workspace=Workspace(

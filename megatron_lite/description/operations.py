@@ -249,10 +249,13 @@ class Operation(NamedTuple):
 class LayerDescription:
     """The operations of one layer, in the order of the forward.
 
+    absorbs: the name of the operation whose backward frees the gradient of the layer's output, or
+        adds to it in place.
     peculiarity: a text that tells how the layer differs from other layers of the model, or "".
     """
 
     operations: tuple[Operation, ...]
+    absorbs: str
     peculiarity: str = ""
 
     @property
@@ -292,9 +295,12 @@ class LayerDescription:
         return (one for one in self.operations if not regions.isdisjoint(one.regions))
 
     def tail_operations(self) -> tuple[Operation, ...]:
-        """Returns the operations that a unit's replay leaves out, as far as their output goes."""
-        (name,) = {name for name, _ in self.tail()}
-        first = next(n for n, one in enumerate(self.operations) if one.name == name)
+        """Returns the operations that a unit's replay leaves out, as far as their output goes.
+
+        The last one, which adds to the residual, is always among them.
+        """
+        names = {name for name, _ in self.tail()} or {self.operations[-1].name}
+        first = next(n for n, one in enumerate(self.operations) if one.name in names)
         return self.operations[first:]
 
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:

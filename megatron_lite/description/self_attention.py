@@ -19,6 +19,11 @@ from collections.abc import Iterator
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
+from megatron_lite.description.all_heads_norm import (
+    all_heads_calls,
+    all_heads_parameters,
+    all_heads_statistics,
+)
 from megatron_lite.description.attention_workspace import (
     flash_workspace,
     norms_workspace,
@@ -27,7 +32,11 @@ from megatron_lite.description.attention_workspace import (
     unfused_workspace,
 )
 from megatron_lite.description.linears import OPERATORS, RowFrees
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.norm_statistics import (
+    norm_parameters,
+    norm_statistics,
+    shifted_weight,
+)
 from megatron_lite.description.operations import (
     ALL_GATHER,
     QK_LAYERNORM,
@@ -39,6 +48,7 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     OperatorCall,
+    Parameter,
     RegionEntry,
     document_starts,
     shared_table,
@@ -73,17 +83,8 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
-        rows = (heads.query + heads.kv) // sizes.element_bytes // model.head_dim
-        yield Operation(
-            QK_LAYERNORM,
-            "self_attention",
-            (*raw, norm_statistics("qk norm", model, sizes, rows)),
-            parameters=(
-                *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
-                *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
-            ),
-            moved=Moved(2 * (heads.query + heads.kv), 3 * (heads.query + heads.kv)),
-            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart),
+        yield _norms(model, sizes, raw)._replace(
+            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart)
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
@@ -119,6 +120,46 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
         yield _flash(model, sizes, inputs, sum(freed.values()), starts, windowed=windowed)
 
 
+def _norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
+    """Returns the norms of query and key, without their workspace.
+
+    raw: the tensors that they keep of their inputs.
+    """
+    heads = Heads.of(model, sizes)
+    both = heads.query + heads.kv
+
+    def shifted(weights: tuple[Parameter, ...]) -> tuple[KeptTensor, ...]:
+        kept = zip(weights, ("query norm", "key norm"), strict=True)
+        return tuple(
+            tensor
+            for weight, name in kept
+            for tensor in shifted_weight(name, model, sizes, weight.num_elements)
+        )
+
+    if model.norms_all_heads:
+        calls, weights = all_heads_calls(sizes), all_heads_parameters(model, sizes)
+        return Operation(
+            QK_LAYERNORM,
+            "self_attention",
+            (*raw, all_heads_statistics(sizes), *shifted(weights)),
+            calls=calls,
+            backward=tuple(one for call in reversed(calls) for one in call.collectives),
+            parameters=weights,
+            moved=Moved(3 * both, 5 * both),
+        )
+    rows = both // sizes.element_bytes // model.head_dim
+    of_query, of_key = (
+        norm_parameters(model, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
+    )
+    return Operation(
+        QK_LAYERNORM,
+        "self_attention",
+        (*raw, norm_statistics("qk norm", model, sizes, rows), *shifted((of_query[0], of_key[0]))),
+        parameters=(*of_query, *of_key),
+        moved=Moved(2 * both, 3 * both),
+    )
+
+
 def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
     """Returns the tensors that are freed with linear_proj.
 
@@ -126,10 +167,13 @@ def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
     query head, and the layer holds the key and the value themselves until linear_proj has run.
     """
     heads = Heads.of(model, sizes)
+    # With a norm in between, or if the MLP's branch begins beside attention, the gradient of the
+    # residual stream is another tensor.
+    gradient = model.norms_after or model.parallel_residual
     if not model.builds_scores(sizes.device):
-        return RowFrees(0, 0)
+        return RowFrees(0, 0, gradient)
     grouped = model.query_groups < model.num_attention_heads
-    return RowFrees(2 * heads.kv if grouped else 0, heads.query)
+    return RowFrees(2 * heads.kv if grouped else 0, heads.query, gradient)
 
 
 def _flash(

@@ -20,6 +20,7 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import has_kernel
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
+from megatron_lite.model.all_heads_norm import AllHeadsNorm
 from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
@@ -64,18 +65,16 @@ class SelfAttention(nn.Module):
             init_std=config.output_init_std,
             context=context,
         )
-        # One weight for all heads: each rank's gradient covers its own heads, with or without
-        # sequence parallelism.
-        self.q_layernorm = (
-            Norm(config.head_dim, config, context, partial_grad=True)
-            if config.qk_layernorm
-            else None
-        )
-        self.k_layernorm = (
-            Norm(config.head_dim, config, context, partial_grad=True)
-            if config.qk_layernorm
-            else None
-        )
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
+        if config.norms_all_heads:
+            self.q_layernorm = AllHeadsNorm(config.num_attention_heads, config, context)
+            self.k_layernorm = AllHeadsNorm(config.query_groups, config, context)
+        elif config.qk_layernorm:
+            # One weight for all heads: each rank's gradient covers its own heads, with or without
+            # sequence parallelism.
+            self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
+            self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
         self.core_attention = CoreAttention(config, context.rng, context.cp, layer=layer)
 
     def forward(

@@ -222,6 +222,7 @@ class GPTModel(nn.Module):
                 self.config.rotary_base,
                 device=self.context.device,
                 dtype=self.context.params_dtype,
+                scaling=self.config.rotary_scaling,
             )
             self._rotary = RotaryTables(
                 *(select(table, cp.spans(seq_length), 0) for table in whole)

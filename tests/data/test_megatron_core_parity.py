@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.blend import build_blend_index, parse_data_path
+from megatron_lite.data.blend import parse_data_path
+from megatron_lite.data.blend_index import build_blend_index
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
