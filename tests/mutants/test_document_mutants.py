@@ -64,8 +64,8 @@ PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_doc
 ONE_RANK = dict(tp_size=1, cp_size=1, sequence_parallel=False)
 MUTANTS = [
     Mutant(the_end_of_a_document_belongs_to_the_next_one, PACKED, ONE_RANK),
-    Mutant(every_sample_has_the_documents_of_the_first, PACKED, ONE_RANK),
-    Mutant(a_window_hides_the_documents, PACKED, ONE_RANK),
+    Mutant(every_sample_has_the_documents_of_the_first, PACKED, ONE_RANK, long=True),
+    Mutant(a_window_hides_the_documents, PACKED, ONE_RANK, long=True),
     Mutant(
         gathered_keys_are_taken_in_the_order_of_the_sequence,
         PACKED,
