@@ -257,13 +257,13 @@ def _document_notices(config: RunConfig) -> list[str]:
             "--calculate-per-token-loss has no effect without --eod-mask-loss: every token "
             "counts, so the mean over tokens is the mean over micro-batches"
         )
-    if data.mock_data:
-        notices += [
-            f"{flag(name)} has little to do under --mock-data, whose samples have no "
-            "end-of-document token unless the vocabulary has at most 64 ids"
-            for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-            if getattr(data, name)
-        ]
+    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    given = [flag(name) for name in names if getattr(data, name)]
+    if data.mock_data and given:
+        notices.append(
+            f"--mock-data packs no documents: {', '.join(given)} find end-of-document tokens in "
+            "its samples by chance only"
+        )
     return notices
 
 

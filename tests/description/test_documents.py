@@ -134,5 +134,5 @@ def wrong_peaks(
 def test_the_peak_of_a_micro_batch_is_predicted_to_the_byte(
     tp_size: int, sequence_parallel: bool
 ) -> None:
-    cases = FEW if tp_size == 1 else sampled(GRID, every=8)
+    cases = FEW[:3] if tp_size == 1 else sampled(GRID, every=8)
     assert wrong_each_time(wrong_peaks, tp_size, sequence_parallel, cases=cases) == [{}] * tp_size

@@ -109,6 +109,10 @@ ONE_RANK = (
     Flip("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion"),
     Flip("loss_chunk_size", "--loss-chunk-size 64", ""),
     Flip("seq_length", "--seq-length 96"),
+    Flip("eod_mask_loss", "--eod-mask-loss"),
+    Flip("reset_position_ids", "--reset-position-ids"),
+    Flip("reset_attention_mask", "--reset-attention-mask"),
+    Flip("reset_attention_mask", "--reset-attention-mask", f"{SMALL} {UNFUSED}"),
     Flip("vocab_size", "--vocab-size 3000", ""),
     Flip("make_vocab_size_divisible_by", "--make-vocab-size-divisible-by 1024"),
     Flip("optimizer", "--optimizer muon"),
@@ -225,6 +229,7 @@ WITHOUT_CHANGE = {
         "--muon-extra-scale-factor 2 --muon-coefficient-type simple",
         MUON,
     ),
+    "calculate_per_token_loss": ("--calculate-per-token-loss", f"{SMALL} --eod-mask-loss"),
     "contiguous_saved_activations": ("--contiguous-saved-activations", f"{SMALL} {FULL}"),
     "overlap_grad_reduce, ddp_bucket_size": (
         "--overlap-grad-reduce --ddp-bucket-size 100000",

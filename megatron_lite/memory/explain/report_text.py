@@ -169,8 +169,7 @@ def _totals(report: Report) -> Iterator[str]:
         f"logits: {tensor.num_bytes:,}" for tensor in report.head.kept if tensor.name == "logits"
     ]
     rows = [("embedding", report.embedding.kept_bytes, "")] if report.sizes.has_embedding else []
-    if report.rotary_tables.kept:
-        rows.append((_shared(report), report.rotary_tables.kept_bytes, ""))
+    rows += [(one.name, one.num_bytes, "") for one in report.rotary_tables.kept]
     for run in report.runs:
         rows.append(
             (
