@@ -14,6 +14,7 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.sample_order import SampleOrder
 
 
 class SampleDataset(Protocol):
@@ -72,6 +73,8 @@ class MicroBatches:
     Each is read when it is indexed. A sample that cannot be read raises InputError, whose message
     starts with `where`. Tensor- and context-parallel ranks read the same samples; all of them but
     the first raise PeerError, so that one rank reports the fault.
+
+    order: the samples of a micro-batch; the default reads them in their order.
     """
 
     dataset: SampleDataset
@@ -80,16 +83,22 @@ class MicroBatches:
     num_microbatches: int
     parallel: ParallelState
     where: str = "evaluation"
+    order: SampleOrder = microbatch_indices
 
     def __len__(self) -> int:
         return self.num_microbatches
 
     def __getitem__(self, number: int) -> MicroBatch:
         parallel = self.parallel
-        indices = microbatch_indices(
-            self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number
-        )
+        indices: Sequence[int] = ()
         try:
+            indices = self.order(
+                self.consumed_samples,
+                self.micro_batch_size,
+                parallel.dp_rank,
+                parallel.dp_size,
+                number,
+            )
             return fetch(
                 self.dataset,
                 indices,
@@ -99,6 +108,11 @@ class MicroBatches:
             )
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
-            raise kind(
-                f"{self.where}, samples {indices.start} to {indices.stop - 1}: {error}"
-            ) from error
+            samples = f", {_named(indices)}" if indices else ""
+            raise kind(f"{self.where}{samples}: {error}") from error
+
+
+def _named(indices: Sequence[int]) -> str:
+    if isinstance(indices, range):
+        return f"samples {indices.start} to {indices.stop - 1}"
+    return "samples " + ", ".join(map(str, indices))

@@ -12,6 +12,7 @@ from megatron_lite.training.batches import SampleDataset
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.sample_order import sample_order
 from megatron_lite.training.step import TrainingError
 
 
@@ -65,6 +66,7 @@ class Evaluations:
             num_iterations=training.eval_iters,
             num_microbatches=self._batches.num_microbatches(self._batches.full),
             micro_batch_size=training.micro_batch_size,
+            order=sample_order(self._config.data, len(dataset)),
             where=where,
             stops=stops,
         )
