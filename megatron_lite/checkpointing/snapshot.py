@@ -6,7 +6,7 @@ With copied tensors, training can go on while another thread writes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from megatron_lite.checkpointing.step_files import (
     shard_file,
 )
 from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
@@ -39,11 +40,15 @@ class TensorFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The files that this rank writes for a step. texts: the contents of text files, by name."""
+    """The files that this rank writes for a step.
+
+    texts: the contents of text files, by name. tokenizer: the contents of the tokenizer's files.
+    """
 
     iteration: int
     files: tuple[TensorFile, ...]
     texts: Mapping[str, str]
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -55,6 +60,8 @@ def take_snapshot(
     *,
     data: Mapping[str, Any],
     copy: bool,
+    schedule: LrSchedule | None = None,
+    tokenizer: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Returns the files that this rank writes for a step.
 
@@ -64,6 +71,8 @@ def take_snapshot(
     copy: whether to copy all tensors, so that later training steps do not change the snapshot.
     Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
     the next step.
+    schedule: the learning-rate schedule of the run.
+    tokenizer: the contents of the tokenizer's files, which rank 0 writes; None: none.
     """
     metadata = Metadata(
         progress=progress,
@@ -74,6 +83,7 @@ def take_snapshot(
         num_updates=optimizer.num_updates,
         parameters=layouts_of(model),
         data=data,
+        schedule=schedule,
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
         mean_loss=None if optimizer.spikes is None else optimizer.spikes.state(),
     )
@@ -95,7 +105,12 @@ def take_snapshot(
     if parallel.rank == 0:
         texts |= {CONFIG: config.to_json(), METADATA: metadata.to_json()}
     points.reached(Point.SNAPSHOT)
-    return Snapshot(iteration=progress.iteration, files=tuple(files), texts=texts)
+    return Snapshot(
+        iteration=progress.iteration,
+        files=tuple(files),
+        texts=texts,
+        tokenizer=(tokenizer or {}) if parallel.rank == 0 else {},
+    )
 
 
 class _Owned(NamedTuple):

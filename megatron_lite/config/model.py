@@ -24,9 +24,12 @@ from megatron_lite.config.checks import (
     resolve,
 )
 from megatron_lite.config.layer_pattern import check_layers, marks, reach
+from megatron_lite.config.rotary_scaling import RotaryScaling
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+NORM_POSITIONS = ("before", "after")
+QK_LAYERNORM_SCOPES = ("head", "all-heads")
 NORM_IMPLS = ("torch", "apex")
 ATTENTION_BACKENDS = ("auto", "flash", "unfused")
 
@@ -66,6 +69,8 @@ POSITIONS = {
     "rope": Positions(learned=False, rotated=True),
     "none": Positions(learned=False, rotated=False),
 }
+NORMS_AFTER = {"before": False, "after": True}
+NORMS_ALL_HEADS = {"head": False, "all-heads": True}
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3)),
@@ -87,12 +92,21 @@ class ModelConfig:
     ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
         down to a multiple of 64.
     kv_channels: d. None: h / a, as in Megatron.
+    parallel_residual: attention and the MLP read the same input, each through its own norm, and the
+        layer adds both to it: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX.
+    norm_position: "before": a norm before attention and one before the MLP. "after": instead, the
+        output of each is normalised before it is added to the residual, as in OLMo 2.
+    qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
+        channels of all heads together, as in OLMo 2.
+    apply_layernorm_1p: a norm multiplies by 1 + its weight, and the weight starts at zero.
     norm_impl: "torch" or "apex", the library whose kernel computes the norms.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
     no_rope_freq: which layers have no rotary embedding. None: no layer.
+    use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor: how a rotary
+        embedding reaches longer sequences than it was trained on (config/rotary_scaling.py).
 
-    config/layer_pattern.py defines the last two.
+    config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """
 
     num_layers: int
@@ -106,11 +120,18 @@ class ModelConfig:
     position_embedding_type: str = "learned_absolute"
     rotary_base: int = 10000
     rotary_percent: float = 1.0
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    rotary_seq_len_interpolation_factor: int | None = None
     no_rope_freq: int | tuple[int, ...] | None = None
+    parallel_residual: bool = False
+    norm_position: str = "before"
     normalization: str = "LayerNorm"
     norm_impl: str = "torch"
     norm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False
     qk_layernorm: bool = False
+    qk_layernorm_scope: str = "head"
     swiglu: bool = False
     squared_relu: bool = False
     bias_gelu_fusion: bool = True
@@ -136,11 +157,15 @@ class ModelConfig:
             "ffn_hidden_size",
             "kv_channels",
             "num_query_groups",
+            "rotary_seq_len_interpolation_factor",
         )
+        require_at_least(self, 1.0, "rope_scaling_factor")
         require_at_least(self, 0.0, "init_method_std", "norm_epsilon")
         require_within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
         require_one_of(self, "position_embedding_type", POSITION_EMBEDDING_TYPES)
         require_one_of(self, "normalization", NORMALIZATIONS)
+        require_one_of(self, "norm_position", NORM_POSITIONS)
+        require_one_of(self, "qk_layernorm_scope", QK_LAYERNORM_SCOPES)
         require_one_of(self, "norm_impl", NORM_IMPLS)
         require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
@@ -186,6 +211,23 @@ class ModelConfig:
                     "least 2, in (0, 1]"
                 )
         check_layers(self)
+        if self.qk_layernorm_scope == "all-heads":
+            needed = {
+                "--qk-layernorm": self.qk_layernorm,
+                "--normalization RMSNorm, which needs one sum over the ranks instead of two": (
+                    self.normalization == "RMSNorm"
+                ),
+                "--norm-impl torch: apex's kernel sees the heads of one rank alone": (
+                    self.norm_impl == "torch"
+                ),
+            }
+            for need, is_met in needed.items():
+                if not is_met:
+                    raise ValueError(f"--qk-layernorm-scope all-heads needs {need}")
+        if self.parallel_residual and self.norms_after:
+            raise ValueError(
+                "--parallel-residual needs --norm-position before: no known model has both"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -251,6 +293,17 @@ class ModelConfig:
         return chosen("--position-embedding-type", self.position_embedding_type, POSITIONS)
 
     @property
+    def norms_after(self) -> bool:
+        """Whether a layer normalises the outputs of attention and the MLP, not their inputs."""
+        return chosen("--norm-position", self.norm_position, NORMS_AFTER)
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norms of queries and keys run over the channels of all heads together."""
+        scope = chosen("--qk-layernorm-scope", self.qk_layernorm_scope, NORMS_ALL_HEADS)
+        return self.qk_layernorm and scope
+
+    @property
     def norm_vectors(self) -> int:
         """The number of parameters of a norm, each as wide as its input.
 
@@ -270,6 +323,14 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """r, the number of channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def rotary_scaling(self) -> RotaryScaling:
+        """How the frequencies and the positions of the rotary embedding are scaled."""
+        return RotaryScaling(
+            frequency_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
+            position_factor=self.rotary_seq_len_interpolation_factor,
+        )
 
     @property
     def output_init_std(self) -> float:

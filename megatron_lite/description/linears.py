@@ -49,10 +49,13 @@ class RowFrees(NamedTuple):
 
     forward: tensors that the module around the layer holds until the layer has run.
     backward: the layer's input, if no operation before the layer keeps it too.
+    gradient: whether backward frees the gradient of the output even if there is no dropout. If not,
+        that gradient is also the gradient of the residual stream, which lives on.
     """
 
     forward: int
     backward: int
+    gradient: bool = False
 
 
 def column_linear(
@@ -118,6 +121,7 @@ def row_linear(
     model: ModelConfig,
     sizes: Sizes,
     frees: RowFrees,
+    output_is_read: bool = False,
     **others: Any,
 ) -> Operation:
     """Returns a linear layer whose weight is split by input features: [s, b, width] -> [s', b, h].
@@ -126,6 +130,7 @@ def row_linear(
     collective that sums the ranks' partial results.
 
     width: the number of input features on one rank.
+    output_is_read: whether an operation keeps the output, so that no replay can leave it out.
     """
     hidden = sizes.tokens * model.hidden_size * sizes.element_bytes
     product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
@@ -150,6 +155,8 @@ def row_linear(
                 OPERATORS[collective.kind], (summed,), collectives=(collective,), output_only=True
             ),
         )
+    if output_is_read:
+        calls = tuple(call._replace(output_only=False) for call in calls)
     parameters = (
         Parameter("weight", (model.hidden_size, width)),
         *((Parameter("bias", (model.hidden_size,), sizes.sequence_parallel),) if bias else ()),
@@ -211,10 +218,8 @@ def _row_workspace(
     frees: RowFrees,
 ) -> Workspace:
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
-    # Without dropout the gradient of the output is also that of the residual, which lives on.
-    own_gradient = (
-        sizes.local_tokens * model.hidden_size * sizes.element_bytes if model.hidden_dropout else 0
-    )
+    freed = model.hidden_dropout or frees.gradient
+    own_gradient = sizes.local_tokens * model.hidden_size * sizes.element_bytes if freed else 0
     used = own_gradient + frees.backward
     if not _splits_sequence(sizes):
         return Workspace(

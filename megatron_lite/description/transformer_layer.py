@@ -6,16 +6,9 @@ from collections import Counter
 from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
-from megatron_lite.config.regions import ACTIVATION, DROPOUT, LAYERNORM, MLP_REGION
+from megatron_lite.config.regions import ACTIVATION, MLP_REGION
 from megatron_lite.description.activations import activation_workspace
-from megatron_lite.description.dropout import drawn_mask, dropout_forward, masked
 from megatron_lite.description.linears import RowFrees, column_linear, row_linear
-from megatron_lite.description.norm_statistics import (
-    norm_backward,
-    norm_forward,
-    norm_parameters,
-    norm_statistics,
-)
 from megatron_lite.description.operations import (
     LINEAR_PROJ,
     KeptTensor,
@@ -23,9 +16,14 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     RegionEntry,
-    Workspace,
-    course,
-    rng_state,
+)
+from megatron_lite.description.residual_stream import (
+    ATTENTION_DROPOUT,
+    MLP_DROPOUT,
+    add_branch,
+    norm_after,
+    norm_before,
+    reads_residual,
 )
 from megatron_lite.description.self_attention import (
     attention_operations,
@@ -33,7 +31,8 @@ from megatron_lite.description.self_attention import (
     projection_frees,
 )
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.weight_gradients import added_up
+
+LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
 
 def describe_layers(
@@ -80,87 +79,124 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
     fc1_width, fc2_width = model.fc1_blocks * model.ffn_size // tp_size, model.ffn_size // tp_size
     activated = KeptTensor("activation output", sizes.tokens * fc2_width * element, True)
     intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * element, True)
-    normed_mlp = KeptTensor("normed mlp residual", hidden, True)
     shape: dict[str, Any] = dict(model=model, sizes=sizes)
-    # Under sequence parallelism linear_qkv and linear_fc1 keep only this rank's 1/t of their input
-    # and gather it again in backward (2205.05198, section 4.2.2). Their inputs are `hidden` bytes.
-    return LayerDescription(
-        (
-            _norm(
-                "input_layernorm",
-                KeptTensor("layer input", hidden, True),
-                "normed layer input",
-                "input norm",
-                **shape,
-            ),
-            column_linear(
-                "linear_qkv",
-                "self_attention.linear_qkv",
-                "qkv",
-                "query, key and value",
-                width=qkv_width,
-                bias=model.add_bias_linear or model.add_qkv_bias,
-                keeps=(KeptTensor("normed layer input", hidden, True),),
-                moved=_split_heads(qkv_width * sizes.tokens * element, model),
-                **shape,
-            ),
-            *attention_operations(model, sizes, layer),
-            row_linear(
-                LINEAR_PROJ,
-                "self_attention.linear_proj",
-                "projection",
-                width=model.num_attention_heads * d // tp_size,
-                bias=model.add_bias_linear,
-                keeps=(attention_output(model, sizes),),
-                frees=projection_frees(model, sizes),
-                **shape,
-            ),
-            _dropout("attention", **shape),
-            _norm(
+    layer_input, mlp_residual = (
+        KeptTensor(name, hidden, True) for name in ("layer input", "mlp residual")
+    )
+    if model.parallel_residual:
+        mlp_residual = layer_input
+    before_attention: tuple[Operation, ...] = ()
+    before_mlp, after_attention, after_mlp = before_attention, before_attention, before_attention
+    if model.norms_after:
+        normed, normed_mlp = layer_input, mlp_residual
+        after_attention = (norm_after("post_self_attn_layernorm", LINEAR_PROJ, **shape),)
+        after_mlp = (norm_after("post_mlp_layernorm", LINEAR_FC2, regions=(MLP_REGION,), **shape),)
+    else:
+        normed, normed_mlp = (
+            KeptTensor(f"normed {name}", hidden, True) for name in ("layer input", "mlp residual")
+        )
+        before_attention = (
+            norm_before("input_layernorm", layer_input, normed.name, "input norm", **shape),
+        )
+        before_mlp = (
+            norm_before(
                 "pre_mlp_layernorm",
-                KeptTensor("mlp residual", hidden, True),
+                mlp_residual,
                 normed_mlp.name,
                 "mlp norm",
+                ends_branch=not model.parallel_residual,
                 **shape,
             ),
-            column_linear(
-                "linear_fc1",
-                "mlp.linear_fc1",
-                "fc1",
-                intermediate.name,
-                width=fc1_width,
-                bias=model.add_bias_linear,
-                keeps=(normed_mlp,),
-                regions=(MLP_REGION,),
-                enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),
-                **shape,
-            ),
-            Operation(
-                "activation",
-                "mlp",
-                (intermediate,),
-                (MLP_REGION, ACTIVATION),
-                (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
-                moved=_activation(model, activated.num_bytes),
-                workspace=activation_workspace(
-                    model, sizes, intermediate=intermediate.num_bytes, output=activated.num_bytes
-                ),
-            ),
-            row_linear(
-                "linear_fc2",
-                "mlp.linear_fc2",
-                "fc2",
-                width=fc2_width,
-                bias=model.add_bias_linear,
-                keeps=(activated,),
-                regions=(MLP_REGION,),
-                frees=RowFrees(forward=0, backward=activated.num_bytes),
-                **shape,
-            ),
-            _dropout("mlp", **shape),
+        )
+    # Under sequence parallelism linear_qkv and linear_fc1 keep only this rank's 1/t of their input
+    # and gather it again in backward (2205.05198, section 4.2.2). Their inputs are `hidden` bytes.
+    qkv = column_linear(
+        "linear_qkv",
+        "self_attention.linear_qkv",
+        "qkv",
+        "query, key and value",
+        width=qkv_width,
+        bias=model.add_bias_linear or model.add_qkv_bias,
+        keeps=(normed,),
+        moved=_split_heads(qkv_width * sizes.tokens * element, model),
+        **shape,
+    )
+    projection = row_linear(
+        LINEAR_PROJ,
+        "self_attention.linear_proj",
+        "projection",
+        width=model.num_attention_heads * d // tp_size,
+        bias=model.add_bias_linear,
+        keeps=(attention_output(model, sizes),),
+        frees=projection_frees(model, sizes),
+        **shape,
+    )
+    fc1 = column_linear(
+        LINEAR_FC1,
+        "mlp.linear_fc1",
+        "fc1",
+        intermediate.name,
+        width=fc1_width,
+        bias=model.add_bias_linear,
+        keeps=(normed_mlp,),
+        regions=(MLP_REGION,),
+        enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),
+        **shape,
+    )
+    activation = Operation(
+        "activation",
+        "mlp",
+        (intermediate,),
+        (MLP_REGION, ACTIVATION),
+        (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
+        moved=_activation(model, activated.num_bytes),
+        workspace=activation_workspace(
+            model, sizes, intermediate=intermediate.num_bytes, output=activated.num_bytes
         ),
+    )
+    fc2 = row_linear(
+        LINEAR_FC2,
+        "mlp.linear_fc2",
+        "fc2",
+        width=fc2_width,
+        bias=model.add_bias_linear,
+        keeps=(activated,),
+        regions=(MLP_REGION,),
+        frees=RowFrees(forward=0, backward=activated.num_bytes, gradient=model.norms_after),
+        output_is_read=model.norms_after,
+        **shape,
+    )
+    if model.norms_after:
+        qkv, fc1 = (reads_residual(one, hidden) for one in (qkv, fc1))
+    return LayerDescription(
+        (
+            *before_attention,
+            qkv,
+            *attention_operations(model, sizes, layer),
+            projection,
+            *after_attention,
+            add_branch(ATTENTION_DROPOUT, **shape),
+            *before_mlp,
+            fc1,
+            activation,
+            fc2,
+            *after_mlp,
+            add_branch(MLP_DROPOUT, **shape),
+        ),
+        _absorbs(model),
         _peculiarity(model, sizes, layer),
     )
+
+
+def _absorbs(model: ModelConfig) -> str:
+    """Returns the operation whose backward takes in the gradient of the layer's output.
+
+    It adds the gradient of the MLP's input to it. With a parallel residual the two are added where
+    attention's branch ends, and the gradient of the output is freed once that branch has read it.
+    """
+    if model.parallel_residual:
+        return ATTENTION_DROPOUT if model.hidden_dropout else LINEAR_PROJ
+    return LINEAR_FC1 if model.norms_after else "pre_mlp_layernorm"
 
 
 def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
@@ -170,37 +206,6 @@ def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
     if model.positions.rotated and not model.layer_rotates(layer):
         words.append("no rotary embedding")
     return ", ".join(words)
-
-
-def _norm(
-    name: str,
-    residual: KeptTensor,
-    output: str,
-    statistics: str,
-    *,
-    model: ModelConfig,
-    sizes: Sizes,
-) -> Operation:
-    shape = model, sizes, sizes.local_tokens, model.hidden_size
-    vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
-    backward = course(norm_backward(*shape), added_up(vectors, sizes))
-    return Operation(
-        name,
-        name,
-        (residual, norm_statistics(statistics, model, sizes, sizes.local_tokens)),
-        (LAYERNORM,),
-        (RegionEntry(LAYERNORM, (residual,), (output,)),),
-        parameters=vectors,
-        # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual.
-        moved=Moved(2 * residual.num_bytes, 6 * residual.num_bytes),
-        # Autograd adds the gradient of the norm's input to that of the residual stream, in place.
-        workspace=Workspace(norm_forward(*shape), course(backward, -2 * residual.num_bytes)),
-        # The caller of a replay holds the gradient of the residual stream, so the sum is a tensor
-        # of its own.
-        replayed=Workspace(
-            norm_forward(*shape), course(backward, +residual.num_bytes, -2 * residual.num_bytes)
-        ),
-    )
 
 
 def _split_heads(qkv_bytes: int, model: ModelConfig) -> Moved:
@@ -216,39 +221,3 @@ def _split_heads(qkv_bytes: int, model: ModelConfig) -> Moved:
 def _activation(model: ModelConfig, output_bytes: int) -> Moved:
     forward, backward = ACTIVATIONS[model.activation].moved
     return Moved(forward * output_bytes, backward * output_bytes)
-
-
-def _dropout(branch: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
-    """Returns the dropout of a branch before the branch is added to the residual.
-
-    It keeps a mask of one byte per element, unless the probability is 0. The branch is freed. The
-    residual is kept by the norm before the branch.
-    """
-    added = sizes.local_tokens * model.hidden_size * sizes.element_bytes
-    if not model.hidden_dropout:
-        # The gradient of the sum is the gradient of both terms.
-        workspace = Workspace(course(+added, -added))
-        return Operation(
-            f"{branch} dropout",
-            "",
-            regions=(DROPOUT,),
-            moved=Moved(3 * added),
-            workspace=workspace,
-            replayed=Workspace(),
-        )
-    mask = KeptTensor(f"{branch} dropout mask", sizes.local_tokens * model.hidden_size, True)
-    state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
-    workspace = Workspace(
-        course(dropout_forward(mask.num_bytes, added, sizes), -added),
-        course(masked(added, sizes), -mask.num_bytes),
-    )
-    return Operation(
-        f"{branch} dropout",
-        "",
-        (mask,),
-        (DROPOUT,),
-        (RegionEntry(DROPOUT, (state,)),),
-        moved=Moved(5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
-        workspace=workspace,
-        replayed=Workspace(drawn_mask(mask.num_bytes, sizes), workspace.backward),
-    )

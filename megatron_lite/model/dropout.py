@@ -169,8 +169,8 @@ class _AddDroppedOut(torch.autograd.Function):
             ctx.save_for_backward(mask if redraw is None else state)
             if redraw is not None:
                 redraw.made(mask)
-        if skip_tail:
-            return residual.view_as(residual)
+        if skip_tail:  # a view of the residual would hold it where no operation keeps it
+            return residual.new_empty(()).expand_as(residual)
         return branch.add_(residual) if branch.dtype == residual.dtype else residual + branch
 
     @staticmethod

@@ -1,5 +1,9 @@
-"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), dropout before
-each addition."""
+"""One transformer layer, with dropout before each addition:
+
+default                y = x + attention(norm(x)),  output = y + mlp(norm(y))
+--parallel-residual    y = x + attention(norm(x)),  output = y + mlp(norm(x))
+--norm-position after  y = x + norm(attention(x)),  output = y + norm(mlp(y))
+"""
 
 from __future__ import annotations
 
@@ -26,25 +30,57 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.context = context
         self.hidden_dropout = config.hidden_dropout
-        partial_grad = context.sequence_parallel
-        self.input_layernorm = Norm(config.hidden_size, config, context, partial_grad=partial_grad)
+        self.parallel_residual = config.parallel_residual
+
+        def norm(*, after: bool) -> Norm | None:
+            if after != config.norms_after:
+                return None
+            return Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+
+        self.input_layernorm = norm(after=False)
         self.self_attention = SelfAttention(config, context, number)
-        self.pre_mlp_layernorm = Norm(
-            config.hidden_size, config, context, partial_grad=partial_grad
-        )
+        self.post_self_attn_layernorm = norm(after=True)
+        self.pre_mlp_layernorm = norm(after=False)
         self.mlp = MLP(config, context)
+        self.post_mlp_layernorm = norm(after=True)
 
     def forward(
-        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        document_starts: Tensor | None,
+        regions: Regions,
     ) -> Tensor:
-        normed = regions.run_discarding(LAYERNORM, self.input_layernorm, hidden_states)
-        hidden_states = self._add(
-            hidden_states, self.self_attention(normed, rotary, regions), regions
+        normed = _before(self.input_layernorm, hidden_states, regions)
+        attended = self._add(
+            hidden_states, self._attention(normed, rotary, regions, document_starts), regions
         )
-        normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, hidden_states)
+        mlp_input = hidden_states if self.parallel_residual else attended
+        normed = _before(self.pre_mlp_layernorm, mlp_input, regions)
         skip_tail = regions.skip_layer_tail
-        branch = regions.run(MLP_REGION, self.mlp, normed, regions, skip_tail=skip_tail)
-        return self._add(hidden_states, branch, regions, skip_tail=skip_tail)
+        branch = regions.run(MLP_REGION, self._mlp, normed, regions, skip_tail=skip_tail)
+        return self._add(attended, branch, regions, skip_tail=skip_tail)
+
+    def _attention(
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        regions: Regions,
+        document_starts: Tensor | None,
+    ) -> Tensor:
+        output: Tensor = self.self_attention(hidden_states, rotary, regions, document_starts)
+        norm = self.post_self_attn_layernorm
+        return output if norm is None else norm(output)
+
+    def _mlp(self, hidden_states: Tensor, regions: Regions, skip_tail: bool) -> Tensor:
+        """Runs the MLP and the norm after it. The norm's backward reads the output of the MLP.
+
+        A replay can therefore leave out linear_fc2 only if no norm follows.
+        """
+        if self.post_mlp_layernorm is None:
+            output: Tensor = self.mlp(hidden_states, regions, skip_tail)
+            return output
+        return self.post_mlp_layernorm(self.mlp(hidden_states, regions))
 
     def _add(
         self, residual: Tensor, branch: Tensor, regions: Regions, *, skip_tail: bool = False
@@ -57,3 +93,11 @@ class TransformerLayer(nn.Module):
             self.context.residual_stream,
             skip_tail=skip_tail,
         )
+
+
+def _before(norm: Norm | None, hidden_states: Tensor, regions: Regions) -> Tensor:
+    """Returns the input of attention or of the MLP. The norm's output is discarded by a policy."""
+    if norm is None:
+        return hidden_states
+    normed: Tensor = regions.run_discarding(LAYERNORM, norm, hidden_states)
+    return normed

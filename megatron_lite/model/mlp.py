@@ -22,6 +22,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
         self.activation = activation_function(config)
+        self.output_is_read = config.norms_after  # by the backward of the norm after the MLP
         blocks = config.fc1_blocks
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,
@@ -44,7 +45,8 @@ class MLP(nn.Module):
         activated = regions.run_discarding(
             ACTIVATION, self._activate, self.linear_fc1(hidden_states)
         )
-        regions.enter_tail()
+        if not self.output_is_read:
+            regions.enter_tail()
         return self.linear_fc2(activated, skip_tail)
 
     def _activate(self, intermediate: Tensor) -> Tensor:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_lite.config.rotary_scaling import (
+    FAST_TURNS,
+    NO_SCALING,
+    ORIGINAL_LENGTH,
+    SLOW_TURNS,
+    RotaryScaling,
+)
 
 
 class RotaryTables(NamedTuple):
@@ -16,17 +25,40 @@ class RotaryTables(NamedTuple):
 
 
 def rotary_tables(
-    seq_length: int, rotary_dim: int, base: float, *, device: torch.device, dtype: torch.dtype
+    seq_length: int,
+    rotary_dim: int,
+    base: float,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    scaling: RotaryScaling = NO_SCALING,
 ) -> RotaryTables:
     """Returns the tables of positions 0 .. s-1: angle = position / base^(2i/rotary_dim).
 
-    The angles are computed in float32.
+    The angles are computed in float32. scaling: changes the frequencies and the positions.
     """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     positions = torch.arange(seq_length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, 1.0 / base**exponents)
+    frequencies = 1.0 / base**exponents
+    if scaling.frequency_factor is not None:
+        frequencies = _scaled(frequencies, scaling.frequency_factor)
+    if scaling.position_factor is not None:
+        positions *= 1 / scaling.position_factor
+    angles = torch.outer(positions, frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def _scaled(frequencies: Tensor, factor: float) -> Tensor:
+    """Returns the frequencies by Llama 3.1's rule.
+
+    A frequency that makes `turns` turns within the original length is divided by the factor if
+    turns < SLOW_TURNS, and stays if turns > FAST_TURNS. Between the two, the share of the unchanged
+    frequency grows linearly with the turns.
+    """
+    turns = ORIGINAL_LENGTH / (2 * math.pi / frequencies)
+    unchanged = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0.0, 1.0)
+    return (1 - unchanged) * frequencies / factor + unchanged * frequencies
 
 
 def apply_rotary(heads: Tensor, tables: RotaryTables) -> Tensor:

@@ -185,3 +185,30 @@ def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
             pipeline_model_parallel_size=sizes.get("pp", 1),
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "expected"),
+    [
+        (dict(position_embedding_type="rope", use_rope_scaling=True), ["rope_scaling_factor"], []),
+        (
+            dict(use_rope_scaling=True, rotary_seq_len_interpolation_factor=2),
+            [],
+            [
+                f"{name} has no effect: --position-embedding-type learned_absolute rotates nothing"
+                for name in ("--use-rope-scaling", "--rotary-seq-len-interpolation-factor")
+            ],
+        ),
+        (
+            dict(position_embedding_type="rope", rope_scaling_factor=4.0),
+            ["rope_scaling_factor"],
+            ["--rope-scaling-factor has no effect without --use-rope-scaling"],
+        ),
+    ],
+)
+def test_a_scaling_of_rotary_embeddings_that_scales_nothing_is_told(
+    model: dict[str, Any], given: list[str], expected: list[str]
+) -> None:
+    config = tiny_run()
+    config = replace(config, model=replace(config.model, **model))
+    assert setting_notices(config, given) == expected

@@ -85,8 +85,15 @@ ONE_RANK = (
     Flip("position_embedding_type", ROPE),
     Flip("position_embedding_type", "--position-embedding-type none"),
     Flip("rotary_percent", "--rotary-percent 0.5", f"{SMALL} {ROPE}"),
+    Flip("parallel_residual", "--parallel-residual"),
     Flip("normalization", "--normalization RMSNorm"),
+    Flip("apply_layernorm_1p", "--apply-layernorm-1p"),
     Flip("qk_layernorm", "--qk-layernorm"),
+    Flip(
+        "qk_layernorm_scope",
+        "--qk-layernorm-scope all-heads",
+        f"{SMALL} --qk-layernorm --normalization RMSNorm",
+    ),
     Flip("swiglu", "--swiglu"),
     Flip("add_bias_linear", "--disable-bias-linear"),
     Flip("add_qkv_bias", "--add-qkv-bias", f"{SMALL} --disable-bias-linear"),
@@ -190,6 +197,12 @@ IN_EVERY_RUN = (
 WITHOUT_CHANGE = {
     "no_rope_freq": ("--no-rope-freq 2", f"{SMALL} {ROPE}"),
     "rotary_base": ("--rotary-base 500", f"{SMALL} {ROPE}"),
+    "use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor": (
+        "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2",
+        f"{SMALL} {ROPE}",
+    ),
+    # Before attention or after it: the norm and the linear layer beside it each keep an [s, b, h].
+    "norm_position": ("--norm-position after", SMALL),
     "squared_relu": ("--squared-relu", SMALL),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", SMALL),
     "window_size": ("--window-size 32,0", SMALL),
@@ -214,7 +227,7 @@ WITHOUT_CHANGE = {
     ),
 }
 # The topics without a field that a step's memory depends on.
-TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging")
+TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging", "profiling")
 # Why the other fields are in no run of this file.
 NOT_RUN = {
     "norm_impl": "apex runs on GPUs alone",
@@ -229,6 +242,7 @@ NOT_RUN = {
     "distributed_timeout_minutes": "a time limit",
     "distributed_timeout_seconds_after_init": "a time limit",
     "rampup_batch_size": "a smaller batch at first: --global-batch-size",
+    "step_batch_size_schedule": "other batches at first: --global-batch-size",
     "train_iters": "the length of a run",
     "train_samples": "the length of a run",
     "eval_interval": "an evaluation is no step",
@@ -256,6 +270,9 @@ NOT_RUN = {
     "tokenizer_model": "gives the vocabulary's size alone",
     "vocab_file": "gives the vocabulary's size alone",
     "merge_file": "gives the vocabulary's size alone",
+    "tiktoken_pattern": "splits texts",
+    "tiktoken_num_special_tokens": "gives the vocabulary's size alone",
+    "tokenizer_special_tokens": "names token ids",
 }
 SCALARS_BYTES = 512
 

@@ -12,7 +12,7 @@ import torch
 from megatron_lite.config import layer_pattern
 from megatron_lite.config import model as config
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model import attention, block, gpt, window
+from megatron_lite.model import attention, block, gpt, rotary, window
 from megatron_lite.model.attention import CoreAttention, SelfAttention
 from tests.config import test_layer_pattern
 from tests.model import test_layers_differ, test_transformers_parity, test_window
@@ -127,6 +127,11 @@ def a_skipped_layer_has_the_window_too(_, self, layer):
     return self.window_size
 
 
+@replaces("_scaled", rotary)
+def every_frequency_is_divided_by_the_factor(_, frequencies, factor):
+    return frequencies / factor
+
+
 LOOPS = partial(Mutant, test=test_window.test_every_backend_reads_the_window_as_the_loops_do)
 LAYERS = partial(Mutant, test=test_layer_pattern.test_layers_of_a_frequency_and_of_a_list)
 PEER = test_transformers_parity.test_logits_loss_and_gradients_equal_those_of_transformers
@@ -151,6 +156,7 @@ MUTANTS = [
         for backend in ("flash", "unfused")
     ),
     peer(a_window_counts_the_query_twice, "mistral"),
+    peer(every_frequency_is_divided_by_the_factor, "llama 3.1"),
     *(
         LAYERS(fault)
         for fault in (

@@ -22,8 +22,8 @@ from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.advice import Note, notes
 from megatron_lite.memory.explain.paper import Comparison, comparisons, unlike_the_paper
 from megatron_lite.memory.explain.prices import (
+    ComparedRun,
     Priced,
-    Setting,
     alternatives,
     price,
     rank_plans,
@@ -157,7 +157,7 @@ def likely_device(distributed_backend: str) -> str:
 
 
 def explain(
-    config: RunConfig, device: str, *, dp_size: int = 1, others: Sequence[Setting] = ()
+    config: RunConfig, device: str, *, dp_size: int = 1, others: Sequence[ComparedRun] = ()
 ) -> Report:
     """Returns the report on a run. The vocabulary size must be known.
 
@@ -232,12 +232,17 @@ def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
 
     ValueError: that part is not a whole number of micro-batches.
     """
-    config.training.batch_schedule(dp_size)
+    config.batch_schedule(dp_size)
     batch = config.training.global_batch_size
     batch_of_rank = None if batch is None else batch // dp_size
     return replace(
         config,
-        training=replace(config.training, global_batch_size=batch_of_rank, rampup_batch_size=()),
+        training=replace(
+            config.training,
+            global_batch_size=batch_of_rank,
+            rampup_batch_size=(),
+            step_batch_size_schedule=None,
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.regions import CORE_ATTENTION, DROPOUT, LAYERNORM, REGIONS
+from megatron_lite.config.regions import CORE_ATTENTION, DROPOUT, REGIONS
 from megatron_lite.description.dropout import drawn_mask
 from megatron_lite.description.operations import Course, LayerDescription, Operation, course
 from megatron_lite.description.self_attention import attention_output
@@ -189,7 +189,6 @@ def _backward(
     own = _first_keepers(operations)
     held = _kept(layer, regions, sizes)
     until = {name: own.get(name, 0) for name in held} | _inputs_until(operations, regions, sizes)
-    last_norm = max(n for n, one in enumerate(operations) if LAYERNORM in one.regions)
     whole, rebuilt = Passage(), set[str]()
     later = [0] * len(operations)  # further bytes that are freed after the backward of each
     for number in reversed(range(len(operations))):
@@ -208,7 +207,7 @@ def _backward(
             whole = whole.then(
                 of_course(rebuild.course._replace(end=end), rebuild.what, rebuilt=again)
             )
-        if gradient or (ends_replay and number == last_norm):
+        if gradient or (ends_replay and one.name == layer.absorbs):
             work = one.replayed or work
         # The workspace frees what no earlier operation keeps. Here other tensors may be freed.
         natural = sum(
@@ -218,8 +217,8 @@ def _backward(
         )
         freed = [name for name in held if until[name] == number]
         end = one.workspace.backward.end + natural - sum(held[name] for name in freed) + gradient
-        if ends_replay and number == last_norm:
-            end += one.keeps[0].num_bytes  # the gradient of the output, which the replay holds
+        if ends_replay and one.name == layer.absorbs:
+            end += layer.input.num_bytes  # the gradient of the output, which the replay holds
         whole = whole.then(
             of_course(
                 Course(work.backward.most, end),
@@ -258,7 +257,7 @@ def _rebuilds(
                 inside[0],
                 f"replay of {region}",
                 gradient,
-                0 if skip_tail else output,
+                0 if tail else output,
             )
     for tensor in one.keeps:
         for place, other in enumerate(operations):

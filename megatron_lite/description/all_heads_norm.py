@@ -1,0 +1,105 @@
+"""The norm of queries and keys over all heads (model/all_heads_norm.py): what it sends and holds.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.linears import OPERATORS
+from megatron_lite.description.operations import (
+    ALL_REDUCE,
+    Collective,
+    Course,
+    KeptTensor,
+    OperatorCall,
+    Parameter,
+    course,
+)
+from megatron_lite.description.sizes import CPU_BLOCK, Sizes
+
+
+def all_heads_parameters(model: ModelConfig, sizes: Sizes) -> tuple[Parameter, ...]:
+    """Returns the weights of both norms, of this rank's heads."""
+    return tuple(
+        Parameter(f"{name}_layernorm.weight", (heads * model.head_dim // sizes.tp_size,))
+        for name, heads in (("q", model.num_attention_heads), ("k", model.query_groups))
+    )
+
+
+def all_heads_statistics(sizes: Sizes) -> KeptTensor:
+    """Returns the scales that both norms keep, one number for each token and norm."""
+    return KeptTensor("qk norm statistics", 2 * _numbers(sizes))
+
+
+def all_heads_calls(sizes: Sizes) -> tuple[OperatorCall, ...]:
+    """Returns the all-reduces of both norms in the forward. The backward issues as many."""
+    if sizes.tp_size == 1:
+        return ()
+    return tuple(
+        OperatorCall(
+            OPERATORS[ALL_REDUCE],
+            (KeptTensor(f"sum of squares of the {name}", _numbers(sizes)),),
+            collectives=(Collective(ALL_REDUCE, _numbers(sizes)),),
+        )
+        for name in ("query", "key")
+    )
+
+
+def all_heads_forward(sizes: Sizes, heads: int, shifted: int) -> Course:
+    """Returns the course of one norm's forward. It ends with the output and all that it keeps.
+
+    heads: the bytes of the input. shifted: the bytes of 1 + weight, if that is kept.
+    """
+    numbers = _numbers(sizes)
+    changes = [+shifted, +numbers]
+    blocks = _blocks(sizes, heads)
+    for rows, block in blocks:
+        copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
+        changes += [+copy, +block, -copy, +rows, -block, -rows]
+    changes += [+numbers, -numbers] if sizes.tp_size > 1 else []
+    changes += [+numbers, -numbers, +heads]
+    for _, block in blocks:
+        changes += [+block, -block]
+    return course(*changes)
+
+
+def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter, shifted: int) -> Course:
+    """Returns the course of one norm's backward. It ends with the gradients of input and weight.
+
+    The gradient of the output is freed, and all that the norm keeps, except the input. The input is
+    left to the caller. heads, shifted: as in the forward.
+    """
+    numbers = _numbers(sizes)
+    is_cast = sizes.element_bytes != sizes.accumulate_bytes
+    wide = weight.num_elements * sizes.accumulate_bytes
+    changes = [+wide if is_cast else 0, +wide, +numbers]
+    blocks = _blocks(sizes, heads)
+    for rows, block in blocks:
+        changes += [+block, +wide, -wide, +rows, -block, -rows]
+    changes += [+numbers, -numbers] if sizes.tp_size > 1 else []
+    changes += [+numbers, -numbers, +heads]
+    for _, block in blocks:
+        changes += [+block, +block, -2 * block]
+    if is_cast:
+        changes += [+weight.num_elements * sizes.element_bytes, -2 * wide]
+    return course(*changes, -numbers, -heads - numbers - shifted)
+
+
+def _numbers(sizes: Sizes) -> int:
+    return sizes.tokens * sizes.accumulate_bytes
+
+
+def _blocks(sizes: Sizes, heads: int) -> list[tuple[int, int]]:
+    """Returns the bytes of each block's sums and of its wide copy.
+
+    All blocks but the last are alike. Three of them show every state of the memory.
+    """
+    positions, samples = sizes.own_seq_length, sizes.micro_batch_size
+    width = heads // sizes.element_bytes // positions
+    step = max(1, CPU_BLOCK // max(1, width)) if sizes.device == "cpu" else positions
+    full, rest = divmod(positions, step)
+    return [
+        (count * samples * sizes.accumulate_bytes, count * width * sizes.accumulate_bytes)
+        for count in [step] * min(full, 2) + ([rest] if rest else [])
+    ]
