@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from tests.support.models import VOCAB_SIZE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
@@ -147,10 +148,10 @@ def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argpar
 
 
 def their_results(model: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Returns the logits of all rows of the vocabulary, and the loss."""
+    """Returns the logits of the words, without padding, and the loss."""
     with torch.no_grad():
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = model(tokens, positions, None)
+        logits = model(tokens, positions, None)[..., :VOCAB_SIZE].float()
     return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
@@ -161,6 +162,8 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) ->
     """
     config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1)
     groups = _get_param_groups([model], config, get_standard_config_overrides(config))
+    for group in groups:  # as Megatron-LM's schedule does
+        group["weight_decay"] = 0.1 * group["wd_mult"]
     adam = torch.optim.AdamW(groups, lr=1e-2)
     if next(model.parameters()).dtype == torch.float32:
         optimizer: Any = FP32Optimizer(adam, config, lambda *_: None)
@@ -169,21 +172,26 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) ->
         torch.Tensor.type = lambda self: kind(self).replace("torch.", "torch.cuda.")  # type: ignore
         optimizer = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
         torch.Tensor.type = kind  # type: ignore[method-assign]
-    tp_group = parallel_state.get_tensor_model_parallel_group()
     for _ in range(steps):
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = model(tokens, positions, None).float()
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        for name, parameter in model.named_parameters():
-            if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
-                dist.all_reduce(parameter.grad, group=tp_group)
-            main = getattr(parameter, "main_param", parameter)
-            main.grad = parameter.grad.to(main.dtype)
-        adam.step()
-        for parameter in model.parameters():
-            parameter.data.copy_(getattr(parameter, "main_param", parameter).data)
-            parameter.grad = None
+        step(model, optimizer, tokens, labels)
     return optimizer
+
+
+def step(model: Any, optimizer: Any, tokens: Tensor, labels: Tensor) -> None:
+    """Makes one update of the model."""
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits = model(tokens, positions, None).float()[..., :VOCAB_SIZE]
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    for name, parameter in model.named_parameters():
+        if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
+            dist.all_reduce(parameter.grad, group=tp_group)
+        main = getattr(parameter, "main_param", parameter)
+        main.grad = parameter.grad.to(main.dtype)
+    optimizer.optimizer.step()
+    for parameter in model.parameters():
+        parameter.data.copy_(getattr(parameter, "main_param", parameter).data)
+        parameter.grad = None
 
 
 def save_legacy(
