@@ -358,6 +358,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         values=NORM_IMPLS,
     )
     group.value("--norm-epsilon", float, "added to the variance in a norm")
+    group.switch(
+        "--apply-layernorm-1p", "norms multiply by 1 + their weight, and the weight starts at zero"
+    )
     group.switch("--qk-layernorm", "norm of queries and keys, per head")
     group.value(
         "--qk-layernorm-scope",
@@ -599,6 +602,11 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "them, and kept, if not given. In bf16 the gradient of the output weight then differs by "
         "less than 2^-8 of its norm; losses and other gradients are the same bits",
     )
+    group.switch(
+        "--calculate-per-token-loss",
+        "give each token that counts the same weight in the gradients, not each micro-batch; only "
+        "--eod-mask-loss makes a difference between them",
+    )
     group.value(
         "--eval-interval",
         int,
@@ -769,6 +777,11 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--mock-data", "made-up token ids instead of a dataset")
     group.value("--split", str, "shares of the documents for training, validation and test")
     group.value("--data-cache-path", str, "directory of the sample indices")
+    group.switch("--eod-mask-loss", "leave tokens that end a document out of the loss")
+    group.switch(
+        "--reset-position-ids", "let learned positions begin at 0 after the end of a document"
+    )
+    group.switch("--reset-attention-mask", "let no token read an earlier document")
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:

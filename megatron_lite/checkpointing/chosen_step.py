@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.start import FoundStep, candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.config.checks import InputError
 
 
-def find_step(load: str, iteration: int | None = None) -> Found:
+def find_step(load: str, iteration: int | None = None) -> FoundStep:
     """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
 
     Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
@@ -33,4 +33,4 @@ def find_step(load: str, iteration: int | None = None) -> Found:
     step = step_directory(root, iteration)
     if (fault := step_fault(step)) is not None:
         raise InputError(f"--iteration {iteration}: {fault}")
-    return Found(step, ())
+    return FoundStep(step, ())

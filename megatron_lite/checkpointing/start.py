@@ -70,7 +70,7 @@ class Candidates(NamedTuple):
     stale: str | None
 
 
-class Found(NamedTuple):
+class FoundStep(NamedTuple):
     """The step to start from. notices: which steps were passed over, and why."""
 
     step: Path
@@ -216,7 +216,9 @@ def _step_after_pointer(root: Path, newest: int, origins: Mapping[int, Origin]) 
     return last if saved_at > pointed_at else None
 
 
-def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallback: bool) -> Found:
+def newest_good_step(
+    root: Path, there: Candidates, fault_of: FaultOf, *, fallback: bool
+) -> FoundStep:
     """Returns the first candidate without a fault.
 
     fault_of: returns what is wrong with a step, or None.
@@ -245,7 +247,7 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
                 notices.append(
                     f"warning: going on from the newest good checkpoint instead, {step.name}"
                 )
-            return Found(step, tuple(notices))
+            return FoundStep(step, tuple(notices))
         faults.append(fault)
     shown = "\n  ".join(faults[:MOST_REPORTED])
     advice = "restore what is damaged" + (

@@ -11,13 +11,21 @@ TOKENIZER_TYPES = ("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The data of a run: dataset prefixes with optional weights, split and sequence length."""
+    """The data of a run: dataset prefixes with optional weights, split and sequence length.
+
+    eod_mask_loss: whether tokens that end a document do not count in the loss.
+    reset_position_ids: whether learned positions begin at 0 again after such a token.
+    reset_attention_mask: whether no token reads an earlier document.
+    """
 
     seq_length: int
     data_path: tuple[str, ...] = ()
     mock_data: bool = False
     split: str = "969, 30, 1"
     data_cache_path: str | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "seq_length")

@@ -183,7 +183,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "this variant of the layer or of its initial weights is not built; see --help for the "
             "model flags"
         ),
-        """apply-layernorm-1p apply-residual-connection-post-layernorm config-logger-dir
+        """apply-residual-connection-post-layernorm config-logger-dir
          data-parallel-random-init embedding-init-method-std fused-residual-rmsnorm
          heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
          init-method-xavier-uniform mlp-chunks-for-training no-initialization onnx-safe
@@ -289,11 +289,10 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         (
-            "every token of a sequence is attended to and counts in the loss, across document "
-            "ends; leave the flag out"
+            "documents are kept apart by --reset-attention-mask, --reset-position-ids and "
+            "--eod-mask-loss"
         ),
-        """dataloader-inter-document-masking eod-mask-loss reset-attention-mask
-         reset-position-ids""",
+        """dataloader-inter-document-masking""",
     ),
     (
         "data is read in order of consumed samples, each batch when it is needed",

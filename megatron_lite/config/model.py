@@ -98,6 +98,7 @@ class ModelConfig:
         output of each is normalised before it is added to the residual, as in OLMo 2.
     qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
         channels of all heads together, as in OLMo 2.
+    apply_layernorm_1p: a norm multiplies by 1 + its weight, and the weight starts at zero.
     norm_impl: "torch" or "apex", the library whose kernel computes the norms.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
@@ -128,6 +129,7 @@ class ModelConfig:
     normalization: str = "LayerNorm"
     norm_impl: str = "torch"
     norm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False
     qk_layernorm: bool = False
     qk_layernorm_scope: str = "head"
     swiglu: bool = False
@@ -143,7 +145,6 @@ class ModelConfig:
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
-    apply_layernorm_1p: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from megatron_lite.config.checks import flag
 from megatron_lite.config.operators import GROUPS, parse_entry
 from megatron_lite.config.policy_reach import check_policy_reaches
-from megatron_lite.config.regions import any_skips_tail, nested, without_effect
+from megatron_lite.config.regions import LAYERNORM, any_skips_tail, nested, without_effect
 from megatron_lite.config.run import RunConfig
 
 OWN_ATTENTION = "megatron_lite.context_parallel_attention.default"
@@ -27,6 +27,11 @@ def recompute_notices(config: RunConfig) -> list[str]:
             f"--recompute-modules {region} saves next to nothing under --attention-backend "
             f"{config.model.attention_backend}: flash attention rebuilds its scores in "
             "backward by itself"
+        )
+    if config.model.norms_after and LAYERNORM in modules:
+        notices.append(
+            f"--recompute-modules {LAYERNORM} has no effect under --norm-position after: no "
+            "operation keeps the output of such a norm"
         )
     for region, parent in dict.fromkeys(
         pair for action in actions for pair in nested(action.regions)

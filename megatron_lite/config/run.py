@@ -206,6 +206,12 @@ class RunConfig:
                 f"{self.model.attention_dropout}: give --attention-dropout 0, or "
                 "--attention-backend unfused, which builds the scores"
             )
+        if self.data.reset_attention_mask and not self.model.always_unfused:
+            raise ValueError(
+                f"--context-parallel-size {size} has no flash attention with "
+                "--reset-attention-mask: which keys of another rank belong to a document differs "
+                "from sample to sample. Give --attention-backend unfused, which builds the scores"
+            )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:
             raise ValueError(

@@ -46,13 +46,13 @@ def all_heads_calls(sizes: Sizes) -> tuple[OperatorCall, ...]:
     )
 
 
-def all_heads_forward(sizes: Sizes, heads: int) -> Course:
-    """Returns the course of one norm's forward. It ends with the output and the scales.
+def all_heads_forward(sizes: Sizes, heads: int, shifted: int) -> Course:
+    """Returns the course of one norm's forward. It ends with the output and all that it keeps.
 
-    heads: the bytes of the input.
+    heads: the bytes of the input. shifted: the bytes of 1 + weight, if that is kept.
     """
     numbers = _numbers(sizes)
-    changes = [+numbers]
+    changes = [+shifted, +numbers]
     blocks = _blocks(sizes, heads)
     for rows, block in blocks:
         copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
@@ -64,11 +64,11 @@ def all_heads_forward(sizes: Sizes, heads: int) -> Course:
     return course(*changes)
 
 
-def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter) -> Course:
+def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter, shifted: int) -> Course:
     """Returns the course of one norm's backward. It ends with the gradients of input and weight.
 
-    The gradient of the output is freed, and the scales are. The input is left to the caller.
-    heads: the bytes of the input.
+    The gradient of the output is freed, and all that the norm keeps, except the input. The input is
+    left to the caller. heads, shifted: as in the forward.
     """
     numbers = _numbers(sizes)
     is_cast = sizes.element_bytes != sizes.accumulate_bytes
@@ -83,7 +83,7 @@ def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter) -> Course:
         changes += [+block, +block, -2 * block]
     if is_cast:
         changes += [+weight.num_elements * sizes.element_bytes, -2 * wide]
-    return course(*changes, -numbers, -heads - numbers)
+    return course(*changes, -numbers, -heads - numbers - shifted)
 
 
 def _numbers(sizes: Sizes) -> int:

@@ -19,6 +19,23 @@ def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> K
     )
 
 
+def norm_keeps(
+    name: str, model: ModelConfig, sizes: Sizes, rows: int, width: int
+) -> tuple[KeptTensor, ...]:
+    """Returns the tensors that a norm of rows of `width` elements keeps besides its input."""
+    statistics = norm_statistics(name, model, sizes, rows)
+    return statistics, *shifted_weight(name, model, sizes, width)
+
+
+def shifted_weight(
+    name: str, model: ModelConfig, sizes: Sizes, width: int
+) -> tuple[KeptTensor, ...]:
+    """Returns 1 + weight, which a norm keeps under --apply-layernorm-1p, or nothing."""
+    if not model.apply_layernorm_1p:
+        return ()
+    return (KeptTensor(f"{name} weight plus 1", width * sizes.element_bytes),)
+
+
 def norm_parameters(
     model: ModelConfig, width: int, prefix: str = "", *, partial: bool
 ) -> tuple[Parameter, ...]:
@@ -47,11 +64,12 @@ def _rms_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:
 
 
 def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Course:
-    """Returns the course of a norm's forward. It ends with the output and the statistics."""
+    """Returns the course of a norm's forward. It ends with the output and all that it keeps."""
     output, statistics = (
         rows * width * sizes.element_bytes,
         norm_statistics("", model, sizes, rows).num_bytes,
     )
+    shifted = sum(one.num_bytes for one in shifted_weight("", model, sizes, width))
     changes: list[int] = []
     if _is_composed(model, sizes):
         for block in _blocks(rows, width):
@@ -59,7 +77,7 @@ def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Cou
             # A 16-bit input is copied to float32. A block's copy lives until the next one exists.
             copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else squares
             changes += [+copy, +squares, +means, -squares - means, +squares, -squares - copy]
-    return course(+output, +statistics, *changes)
+    return course(+shifted, +output, +statistics, *changes)
 
 
 def norm_backward(
@@ -73,12 +91,12 @@ def norm_backward(
 ) -> Course:
     """Returns the course of a norm's backward. It ends with the gradients of input and parameters.
 
-    The statistics are freed. The input is left to the caller.
+    All that the norm keeps is freed, except the input. The input is left to the caller.
     frees_gradient: whether the gradient of the output is freed.
     copies: whether the gradient of the output has a layout that RMSNorm on a CPU must copy.
     """
     hidden = rows * width * sizes.element_bytes
-    statistics = norm_statistics("", model, sizes, rows).num_bytes
+    statistics = sum(one.num_bytes for one in norm_keeps("", model, sizes, rows, width))
     gradients = width * model.norm_vectors
     used = hidden * frees_gradient + statistics
     if not _is_composed(model, sizes):

@@ -12,8 +12,8 @@ from megatron_lite.description.dropout import drawn_mask, dropout_forward, maske
 from megatron_lite.description.norm_statistics import (
     norm_backward,
     norm_forward,
+    norm_keeps,
     norm_parameters,
-    norm_statistics,
 )
 from megatron_lite.description.operations import (
     KeptTensor,
@@ -52,7 +52,7 @@ def norm_before(
     operation = Operation(
         name,
         name,
-        (residual, norm_statistics(statistics, model, sizes, sizes.local_tokens)),
+        (residual, *norm_keeps(statistics, *shape)),
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
         parameters=vectors,
@@ -83,7 +83,7 @@ def norm_after(
     return Operation(
         name,
         name,
-        (branch, norm_statistics(name, model, sizes, sizes.local_tokens)),
+        (branch, *norm_keeps(name, *shape)),
         regions,
         parameters=vectors,
         moved=Moved(2 * hidden, 3 * hidden),

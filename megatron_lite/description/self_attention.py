@@ -32,7 +32,11 @@ from megatron_lite.description.attention_workspace import (
     unfused_workspace,
 )
 from megatron_lite.description.linears import OPERATORS, RowFrees
-from megatron_lite.description.norm_statistics import norm_parameters, norm_statistics
+from megatron_lite.description.norm_statistics import (
+    norm_parameters,
+    norm_statistics,
+    shifted_weight,
+)
 from megatron_lite.description.operations import (
     ALL_GATHER,
     QK_LAYERNORM,
@@ -44,7 +48,9 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     OperatorCall,
+    Parameter,
     RegionEntry,
+    document_starts,
     shared_table,
 )
 from megatron_lite.description.sizes import Heads, Sizes
@@ -104,13 +110,14 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             value,
         )
     windowed = model.layer_reach(layer, sizes.seq_length) is not None
+    starts = (document_starts(sizes),) if sizes.resets_attention else ()
     # The norms keep linear_qkv's output too, and their backward frees it.
     held = {whole.name} if normed else set()
     freed = {one.name: one.num_bytes for one in inputs if one.name not in held}
     if model.builds_scores(sizes.device):
-        yield _unfused(model, sizes, inputs, freed, windowed=windowed)
+        yield _unfused(model, sizes, inputs, freed, starts, windowed=windowed)
     else:
-        yield _flash(model, sizes, inputs, sum(freed.values()), windowed=windowed)
+        yield _flash(model, sizes, inputs, sum(freed.values()), starts, windowed=windowed)
 
 
 def _norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
@@ -120,26 +127,35 @@ def _norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Ope
     """
     heads = Heads.of(model, sizes)
     both = heads.query + heads.kv
+
+    def shifted(weights: tuple[Parameter, ...]) -> tuple[KeptTensor, ...]:
+        kept = zip(weights, ("query norm", "key norm"), strict=True)
+        return tuple(
+            tensor
+            for weight, name in kept
+            for tensor in shifted_weight(name, model, sizes, weight.num_elements)
+        )
+
     if model.norms_all_heads:
-        calls = all_heads_calls(sizes)
+        calls, weights = all_heads_calls(sizes), all_heads_parameters(model, sizes)
         return Operation(
             QK_LAYERNORM,
             "self_attention",
-            (*raw, all_heads_statistics(sizes)),
+            (*raw, all_heads_statistics(sizes), *shifted(weights)),
             calls=calls,
             backward=tuple(one for call in reversed(calls) for one in call.collectives),
-            parameters=all_heads_parameters(model, sizes),
+            parameters=weights,
             moved=Moved(3 * both, 5 * both),
         )
     rows = both // sizes.element_bytes // model.head_dim
+    of_query, of_key = (
+        norm_parameters(model, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
+    )
     return Operation(
         QK_LAYERNORM,
         "self_attention",
-        (*raw, norm_statistics("qk norm", model, sizes, rows)),
-        parameters=(
-            *norm_parameters(model, model.head_dim, "q_layernorm.", partial=True),
-            *norm_parameters(model, model.head_dim, "k_layernorm.", partial=True),
-        ),
+        (*raw, norm_statistics("qk norm", model, sizes, rows), *shifted((of_query[0], of_key[0]))),
+        parameters=(*of_query, *of_key),
         moved=Moved(2 * both, 3 * both),
     )
 
@@ -161,23 +177,31 @@ def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
 
 
 def _flash(
-    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], freed: int, *, windowed: bool
+    model: ModelConfig,
+    sizes: Sizes,
+    inputs: tuple[KeptTensor, ...],
+    freed: int,
+    starts: tuple[KeptTensor, ...],
+    *,
+    windowed: bool,
 ) -> Operation:
     """Returns core attention by a flash kernel.
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
     exponentials. Its backward builds the scores again. With a window the layer keeps the same
-    tensors, since its mask is built again too (model/window.py). The exception is a window with
-    dropout on CUDA: torch's own function keeps the mask.
+    tensors, since its mask is built again too (model/window.py). With documents it also keeps their
+    starts. The exception is a mask with dropout on CUDA: torch's own function keeps the mask.
 
     freed: the bytes of the inputs that no earlier operation keeps.
+    starts: the starts of the documents, if attention needs them.
     """
     attended = attention_output(model, sizes)
     rows = (
         sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
     )
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    kernel = "efficient_attention" if windowed else "flash_attention"
+    masked = windowed or bool(starts)
+    kernel = "efficient_attention" if masked else "flash_attention"
     if sizes.device == "cpu":
         kernel = "flash_attention_for_cpu"
     operator = (
@@ -186,7 +210,7 @@ def _flash(
         else CONTEXT_PARALLEL_ATTENTION
     )
     scores, context = (
-        one._replace(causal=not windowed, fused=True) for one in _matmuls(model, sizes)
+        one._replace(causal=not masked, fused=True) for one in _matmuls(model, sizes)
     )
     forward, backward = _exchange(model, sizes)
     # No policy may keep a result that depends on random numbers: the replay would not draw them,
@@ -197,17 +221,17 @@ def _flash(
         (scores, context),
         forward,
     )
-    mask = (
-        (KeptTensor("window mask", sizes.seq_length**2 * sizes.element_bytes),)
-        if windowed and model.attention_dropout
-        else ()
-    )
+    mask = starts
+    if masked and model.attention_dropout:
+        samples = sizes.micro_batch_size if starts else 1
+        name = "document mask" if starts else "window mask"
+        mask = (KeptTensor(name, samples * sizes.seq_length**2 * sizes.element_bytes),)
     return Operation(
         CORE,
         "self_attention.core_attention",
         (*inputs, attended, log_sum_exp, *mask),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, inputs),),
+        (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
         (call,),
         backward,
         rebuilds=(scores,),
@@ -220,6 +244,7 @@ def _unfused(
     sizes: Sizes,
     inputs: tuple[KeptTensor, ...],
     freed: dict[str, int],
+    starts: tuple[KeptTensor, ...],
     *,
     windowed: bool,
 ) -> Operation:
@@ -229,6 +254,7 @@ def _unfused(
     element, and the dropped softmax.
 
     freed: the names and bytes of the inputs that no earlier operation keeps.
+    starts: the starts of the documents, if attention needs them. Only a replay keeps them.
     """
     attended = attention_output(model, sizes)
     # The keys of all context-parallel ranks, repeated for every query head of a group.
@@ -300,7 +326,7 @@ def _unfused(
         "self_attention.core_attention",
         (*heads, *kept),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, inputs),),
+        (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
         calls,
         backward,
         moved=moved,

@@ -32,21 +32,25 @@ class AllHeadsNorm(nn.Module):
 
     Weight [heads d], of which each rank has the part of its own heads.
     num_heads: the number of heads of all ranks.
-    Keeps the input and one float32 number for each token. Issues the collectives of the module's
-    table.
+    Keeps the input, one float32 number for each token and, under --apply-layernorm-1p, 1 + weight.
+    Issues the collectives of the module's table.
     """
 
     def __init__(self, num_heads: int, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
         self.epsilon = config.norm_epsilon
+        self.shifts = config.apply_layernorm_1p
         self.group = context.group
         self.num_channels = num_heads * config.head_dim
         self.weight = new_parameter(
-            ParameterSpec(global_shape=(self.num_channels,), tp_dim=0, init_value=1.0), context
+            ParameterSpec(
+                global_shape=(self.num_channels,), tp_dim=0, init_value=0.0 if self.shifts else 1.0
+            ),
+            context,
         )
 
     def forward(self, heads: Tensor) -> Tensor:
-        weight = self.weight.view(heads.shape[2:])
+        weight = (self.weight + 1 if self.shifts else self.weight).view(heads.shape[2:])
         return _AllHeadsNorm.apply(heads, weight, self.num_channels, self.epsilon, self.group)
 
 

@@ -25,7 +25,8 @@ class Norm(nn.Module):
     Both parameters are whole on every TP rank.
     partial_grad: each TP rank sees other tokens (sequence parallelism) or other heads
         (qk-layernorm). The parameter's gradient is then the sum over the ranks.
-    Keeps the input and its statistics. NVIDIA apex's kernel (--norm-impl apex) keeps statistics of
+    Keeps the input and its statistics, and under --apply-layernorm-1p the tensor 1 + weight, which
+    has the weight's dtype. NVIDIA apex's kernel (--norm-impl apex) keeps statistics of
     at least float32, and a contiguous copy of an input that is not contiguous.
     InputError: the flags ask for apex, and it has no kernel that can run.
     """
@@ -38,15 +39,21 @@ class Norm(nn.Module):
             config, context.device.type
         )
         self.epsilon = config.norm_epsilon
+        self.shifts = config.apply_layernorm_1p
         self.weight = new_parameter(
-            ParameterSpec(global_shape=(size,), init_value=1.0, sum_grad_over_tp=partial_grad),
+            ParameterSpec(
+                global_shape=(size,),
+                init_value=0.0 if self.shifts else 1.0,
+                sum_grad_over_tp=partial_grad,
+            ),
             context,
         )
         bias_spec = ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad)
         self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.normalize(hidden_states, self.weight, self.bias, self.epsilon)
+        weight = self.weight + 1 if self.shifts else self.weight
+        return self.normalize(hidden_states, weight, self.bias, self.epsilon)
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

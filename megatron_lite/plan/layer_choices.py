@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_lite.config.policy import LayerAction
-from megatron_lite.config.regions import DROPOUT, REGIONS, nested
+from megatron_lite.config.regions import DROPOUT, LAYERNORM, REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
@@ -19,7 +19,7 @@ from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.peak import moments
 from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
-from megatron_lite.plan.policies import Choice
+from megatron_lite.plan.policies import LayerPrice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.recompute.plan import RecomputePlan, Segment, Store
 
@@ -33,7 +33,7 @@ class LayerChoice(NamedTuple):
 
     action: LayerAction
     store: Store
-    price: Choice
+    price: LayerPrice
     moved: int = 0
     tables: int = 0
 
@@ -74,6 +74,7 @@ def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
         for name, facts in REGIONS.items()
         if (not facts.needs_scores or config.model.builds_scores(device))
         and (name != DROPOUT or config.model.hidden_dropout > 0.0)
+        and (name != LAYERNORM or not config.model.norms_after)
     ]
     for number in range(len(useful) + 1):
         for regions in itertools.combinations(useful, number):
@@ -93,14 +94,15 @@ def _price(
         (segment,), verify=verify, skip_tail=config.recompute.recompute_tail_skip and not verify
     )
     kept = moved = 0
+    whole = sum(describe_layer(config.model, sizes).tables().values())
     for term in activation_terms(config.model, plan, sizes):
         if term.tensor.shared:
+            whole += term.num_bytes if term.tensor.given else 0
             continue
         if term.on_host:
             moved += term.num_bytes
         else:
             kept += term.num_bytes
-    whole = sum(describe_layer(config.model, sizes).tables().values())
     # Without a unit or regions there is no moment but the end of the forward.
     fullest = max(
         (
@@ -114,7 +116,9 @@ def _price(
     if segment.split:
         # The gather of the split unit before runs at the same time.
         fullest += sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
-    return LayerChoice(action, store, Choice(kept, max(0, fullest - kept), seconds), moved, whole)
+    return LayerChoice(
+        action, store, LayerPrice(kept, max(0, fullest - kept), seconds), moved, whole
+    )
 
 
 def _useful(choices: list[LayerChoice]) -> tuple[LayerChoice, ...]:

@@ -31,11 +31,11 @@ from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.details import MOST_LAYOUTS, details
+from megatron_lite.plan.fit_verdict import MOST_RANKS, FitVerdict, smallest_machine, status, verdict
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, SEARCHED, Problem
-from megatron_lite.plan.report import lines, to_json
+from megatron_lite.plan.plan_text import lines, to_json
 from megatron_lite.plan.search import Search
-from megatron_lite.plan.verdict import MOST_RANKS, Verdict, smallest_machine, status, verdict
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value, parsed, run_fields
 
@@ -83,7 +83,7 @@ def _plan(args: dict[str, Any]) -> int:
     return status(verdicts)
 
 
-def _page(given: _Input, verdicts: Sequence[Verdict]) -> str:
+def _page(given: _Input, verdicts: Sequence[FitVerdict]) -> str:
     """Returns the planning page. The grids of several verdicts share the size of one."""
     problem, most = given.problem, max(MOST_LAYOUTS // len(verdicts), 8)
     shown = json.loads(to_json(verdicts, problem.hardware))
@@ -92,7 +92,7 @@ def _page(given: _Input, verdicts: Sequence[Verdict]) -> str:
     return plan_page({**shown, "notes": given.notes})
 
 
-def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[Verdict]:
+def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[FitVerdict]:
     if gpus is not None:
         for count in _counts(gpus):
             yield verdict(problem, count, budget)

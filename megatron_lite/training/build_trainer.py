@@ -34,6 +34,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
+from megatron_lite.training.documents import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
@@ -154,6 +155,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    rules = document_rules(config)
     evaluation_samples = training.eval_iters * batches.full
     datasets = build_datasets(
         config.data,
@@ -179,6 +181,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
             config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
         ),
         tokenizer=_tokenizer_contents(config, parallel),
+        rules=rules,
         notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
         pulse=pulse,
     )

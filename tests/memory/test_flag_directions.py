@@ -86,8 +86,8 @@ ONE_RANK = (
     Flip("position_embedding_type", "--position-embedding-type none"),
     Flip("rotary_percent", "--rotary-percent 0.5", f"{SMALL} {ROPE}"),
     Flip("parallel_residual", "--parallel-residual"),
-    Flip("norm_position", "--norm-position after"),
     Flip("normalization", "--normalization RMSNorm"),
+    Flip("apply_layernorm_1p", "--apply-layernorm-1p"),
     Flip("qk_layernorm", "--qk-layernorm"),
     Flip(
         "qk_layernorm_scope",
@@ -201,6 +201,8 @@ WITHOUT_CHANGE = {
         "--use-rope-scaling --rope-scaling-factor 4 --rotary-seq-len-interpolation-factor 2",
         f"{SMALL} {ROPE}",
     ),
+    # Before attention or after it: the norm and the linear layer beside it each keep an [s, b, h].
+    "norm_position": ("--norm-position after", SMALL),
     "squared_relu": ("--squared-relu", SMALL),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", SMALL),
     "window_size": ("--window-size 32,0", SMALL),

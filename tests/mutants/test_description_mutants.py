@@ -14,6 +14,7 @@ from megatron_lite.description import (
     linears,
     model_ends,
     norm_statistics,
+    residual_stream,
     self_attention,
     transformer_layer,
 )
@@ -29,11 +30,12 @@ def changed(patch: Patch, name: str, **fields: Any) -> None:
 
     @replaces("describe_layer", transformer_layer, test_regions)
     def layer(describe: Any, model: Any, sizes: Any, number: int = 0) -> LayerDescription:
-        return LayerDescription(
-            tuple(
-                one._replace(**fields) if one.name == name else one
-                for one in describe(model, sizes, number).operations
-            )
+        described: LayerDescription = describe(model, sizes, number)
+        return replace(
+            described,
+            operations=tuple(
+                one._replace(**fields) if one.name == name else one for one in described.operations
+            ),
         )
 
     layer(patch)
@@ -43,7 +45,7 @@ def facts(patch: Patch, region: str, **fields: Any) -> None:
     patch.setitem(regions.REGIONS, region, replace(regions.REGIONS[region], **fields))
 
 
-@replaces("norm_statistics", transformer_layer)
+@replaces("norm_statistics", norm_statistics)
 def a_norm_keeps_no_statistics(real, *args):
     return real(*args)._replace(num_bytes=0)
 
@@ -106,7 +108,7 @@ def a_linear_layer_forgets_its_weight_gradient(patch: Patch) -> None:
 
 
 def a_dropout_holds_no_mask(patch: Patch) -> None:
-    patch.setattr(transformer_layer, "dropout_forward", lambda mask, output, sizes: course(output))
+    patch.setattr(residual_stream, "dropout_forward", lambda mask, output, sizes: course(output))
 
 
 def one_rotation_is_forgotten(patch: Patch) -> None:
@@ -115,10 +117,14 @@ def one_rotation_is_forgotten(patch: Patch) -> None:
 
 def a_norm_leaves_its_statistics(patch: Patch) -> None:
     patch.setattr(
-        transformer_layer,
+        residual_stream,
         "norm_backward",
-        lambda *args: course(norm_statistics.norm_backward(*args), +4),
+        lambda *args, **options: course(norm_statistics.norm_backward(*args, **options), +4),
     )
+
+
+def the_sums_of_a_norm_over_all_heads_are_not_added(patch: Patch) -> None:
+    patch.setattr(self_attention, "all_heads_calls", lambda sizes: ())
 
 
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described
@@ -133,6 +139,12 @@ MUTANTS: list[Any] = [
     Mutant(a_bias_is_forgotten, DRIFT, ONE),
     Mutant(inputs_are_not_gathered, DRIFT, dict(tp_size=2, sequence_parallel=True), long=True),
     Mutant(partial_sums_are_not_added, DRIFT, dict(tp_size=2, sequence_parallel=False), long=True),
+    Mutant(
+        the_sums_of_a_norm_over_all_heads_are_not_added,
+        DRIFT,
+        dict(tp_size=2, sequence_parallel=True),
+        long=True,
+    ),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
     Mutant(a_linear_layer_forgets_its_weight_gradient, WORKSPACE, ONE, long=True),
     Mutant(a_dropout_holds_no_mask, WORKSPACE, ONE, long=True),

@@ -61,10 +61,13 @@ VARIANTS: dict[str, dict[str, object]] = {
         norm_position="after",
         qk_layernorm=True,
         qk_layernorm_scope="all-heads",
+        apply_layernorm_1p=True,
         untie_embeddings_and_output_weights=True,
     ),
     "pythia": dict(
         parallel_residual=True,
+        qk_layernorm=True,
+        apply_layernorm_1p=True,
         position_embedding_type="rope",
         rotary_percent=0.67,
         bias_gelu_fusion=False,
