@@ -20,7 +20,12 @@ from typing import Any, NoReturn
 from megatron_lite.config import alternatives, checks, flags, hf_file
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
+from megatron_lite.config.data_settings import (
+    DATALOADER_TYPES,
+    TOKENIZER_TYPES,
+    DataConfig,
+    TokenizerConfig,
+)
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
@@ -776,12 +781,39 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.switch("--mock-data", "made-up token ids instead of a dataset")
     group.value("--split", str, "shares of the documents for training, validation and test")
-    group.value("--data-cache-path", str, "directory of the sample indices")
     group.switch("--eod-mask-loss", "leave tokens that end a document out of the loss")
     group.switch(
         "--reset-position-ids", "let learned positions begin at 0 after the end of a document"
     )
     group.switch("--reset-attention-mask", "let no token read an earlier document")
+    group.value("--data-cache-path", str, "directory of the sample and blend indices")
+    group.value(
+        "--data-args-path", str, "file with the words of --data-path, for lists that are too long"
+    )
+    for split in ("train", "valid", "test"):
+        group.value(
+            f"--{split}-data-path",
+            str,
+            f"the same as --data-path for the {split} split alone, without --split",
+            nargs="*",
+        )
+    group.value(
+        "--per-split-data-args-path",
+        str,
+        'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
+    )
+    group.value(
+        "--dataloader-type",
+        str,
+        "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
+        values=DATALOADER_TYPES,
+    )
+    group.off_switch(
+        "--no-data-sharding",
+        "data_sharding",
+        "with --dataloader-type cyclic, shuffle all samples together instead of a range for each "
+        "data-parallel rank",
+    )
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:

@@ -98,7 +98,6 @@ ONLY_VALUE = {
     "--num-distributed-optimizer-instances": "1",
     "--softmax-type": "vanilla",
     "--cuda-graph-impl": "none",
-    "--dataloader-type": "single",
     "--weight-decay-incr-style": "constant",
     "--muon-scalar-optimizer": "adam",
     "--rerun-mode": "disabled",

@@ -113,7 +113,7 @@ class RunConfig:
             missing.append("the length of the run: set --train-iters or --train-samples")
         if self.lr_schedule.lr is None:
             missing.append("the learning rate: set --lr")
-        if not self.data.data_path and not self.data.mock_data:
+        if not self.data.has_source:
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
