@@ -74,11 +74,11 @@ class DistTensor:
                 stop = min(last, chunk.offsets[0] + chunk.sizes[0])
             if start >= stop:
                 continue
-            part = self._part(chunk)
-            place = whole
+            saved, place = self._saved(chunk), whole
             if self.shape:
-                part = part.narrow(0, start - chunk.offsets[0], stop - start)
+                saved = saved.rows(start - chunk.offsets[0], stop - start)
                 place = place.narrow(0, start - first, stop - start)
+            part = saved.read()
             for dim in range(1, len(self.shape)):
                 place = place.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
             place.copy_(part)
@@ -90,14 +90,14 @@ class DistTensor:
             )
         return whole if index is None else whole[0]
 
-    def _part(self, chunk: Chunk) -> Tensor:
+    def _saved(self, chunk: Chunk) -> SavedTensor:
         value = TorchFile(chunk.window).value
         if not isinstance(value, SavedTensor) or value.shape != chunk.sizes:
             raise InputError(
                 f"{chunk.window}: must hold a chunk {chunk.sizes} of {self.name}: the checkpoint "
                 "is damaged"
             )
-        return value.read()
+        return value
 
 
 def common_values(folder: Path) -> dict[str, Any]:
