@@ -100,6 +100,12 @@ class SavedTensor:
             self, offset=self.offset + start * self.stride[0], shape=(length, *self.shape[1:])
         )
 
+    def part(self, start: int, shape: tuple[int, ...]) -> SavedTensor:
+        """Returns the elements of a contiguous row from `start` on as a tensor of a shape."""
+        assert self.stride == (1,) and start + torch.Size(shape).numel() <= self.shape[0]
+        stride = tuple(torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
+        return replace(self, offset=self.offset + start, shape=shape, stride=stride)
+
     def write(self, values: Tensor) -> None:
         """Replaces the numbers in the file. The tensor must be contiguous there."""
         assert values.shape == self.shape and values.dtype == self.dtype, (self, values.shape)

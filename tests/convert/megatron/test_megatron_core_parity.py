@@ -246,3 +246,37 @@ def test_megatron_core_loads_an_exported_checkpoint_strictly(
         for key, state in states.items():
             if "word_embeddings" not in key and "output_layer" not in key:
                 assert torch.equal(state, own[key]["exp_avg"]), key
+
+
+def save_distributed(rank: int, world_size: int, root: Path, bucket_size: int) -> Any:
+    config = config_of("llama")
+    with megatron_core.on_cpu(1):
+        model = megatron_core.their_model(config, 1, BF16)
+        args = megatron_core.arguments(config)
+        return megatron_core.save_distributed(root, rank, args, model, bucket_size)
+
+
+@pytest.mark.parametrize("bucket_size", [3000, pytest.param(7000, marks=pytest.mark.long), 10**9])
+def test_states_of_the_distributed_optimizer_are_found_by_the_float32_weights(
+    tmp_path: Path, bucket_size: int
+) -> None:
+    """On two data-parallel ranks, with gradients in several buckets and in one."""
+    ranks = run_ranks(save_distributed, 2, tmp_path, bucket_size)
+    source = FORMATS["megatron"].source(tmp_path)
+    described = source.described
+    assert described.state_keys == ("exp_avg", "exp_avg_sq", "master"), described.notes
+    assert described.num_updates == 1 and described.notes == ()
+    checked = 0
+    for name, spec in parameter_specs(described.model, 61).items():
+        for key in described.state_keys:
+            whole = source.read_state(name, key).flatten()
+            for start, stop, states in (part for rank in ranks for part in rank.get(name, [])):
+                stop = min(stop, whole.numel())  # without padding
+                theirs = states["param" if key == "master" else key][: max(0, stop - start)]
+                assert torch.equal(whole[start:stop], theirs), (name, key)
+                checked += theirs.numel()
+        assert source.read(name).shape == spec.global_shape
+    assert checked == 3 * sum(
+        torch.Size(spec.global_shape).numel()
+        for spec in parameter_specs(described.model, 61).values()
+    )
