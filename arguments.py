@@ -1027,8 +1027,8 @@ def _build_config(
     elif config_json is not None:
         values = _values_of_file(config_json)
     classes = topics()
-    if values:
-        notices += _take_out_replaced(values, given, str(config_json or hf_config))
+    if config_json is not None:
+        notices += _take_out_replaced(values, given, f"--config-json {config_json}")
     for topic, config_class in classes.items():
         names = {field.name for field in dataclasses.fields(config_class)}
         values[topic] = values.get(topic, {}) | {
@@ -1051,7 +1051,7 @@ def _build_config(
 
 
 def _take_out_replaced(
-    values: dict[str, dict[str, Any]], given: dict[str, Any], path: str
+    values: dict[str, dict[str, Any]], given: dict[str, Any], file: str
 ) -> list[str]:
     """Removes from the file's values those that the given fields replace.
 
@@ -1077,7 +1077,7 @@ def _take_out_replaced(
             for name in replaced
             if taken.get(name, defaults[name]) != defaults[name]
         },
-        file=path,
+        file=file,
     )
 
 
@@ -1093,7 +1093,10 @@ def _values_of_hf(
     tokenizer = hf_file.tokenizer_fields(mapped, given)
     notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
     notices += hf_file.override_notices({**model, **tokenizer}, given, path)
-    return {"model": model, "tokenizer": tokenizer}
+    # The vocabulary is the model's, whichever tokenizer is chosen.
+    values = {"model": model}
+    notices += _take_out_replaced(values, given, f"--hf-config {path}")
+    return {**values, "tokenizer": tokenizer}
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:
