@@ -18,6 +18,7 @@ from typing import NamedTuple
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
 from megatron_lite.checkpointing.metadata import Metadata, check_config_fits, read_config
 from megatron_lite.checkpointing.origin import Origin, OwnSteps
+from megatron_lite.checkpointing.other_systems import check_ours
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.step_files import (
     LATEST,
@@ -122,7 +123,11 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
 
 
 def candidates(root: Path) -> Candidates:
-    """Returns the steps under `root`, in the order in which a run tries them."""
+    """Returns the steps under `root`, in the order in which a run tries them.
+
+    Raises InputError if the checkpoint there is one of Megatron-LM.
+    """
+    check_ours(root)
     steps = saved_steps(root)
     if not steps and not (root / LATEST).exists():
         return Candidates(None, [], [], [], None)
@@ -291,7 +296,7 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
             "Remove the file to start from scratch"
         )
-    if options.allow_fresh_start:
+    if options.allow_fresh_start or options.continues:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add "

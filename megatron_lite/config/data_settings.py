@@ -4,9 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_one_of, resolve
+from megatron_lite.config.checks import (
+    flag,
+    require_at_least,
+    require_not_empty,
+    require_one_of,
+    resolve,
+)
 
-TOKENIZER_TYPES = ("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
+DATALOADER_TYPES = ("single", "cyclic")
+PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+# Three names of Megatron's for a tokenizer of a SentencePiece model.
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TOKENIZER_TYPES = (
+    *("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"),
+    *(*SENTENCEPIECE_TYPES, "TikTokenizer"),
+)
+# The file of --tokenizer-model that each type reads.
+MODEL_FILES = {
+    "HuggingFaceTokenizer": "a tokenizer.json or its folder",
+    **dict.fromkeys(SENTENCEPIECE_TYPES, "a SentencePiece model"),
+    "TikTokenizer": "a JSON list of tokens",
+}
+TIKTOKEN_PATTERNS = ("v1", "v2")
+TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +37,9 @@ class DataConfig:
     eod_mask_loss: whether tokens that end a document do not count in the loss.
     reset_position_ids: whether learned positions begin at 0 again after such a token.
     reset_attention_mask: whether no token reads an earlier document.
+    Prefixes are given for all splits together (data_path, or a file with its words), or for each
+    split by itself (train_data_path and the like, or a JSON file).
+    data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
     """
 
     seq_length: int
@@ -26,12 +50,57 @@ class DataConfig:
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    data_args_path: str | None = None
+    train_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    per_split_data_args_path: str | None = None
+    dataloader_type: str = "single"
+    data_sharding: bool = True
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "seq_length")
-        object.__setattr__(self, "data_path", tuple(self.data_path))
-        if self.data_path and self.mock_data:
-            raise ValueError("--data-path and --mock-data are two sources of data: set one")
+        require_not_empty(self, "data_args_path", "per_split_data_args_path")
+        require_one_of(self, "dataloader_type", DATALOADER_TYPES)
+        for name in ("data_path", *PER_SPLIT_PATHS):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        per_split = [name for name in PER_SPLIT_PATHS if getattr(self, name)]
+        one_of_each = (
+            ("data_path", self.data_path),
+            ("mock_data", self.mock_data),
+            ("data_args_path", self.data_args_path),
+            (per_split[0] if per_split else "train_data_path", per_split),
+            ("per_split_data_args_path", self.per_split_data_args_path),
+        )
+        first, *others = [name for name, is_given in one_of_each if is_given] or [""]
+        if others:
+            raise ValueError(
+                f"{flag(first)} and {flag(others[0])} are two sources of data: set one"
+            )
+        if per_split and not self.train_data_path:
+            raise ValueError(
+                f"{flag(per_split[0])} needs --train-data-path: the splits are given one by one"
+            )
+        if self.is_per_split and self.split != type(self).split:
+            raise ValueError(
+                f"--split {self.split!r} cuts what --data-path names, but {flag(first)} gives each "
+                "split its own data: leave --split out"
+            )
+        if not self.data_sharding and self.dataloader_type != "cyclic":
+            raise ValueError(
+                "--no-data-sharding needs --dataloader-type cyclic: "
+                f"{self.dataloader_type} reads in order"
+            )
+
+    @property
+    def is_per_split(self) -> bool:
+        """Whether each split has data of its own."""
+        return bool(self.train_data_path or self.per_split_data_args_path)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether any data is named."""
+        return bool(self.data_path or self.mock_data or self.data_args_path or self.is_per_split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +110,9 @@ class TokenizerConfig:
     tokenizer_type: None: GPT2BPETokenizer if one of its files is given, as in Megatron's
         pretrain_gpt.py, else NullTokenizer.
     vocab_size: None: the size is read from the tokenizer's files before the run starts.
+    tiktoken_pattern: how TikTokenizer splits a text. None: "v2".
+    tiktoken_num_special_tokens: its number of special tokens, which have the first ids.
+    tokenizer_special_tokens: the names of the first of them. An empty tuple: the usual seven.
     """
 
     tokenizer_type: str | None = None
@@ -49,9 +121,18 @@ class TokenizerConfig:
     merge_file: str | None = None
     vocab_size: int | None = None
     make_vocab_size_divisible_by: int = 128
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tokenizer_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "vocab_size", "make_vocab_size_divisible_by")
+        require_at_least(self, 1, "tiktoken_num_special_tokens")
+        if self.tiktoken_pattern is not None:
+            require_one_of(self, "tiktoken_pattern", TIKTOKEN_PATTERNS)
+        object.__setattr__(self, "tokenizer_special_tokens", tuple(self.tokenizer_special_tokens))
+        if self.tokenizer_special_tokens:
+            self._check_special_tokens()
         if self.tokenizer_type is None and self.tokenizer_model is not None:
             raise ValueError(
                 f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})"
@@ -64,10 +145,10 @@ class TokenizerConfig:
                 "--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
                 "--tokenizer-type and its files)"
             )
-        if self.tokenizer_type == "HuggingFaceTokenizer" and self.tokenizer_model is None:
+        if self.tokenizer_type in MODEL_FILES and self.tokenizer_model is None:
             raise ValueError(
-                "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a "
-                "tokenizer.json or its folder)"
+                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model "
+                f"({MODEL_FILES[self.tokenizer_type]})"
             )
         if self.tokenizer_type == "GPT2BPETokenizer" and (
             self.vocab_file is None or self.merge_file is None
@@ -75,7 +156,7 @@ class TokenizerConfig:
             raise ValueError(
                 "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
             )
-        if self.tokenizer_type != "HuggingFaceTokenizer" and self.tokenizer_model is not None:
+        if self.tokenizer_type not in MODEL_FILES and self.tokenizer_model is not None:
             raise ValueError(
                 f"--tokenizer-type {self.tokenizer_type} does not read --tokenizer-model: "
                 "leave it out"
@@ -85,6 +166,17 @@ class TokenizerConfig:
                 f"--tokenizer-type {self.tokenizer_type} does not read --vocab-file or "
                 "--merge-file: leave them out"
             )
+
+    def _check_special_tokens(self) -> None:
+        names = " ".join(self.tokenizer_special_tokens)
+        if self.tokenizer_type != "TikTokenizer":
+            raise ValueError(
+                f"--tokenizer-special-tokens {names} needs --tokenizer-type TikTokenizer: the "
+                "special tokens of other tokenizers are those of their files"
+            )
+        for name in ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"):
+            if name not in self.tokenizer_special_tokens:
+                raise ValueError(f"--tokenizer-special-tokens {names}: {name} is missing; name it")
 
     @property
     def true_vocab_size(self) -> int:

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from megatron_lite.convert.hf_source import HfSource
 from megatron_lite.convert.hf_target import HfTarget
+from megatron_lite.convert.megatron.dist_source import DistSource
+from megatron_lite.convert.megatron.dist_target import DistTarget
+from megatron_lite.convert.megatron.legacy_source import LegacySource
+from megatron_lite.convert.megatron.legacy_target import LegacyTarget
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.native_target import NativeTarget
 from megatron_lite.convert.weights import WeightSource, WeightTarget
@@ -50,6 +54,14 @@ def _hf(path: Path, options: TargetOptions) -> WeightTarget:
     return HfTarget(path, family=options.hf_family)
 
 
+def _megatron(path: Path, options: TargetOptions) -> WeightTarget:
+    return LegacyTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
+
+
+def _megatron_dist(path: Path, options: TargetOptions) -> WeightTarget:
+    return DistTarget(path)
+
+
 FORMATS: dict[str, Format] = {
     "hf": Format(
         "a folder of Hugging Face: config.json, safetensors, tokenizer",
@@ -58,4 +70,13 @@ FORMATS: dict[str, Format] = {
         is_split=False,
     ),
     "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native),
+    "megatron": Format(
+        "a checkpoint of Megatron-LM with --ckpt-format torch", LegacySource, _megatron
+    ),
+    "megatron-dist": Format(
+        "a checkpoint of Megatron-LM with --ckpt-format torch_dist",
+        DistSource,
+        _megatron_dist,
+        is_split=False,
+    ),
 }

@@ -47,9 +47,13 @@ class Evaluations:
         if training.eval_iters == 0:
             return None
         if dataset is None:
-            log.line(
-                f"no {name} loss: --split {self._config.data.split!r} leaves no documents for it"
+            data = self._config.data
+            reason = (
+                "no data is given for it"
+                if data.is_per_split
+                else f"--split {data.split!r} leaves no documents for it"
             )
+            log.line(f"no {name} loss: {reason}")
             return None
         reason, where = None, f"iteration {iteration} ({name} loss)"
 

@@ -227,7 +227,7 @@ WITHOUT_CHANGE = {
     ),
 }
 # The topics without a field that a step's memory depends on.
-TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging")
+TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging", "profiling")
 # Why the other fields are in no run of this file.
 NOT_RUN = {
     "norm_impl": "apex runs on GPUs alone",
@@ -242,6 +242,7 @@ NOT_RUN = {
     "distributed_timeout_minutes": "a time limit",
     "distributed_timeout_seconds_after_init": "a time limit",
     "rampup_batch_size": "a smaller batch at first: --global-batch-size",
+    "step_batch_size_schedule": "other batches at first: --global-batch-size",
     "train_iters": "the length of a run",
     "train_samples": "the length of a run",
     "eval_interval": "an evaluation is no step",
@@ -258,10 +259,20 @@ NOT_RUN = {
     "mock_data": "where tokens come from",
     "split": "where tokens come from",
     "data_cache_path": "where tokens come from",
+    "data_args_path": "where tokens come from",
+    "train_data_path": "where tokens come from",
+    "valid_data_path": "where tokens come from",
+    "test_data_path": "where tokens come from",
+    "per_split_data_args_path": "where tokens come from",
+    "dataloader_type": "where tokens come from",
+    "data_sharding": "where tokens come from",
     "tokenizer_type": "gives the vocabulary's size alone",
     "tokenizer_model": "gives the vocabulary's size alone",
     "vocab_file": "gives the vocabulary's size alone",
     "merge_file": "gives the vocabulary's size alone",
+    "tiktoken_pattern": "splits texts",
+    "tiktoken_num_special_tokens": "gives the vocabulary's size alone",
+    "tokenizer_special_tokens": "names token ids",
 }
 SCALARS_BYTES = 512
 
