@@ -1179,11 +1179,10 @@ def _build_config(
             values = _values_of_hf(hf_config, given, notices)
         elif config_json is not None:
             values = _values_of_file(config_json)
+            notices += _take_out_replaced(values, given, f"--config-json {config_json}")
     except ValueError as error:
         faults.texts.append(str(error))
         return None
-    if config_json is not None:
-        notices += _take_out_replaced(values, given, f"--config-json {config_json}")
     built, missing = {}, []
     for topic, config_class in topics().items():
         fields = dataclasses.fields(config_class)
