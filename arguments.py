@@ -1192,8 +1192,7 @@ def _build_config(
             values = _values_of_hf(hf_config, given, notices)
         elif config_json is not None:
             values = _values_of_file(config_json)
-        if values:
-            notices += _take_out_replaced(values, given, str(config_json or hf_config))
+            notices += _take_out_replaced(values, given, f"--config-json {config_json}")
     except ValueError as error:
         faults.texts.append(str(error))
         return None
@@ -1225,7 +1224,7 @@ def _build_config(
 
 
 def _take_out_replaced(
-    values: dict[str, dict[str, Any]], given: dict[str, Any], path: str
+    values: dict[str, dict[str, Any]], given: dict[str, Any], file: str
 ) -> list[str]:
     """Removes from the file's values those that the given fields replace.
 
@@ -1251,7 +1250,7 @@ def _take_out_replaced(
             for name in replaced
             if taken.get(name, defaults[name]) != defaults[name]
         },
-        file=path,
+        file=file,
     )
 
 
@@ -1267,7 +1266,10 @@ def _values_of_hf(
     tokenizer = hf_file.tokenizer_fields(mapped, given)
     notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
     notices += hf_file.override_notices({**model, **tokenizer}, given, path)
-    return {"model": model, "tokenizer": tokenizer}
+    # The vocabulary is the model's, whichever tokenizer is chosen.
+    values = {"model": model}
+    notices += _take_out_replaced(values, given, f"--hf-config {path}")
+    return {**values, "tokenizer": tokenizer}
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:

@@ -89,7 +89,7 @@ class SafetensorsFile:
 
     def _write(self, name: str, tensor: Tensor) -> None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(memoryview(flat.numpy()))
+        self._file.write(flat.numpy().data)
         stop = self._offset + flat.numel()
         self._entries[name] = _entry(NAMES[tensor.dtype], tuple(tensor.shape), self._offset, stop)
         self._offset = stop
