@@ -203,7 +203,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "the precision of a run is float32, or --bf16 or --fp16 with float32 losses, gradients "
             "and master weights"
         ),
-        """disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy fp32-residual-connection
+        """disable-bf16-reduced-precision-matmul fp16-lm-cross-entropy
          output-logit-dtype""",
     ),
     REFUSED_OPTIMIZER_FLAGS,

@@ -99,6 +99,7 @@ class ModelConfig:
     qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
         channels of all heads together, as in OLMo 2.
     apply_layernorm_1p: a norm multiplies by 1 + its weight, and the weight starts at zero.
+    fp32_residual_connection: the residual stream is float32 in a 16-bit run.
     norm_impl: "torch" or "apex", the library whose kernel computes the norms.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
@@ -142,6 +143,7 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = False
     window_size: tuple[int, int] | None = None
     window_attn_skip_freq: int | tuple[int, ...] | None = None
+    fp32_residual_connection: bool = False
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
@@ -224,6 +226,11 @@ class ModelConfig:
             for need, is_met in needed.items():
                 if not is_met:
                     raise ValueError(f"--qk-layernorm-scope all-heads needs {need}")
+        if self.fp32_residual_connection and self.norms_after:
+            raise ValueError(
+                "--fp32-residual-connection needs --norm-position before: without a norm before "
+                "them, linear layers would read float32"
+            )
         if self.parallel_residual and self.norms_after:
             raise ValueError(
                 "--parallel-residual needs --norm-position before: no known model has both"

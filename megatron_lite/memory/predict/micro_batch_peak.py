@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import LayerDescription, Operation, Workspace, course
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 
 
@@ -56,7 +56,7 @@ def _operations(
 def _given(model: ModelConfig, sizes: Sizes, layers: tuple[LayerDescription, ...]) -> int:
     """Returns the bytes of the tensors that are there before the forward begins."""
     ids = 8 * sizes.tokens
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    hidden = residual_bytes(model, sizes)
     tables = {name: num_bytes for layer in layers for name, num_bytes in layer.tables().items()}
     return (
         (ids if sizes.has_embedding else hidden)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import LayerDescription, Operation
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import layer_terms
@@ -47,7 +47,7 @@ def stage_passages(
 
     gathers: the weights that FSDP2 gathers; None without it.
     """
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    hidden = residual_bytes(model, sizes)
     ids = IDS * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
     segments = list(_runs(model, plan, layers, sizes, gathers))
