@@ -24,6 +24,7 @@ from megatron_lite.config.checks import (
     resolve,
 )
 from megatron_lite.config.layer_pattern import check_layers, marks, reach
+from megatron_lite.config.layer_variants import check_variants
 from megatron_lite.config.rotary_scaling import RotaryScaling
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
@@ -213,28 +214,7 @@ class ModelConfig:
                     "least 2, in (0, 1]"
                 )
         check_layers(self)
-        if self.qk_layernorm_scope == "all-heads":
-            needed = {
-                "--qk-layernorm": self.qk_layernorm,
-                "--normalization RMSNorm, which needs one sum over the ranks instead of two": (
-                    self.normalization == "RMSNorm"
-                ),
-                "--norm-impl torch: apex's kernel sees the heads of one rank alone": (
-                    self.norm_impl == "torch"
-                ),
-            }
-            for need, is_met in needed.items():
-                if not is_met:
-                    raise ValueError(f"--qk-layernorm-scope all-heads needs {need}")
-        if self.fp32_residual_connection and self.norms_after:
-            raise ValueError(
-                "--fp32-residual-connection needs --norm-position before: without a norm before "
-                "them, linear layers would read float32"
-            )
-        if self.parallel_residual and self.norms_after:
-            raise ValueError(
-                "--parallel-residual needs --norm-position before: no known model has both"
-            )
+        check_variants(self)
 
     @property
     def head_dim(self) -> int:
