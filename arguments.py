@@ -14,12 +14,18 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.config import alternatives, checks, flags
+from megatron_lite.config import alternatives, checks, flags, hf_file
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.data_settings import TOKENIZER_TYPES, DataConfig, TokenizerConfig
+from megatron_lite.config.data_settings import (
+    DATALOADER_TYPES,
+    TOKENIZER_TYPES,
+    DataConfig,
+    TokenizerConfig,
+)
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
@@ -99,6 +105,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
+    hf_config = given.pop("hf_config", None)
     printing = {
         "--dump-config": dump_config,
         "--explain-recompute": explain_recompute,
@@ -113,7 +120,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
         dry_run = take_dry_run(given)
         notices += _without_effect(given)
         notices += _translate_values(given)
-        config = _build_config(given, config_json, notices)
+        config = _build_config(given, config_json, notices, hf_config)
     except ValueError as error:
         parser.error(str(error))
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
@@ -240,6 +247,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="take the run from what --dump-config printed; flags override it, "
         "and alternatives of a flag that is given",
+    )
+    parser.add_argument(
+        "--hf-config",
+        metavar="FILE",
+        help="take the model's shape and vocabulary from a config.json of Hugging Face, or its "
+        "folder; flags override it. The weights are random: megatron_lite.tools.convert brings "
+        "trained ones",
     )
     parser.add_argument(
         "--local-rank",
@@ -594,6 +608,11 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "them, and kept, if not given. In bf16 the gradient of the output weight then differs by "
         "less than 2^-8 of its norm; losses and other gradients are the same bits",
     )
+    group.switch(
+        "--calculate-per-token-loss",
+        "give each token that counts the same weight in the gradients, not each micro-batch; only "
+        "--eod-mask-loss makes a difference between them",
+    )
     group.value(
         "--eval-interval",
         int,
@@ -763,7 +782,39 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.switch("--mock-data", "made-up token ids instead of a dataset")
     group.value("--split", str, "shares of the documents for training, validation and test")
-    group.value("--data-cache-path", str, "directory of the sample indices")
+    group.switch("--eod-mask-loss", "leave tokens that end a document out of the loss")
+    group.switch(
+        "--reset-position-ids", "let learned positions begin at 0 after the end of a document"
+    )
+    group.switch("--reset-attention-mask", "let no token read an earlier document")
+    group.value("--data-cache-path", str, "directory of the sample and blend indices")
+    group.value(
+        "--data-args-path", str, "file with the words of --data-path, for lists that are too long"
+    )
+    for split in ("train", "valid", "test"):
+        group.value(
+            f"--{split}-data-path",
+            str,
+            f"the same as --data-path for the {split} split alone, without --split",
+            nargs="*",
+        )
+    group.value(
+        "--per-split-data-args-path",
+        str,
+        'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
+    )
+    group.value(
+        "--dataloader-type",
+        str,
+        "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
+        values=DATALOADER_TYPES,
+    )
+    group.off_switch(
+        "--no-data-sharding",
+        "data_sharding",
+        "with --dataloader-type cyclic, shuffle all samples together instead of a range for each "
+        "data-parallel rank",
+    )
 
 
 def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -992,17 +1043,25 @@ def _translate_values(given: dict[str, Any]) -> list[str]:
     return notices
 
 
-def _build_config(given: dict[str, Any], config_json: str | None, notices: list[str]) -> RunConfig:
-    """Returns the RunConfig of the given fields, and of the file for all other fields.
+def _build_config(
+    given: dict[str, Any], config_json: str | None, notices: list[str], hf_config: str | None = None
+) -> RunConfig:
+    """Returns the RunConfig of the given fields, and of a file for all other fields.
 
-    config_json: the path of the file, or None.
+    config_json, hf_config: the path of the file, or None.
 
     Adds notices to `notices`. Raises ValueError for every fault.
     """
-    values = _values_of_file(config_json) if config_json is not None else {}
+    values: dict[str, dict[str, Any]] = {}
+    if hf_config is not None:
+        if config_json is not None:
+            raise ValueError("--config-json and --hf-config each describe the model: give one")
+        values = _values_of_hf(hf_config, given, notices)
+    elif config_json is not None:
+        values = _values_of_file(config_json)
     classes = topics()
-    if config_json is not None:
-        notices += _take_out_replaced(values, given, config_json)
+    if values:
+        notices += _take_out_replaced(values, given, str(config_json or hf_config))
     for topic, config_class in classes.items():
         names = {field.name for field in dataclasses.fields(config_class)}
         values[topic] = values.get(topic, {}) | {
@@ -1053,6 +1112,21 @@ def _take_out_replaced(
         },
         file=path,
     )
+
+
+def _values_of_hf(
+    path: str, given: dict[str, Any], notices: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the values of a config.json of Hugging Face by topic and field.
+
+    Adds a notice for each key that is not read, and for each flag that says otherwise.
+    """
+    mapped = hf_file.read_hf_file(Path(path))
+    model = hf_file.exact_fields(mapped, Path(path))
+    tokenizer = hf_file.tokenizer_fields(mapped, given)
+    notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
+    notices += hf_file.override_notices({**model, **tokenizer}, given, path)
+    return {"model": model, "tokenizer": tokenizer}
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:

@@ -30,9 +30,10 @@ from benchmarks.step_peaks import LEARNING_RATE, measure, samples
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.plan.auto_policy import Chosen, Run, Unreachable, fitted, with_policy
+from megatron_lite.plan.auto_policy import Unreachable, fitted
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_stages

@@ -29,10 +29,11 @@ from megatron_lite.config.presets import preset
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.plan.auto_policy import Run, Unreachable, fitted
+from megatron_lite.plan.auto_policy import Unreachable, fitted
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.memo import Memo
-from megatron_lite.plan.report import extra_flops
+from megatron_lite.plan.plan_text import extra_flops
+from megatron_lite.plan.planned_run import Run
 
 GIB = 2**30
 BEGIN, END = "<!-- begin: per-stage plans -->\n", "\n<!-- end: per-stage plans -->"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_stages
+from megatron_lite.training.documents import document_rules
+from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
 from tests.support.courses import gloo_has_freed
@@ -69,12 +72,18 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
             micro_batch_size=config.training.micro_batch_size,
             num_microbatches=num_microbatches,
             parallel=parallel,
+            rules=document_rules(config),
         )
         # The profiler sees the allocations of its own thread and of threads that it starts.
         with torch.autograd.set_multithreading_enabled(False):
-            train_step(runner, optimizer, batches, learning_rate=LEARNING_RATE)
+            per_token = config.training.calculate_per_token_loss
+            masked = masked_mean_of(batches, per_token=per_token)
+            step = partial(
+                train_step, runner, optimizer, batches, learning_rate=LEARNING_RATE, masked=masked
+            )
+            step()
             with record_function(STEP):
-                train_step(runner, optimizer, batches, learning_rate=LEARNING_RATE)
+                step()
     return _peak(profile)
 
 

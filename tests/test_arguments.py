@@ -241,7 +241,14 @@ FAULTS = [
         "--tensor-model-parallel-size 2",
         "each rank's input is already 1/t",
     ),
-    ("--eod-mask-loss", "every token of a sequence is attended to and counts in the loss"),
+    (
+        "--dataloader-inter-document-masking",
+        "documents are kept apart by --reset-attention-mask, --reset-position-ids and",
+    ),
+    (
+        "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
+        "--context-parallel-size 2 has no flash attention with --reset-attention-mask",
+    ),
     ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
     (
         "--expert-model-parallel-size 2",

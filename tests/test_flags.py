@@ -131,6 +131,17 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--mock-data", ON, False),
     ("--split", str, None, "98,2,0"),
     ("--data-cache-path", str, None, "cache"),
+    ("--eod-mask-loss", ON, False),
+    ("--reset-position-ids", ON, False),
+    ("--reset-attention-mask", ON, False),
+    ("--calculate-per-token-loss", ON, False),
+    ("--data-args-path", str, None, "words.txt"),
+    ("--train-data-path", str, None, "a b"),
+    ("--valid-data-path", str, None, "a b"),
+    ("--test-data-path", str, None, "a b"),
+    ("--per-split-data-args-path", str, None, "splits.json"),
+    ("--dataloader-type", str, None, "cyclic"),
+    ("--no-data-sharding", OFF, True),
     ("--tokenizer-type", str, None, "GPT2BPETokenizer"),
     ("--tokenizer-model", str, None, "tokenizer.json"),
     ("--vocab-file", str, None, "v.json"),
@@ -199,6 +210,7 @@ WITHOUT_FIELD = {
     "--dry-run-world-size",
     "--dry-run-device",
     "--config-json",
+    "--hf-config",
     "--local-rank",
     "--local_rank",
 }
@@ -208,6 +220,10 @@ OTHER_DEFAULTS = {
     "--split": "969, 30, 1",  # Megatron's, filled in after parsing there
     "--distributed-backend": "auto",  # nccl on CUDA, gloo elsewhere
     "--data-path": (),
+    "--train-data-path": (),
+    "--valid-data-path": (),
+    "--test-data-path": (),
+    "--dataloader-type": "single",  # Megatron's, filled in after parsing there
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
     "--rampup-batch-size": (),  # None there, and a constant batch all the same
@@ -229,6 +245,9 @@ SAMPLES = "--train-samples 64 --global-batch-size 8"
 # What a flag needs beside it.
 CONTEXT = {
     "--qk-layernorm-scope": "--qk-layernorm --normalization RMSNorm",
+    "--valid-data-path": "--train-data-path a",
+    "--test-data-path": "--train-data-path a",
+    "--no-data-sharding": "--dataloader-type cyclic",
     "--num-query-groups": "--group-query-attention",
     "--window-attn-skip-freq": "--window-size 3,0",
     "--no-rope-freq": "--position-embedding-type rope",
@@ -399,6 +418,9 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert action.type is kind
     nargs = {
         "--data-path": "*",
+        "--train-data-path": "*",
+        "--valid-data-path": "*",
+        "--test-data-path": "*",
         "--recompute-modules": "+",
         "--rampup-batch-size": 3,
         "--cp-comm-type": "+",
@@ -417,6 +439,9 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
     field = actions()[flag].dest
     several = {
         "--data-path": ("a", "b"),
+        "--train-data-path": ("a", "b"),
+        "--valid-data-path": ("a", "b"),
+        "--test-data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
         "--rampup-batch-size": (2, 2, 16),
         "--window-size": (3, 0),
@@ -461,6 +486,7 @@ def test_every_flag_of_megatron_is_known() -> None:
         "--help",
         "--dump-config",
         "--config-json",
+        "--hf-config",
         "--local_rank",
         "--allow-fresh-start",
         "--metrics-jsonl",

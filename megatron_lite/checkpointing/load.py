@@ -65,9 +65,15 @@ def load_checkpoint(
         return Loaded(progress=start.progress, notices=start.notices)
     saved = read_config(step)
     check_same_model(config, saved, where=str(step))
-    if data is not None and not (options.finetune or options.allow_changed_data):
+    # A converted step names no data: the run that trained its weights is not known.
+    if data is not None and metadata.data and not (options.finetune or options.allow_changed_data):
         check_same_data(data, metadata.data, where=str(step))
-    reads_states = optimizer is not None and not options.finetune and not options.no_load_optim
+    reads_states = (
+        optimizer is not None
+        and "optimizer" not in metadata.missing
+        and not options.finetune
+        and not options.no_load_optim
+    )
     if reads_states:
         check_same_update_rule(config, saved, where=str(step))
     load_weights(step, metadata, parallel, model, optimizer)
@@ -83,7 +89,9 @@ def load_checkpoint(
             progress=start.progress,
             notices=(*notices, "--finetune: weights only, starting at iteration 0"),
         )
-    if not options.no_load_rng:
+    if "optimizer" in metadata.missing and optimizer is not None:
+        notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
+    if not options.no_load_rng and "rng" not in metadata.missing:
         notices += _load_rng(step, metadata, parallel)
     return Loaded(progress=start.progress, notices=tuple(notices))
 

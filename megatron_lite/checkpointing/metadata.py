@@ -48,6 +48,8 @@ class Metadata:
     parameters: the layout of each parameter, by name.
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
     data: the identity of the data (data/identity.py).
+    missing: what a converted step does not hold, of "optimizer" (the optimizer states) and "rng"
+        (the random-number streams). A run that loads it starts these anew.
     """
 
     progress: Progress
@@ -60,6 +62,7 @@ class Metadata:
     loss_scale: LossScaleState | None = None
     mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Returns the text of metadata.json."""
@@ -75,6 +78,7 @@ class Metadata:
                 "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
                 "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
                 "data": self.data,
+                **({"missing": list(self.missing)} if self.missing else {}),
             },
             indent=1,
         )
@@ -94,16 +98,17 @@ class Metadata:
         """Returns the names of all files of the step except the manifest."""
         shards = {
             shard_file(kind, pp_rank, tp_rank, self.tp_size)
-            for kind in ("model", "optimizer")
+            for kind in ("model", *({"optimizer"} - set(self.missing)))
             for pp_rank in range(self.pp_size)
             for tp_rank in range(self.tp_size)
         }
+        streams = () if "rng" in self.missing else range(self.world_size)
         return {
             CONFIG,
             METADATA,
             *shards,
             *map(parameters_file, range(self.pp_size)),
-            *map(rng_file, range(self.world_size)),
+            *map(rng_file, streams),
         }
 
     @classmethod
@@ -125,6 +130,7 @@ class Metadata:
                 data=plain.as_object(plain.field(values, "data"), "data"),
                 loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
                 mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
+                missing=_missing(values.get("missing", [])),
             )
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(found.pp_size):
@@ -140,7 +146,17 @@ class Metadata:
             raise damaged(path, error) from error
 
 
-_FIELDS = ("format", "progress", *AXES, "num_updates", "loss_scale", "mean_loss", "data")
+_FIELDS = ("format", "progress", *AXES, "num_updates", "loss_scale", "mean_loss", "data", "missing")
+PARTS = ("optimizer", "rng")
+
+
+def _missing(values: object) -> tuple[str, ...]:
+    names = plain.as_list(values, "missing")
+    if any(name not in PARTS for name in names):
+        raise ValueError(
+            f"missing must name parts of {', '.join(PARTS)} (got {plain.shown(names)})"
+        )
+    return tuple(names)
 
 
 def read_config(step: Path) -> RunConfig:

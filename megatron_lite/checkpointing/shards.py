@@ -72,6 +72,14 @@ class ShardReader:
         keys = self._file(self._path(saved, 0)).keys()  # safe_open is no mapping
         return key in keys
 
+    def suffixes(self, name: str, saved: SavedLayout) -> list[str]:
+        """Returns STATE for each key NAME/STATE of a parameter in the file of TP rank 0."""
+        return sorted(
+            key.removeprefix(f"{name}/")
+            for key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118, no mapping
+            if key.startswith(f"{name}/")
+        )
+
     def read(
         self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int
     ) -> Tensor:

@@ -6,7 +6,7 @@ With copied tensors, training can go on while another thread writes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -39,11 +39,15 @@ class TensorFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The files that this rank writes for a step. texts: the contents of text files, by name."""
+    """The files that this rank writes for a step.
+
+    texts: the contents of text files, by name. tokenizer: the contents of the tokenizer's files.
+    """
 
     iteration: int
     files: tuple[TensorFile, ...]
     texts: Mapping[str, str]
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -55,6 +59,7 @@ def take_snapshot(
     *,
     data: Mapping[str, Any],
     copy: bool,
+    tokenizer: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Returns the files that this rank writes for a step.
 
@@ -64,6 +69,7 @@ def take_snapshot(
     copy: whether to copy all tensors, so that later training steps do not change the snapshot.
     Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
     the next step.
+    tokenizer: the contents of the tokenizer's files, which rank 0 writes; None: none.
     """
     metadata = Metadata(
         progress=progress,
@@ -95,7 +101,12 @@ def take_snapshot(
     if parallel.rank == 0:
         texts |= {CONFIG: config.to_json(), METADATA: metadata.to_json()}
     points.reached(Point.SNAPSHOT)
-    return Snapshot(iteration=progress.iteration, files=tuple(files), texts=texts)
+    return Snapshot(
+        iteration=progress.iteration,
+        files=tuple(files),
+        texts=texts,
+        tokenizer=(tokenizer or {}) if parallel.rank == 0 else {},
+    )
 
 
 class _Owned(NamedTuple):

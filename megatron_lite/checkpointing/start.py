@@ -18,6 +18,7 @@ from typing import NamedTuple
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
 from megatron_lite.checkpointing.metadata import Metadata, check_config_fits, read_config
 from megatron_lite.checkpointing.origin import Origin, OwnSteps
+from megatron_lite.checkpointing.other_systems import check_ours
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.step_files import (
     LATEST,
@@ -69,7 +70,7 @@ class Candidates(NamedTuple):
     stale: str | None
 
 
-class Found(NamedTuple):
+class FoundStep(NamedTuple):
     """The step to start from. notices: which steps were passed over, and why."""
 
     step: Path
@@ -122,7 +123,11 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
 
 
 def candidates(root: Path) -> Candidates:
-    """Returns the steps under `root`, in the order in which a run tries them."""
+    """Returns the steps under `root`, in the order in which a run tries them.
+
+    Raises InputError if the checkpoint there is one of Megatron-LM.
+    """
+    check_ours(root)
     steps = saved_steps(root)
     if not steps and not (root / LATEST).exists():
         return Candidates(None, [], [], [], None)
@@ -211,7 +216,9 @@ def _step_after_pointer(root: Path, newest: int, origins: Mapping[int, Origin]) 
     return last if saved_at > pointed_at else None
 
 
-def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallback: bool) -> Found:
+def newest_good_step(
+    root: Path, there: Candidates, fault_of: FaultOf, *, fallback: bool
+) -> FoundStep:
     """Returns the first candidate without a fault.
 
     fault_of: returns what is wrong with a step, or None.
@@ -240,7 +247,7 @@ def newest_good_step(root: Path, there: Candidates, fault_of: FaultOf, *, fallba
                 notices.append(
                     f"warning: going on from the newest good checkpoint instead, {step.name}"
                 )
-            return Found(step, tuple(notices))
+            return FoundStep(step, tuple(notices))
         faults.append(fault)
     shown = "\n  ".join(faults[:MOST_REPORTED])
     advice = "restore what is damaged" + (

@@ -12,6 +12,7 @@
                      optimizer_pp00_tp00of02.safetensors    NAME/STATE by the update rule
                                                             (NAME/exp_avg ..), NAME/master
                      rng_00000.safetensors     random-number streams, one file per rank
+                     tokenizer.json ..         the tokenizer's files (data/tokenizer_files.py)
                      manifest.json             size and SHA-256 of each of these files, and which
                                                start saved them; written last
 

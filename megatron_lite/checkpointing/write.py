@@ -205,8 +205,9 @@ def _write_files(temporary: Path, snapshot: Snapshot) -> Rows:
         _write_tensors(path, file)
         rows[file.name] = row_of(path)
         points.reached(Point(file.kind))
-    for name, text in snapshot.texts.items():
-        write_synced(temporary / name, text.encode())
+    texts = {name: text.encode() for name, text in snapshot.texts.items()}
+    for name, content in (*texts.items(), *snapshot.tokenizer.items()):
+        write_synced(temporary / name, content)
         rows[name] = row_of(temporary / name)
     points.reached(Point.TEXTS)
     return rows

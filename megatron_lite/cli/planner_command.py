@@ -16,7 +16,7 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.prices import Setting, full, with_flags
+from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
 from megatron_lite.memory.explain.report import of_one_replica
 from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -31,7 +31,7 @@ KEPT_SHARDING = ("grad_reduce_in_bf16",)
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
 
-def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[Setting]:
+def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[ComparedRun]:
     """Returns the run with the policy that `--recompute-policy auto` would choose.
 
     The budget is the run's own peak. If the run recomputes nothing, it is halfway between its peak
@@ -53,7 +53,7 @@ def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[Settin
         text = choose_policy(plain, _machine(config, device), budget, num_ranks)
     except InputError:
         return []
-    return [Setting(f"auto {words}", with_flags(config, recompute_policy=text))]
+    return [ComparedRun(f"auto {words}", with_flags(config, recompute_policy=text))]
 
 
 def _rounded_up(num_bytes: int) -> str:

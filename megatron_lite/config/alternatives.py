@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_lite.config.checks import flag
+from megatron_lite.config.data_settings import PER_SPLIT_PATHS
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.policy import LayerAction, parse_policy
@@ -40,7 +41,13 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("lr_decay_iters",), ("lr_decay_samples",)),
     (("lr_warmup_iters",), ("lr_warmup_samples",), ("lr_warmup_fraction",)),
     (("lr_wsd_decay_iters",), ("lr_wsd_decay_samples",)),
-    (("data_path",), ("mock_data",)),
+    (
+        ("data_path",),
+        ("mock_data",),
+        ("data_args_path",),
+        PER_SPLIT_PATHS,
+        ("per_split_data_args_path",),
+    ),
     (("bf16",), ("fp16",)),
     (("loss_scale",), LOSS_SCALE),
     tuple((name,) for name in SWITCHED_ACTIVATIONS),

@@ -4,26 +4,90 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_one_of, resolve
+from megatron_lite.config.checks import (
+    flag,
+    require_at_least,
+    require_not_empty,
+    require_one_of,
+    resolve,
+)
 
+DATALOADER_TYPES = ("single", "cyclic")
+PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 TOKENIZER_TYPES = ("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The data of a run: dataset prefixes with optional weights, split and sequence length."""
+    """The data of a run: dataset prefixes with optional weights, split and sequence length.
+
+    eod_mask_loss: whether tokens that end a document do not count in the loss.
+    reset_position_ids: whether learned positions begin at 0 again after such a token.
+    reset_attention_mask: whether no token reads an earlier document.
+    Prefixes are given for all splits together (data_path, or a file with its words), or for each
+    split by itself (train_data_path and the like, or a JSON file).
+    data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
+    """
 
     seq_length: int
     data_path: tuple[str, ...] = ()
     mock_data: bool = False
     split: str = "969, 30, 1"
     data_cache_path: str | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    data_args_path: str | None = None
+    train_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    per_split_data_args_path: str | None = None
+    dataloader_type: str = "single"
+    data_sharding: bool = True
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "seq_length")
-        object.__setattr__(self, "data_path", tuple(self.data_path))
-        if self.data_path and self.mock_data:
-            raise ValueError("--data-path and --mock-data are two sources of data: set one")
+        require_not_empty(self, "data_args_path", "per_split_data_args_path")
+        require_one_of(self, "dataloader_type", DATALOADER_TYPES)
+        for name in ("data_path", *PER_SPLIT_PATHS):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        per_split = [name for name in PER_SPLIT_PATHS if getattr(self, name)]
+        one_of_each = (
+            ("data_path", self.data_path),
+            ("mock_data", self.mock_data),
+            ("data_args_path", self.data_args_path),
+            (per_split[0] if per_split else "train_data_path", per_split),
+            ("per_split_data_args_path", self.per_split_data_args_path),
+        )
+        first, *others = [name for name, is_given in one_of_each if is_given] or [""]
+        if others:
+            raise ValueError(
+                f"{flag(first)} and {flag(others[0])} are two sources of data: set one"
+            )
+        if per_split and not self.train_data_path:
+            raise ValueError(
+                f"{flag(per_split[0])} needs --train-data-path: the splits are given one by one"
+            )
+        if self.is_per_split and self.split != type(self).split:
+            raise ValueError(
+                f"--split {self.split!r} cuts what --data-path names, but {flag(first)} gives each "
+                "split its own data: leave --split out"
+            )
+        if not self.data_sharding and self.dataloader_type != "cyclic":
+            raise ValueError(
+                "--no-data-sharding needs --dataloader-type cyclic: "
+                f"{self.dataloader_type} reads in order"
+            )
+
+    @property
+    def is_per_split(self) -> bool:
+        """Whether each split has data of its own."""
+        return bool(self.train_data_path or self.per_split_data_args_path)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether any data is named."""
+        return bool(self.data_path or self.mock_data or self.data_args_path or self.is_per_split)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,6 @@ WITHOUT_EFFECT = {
     "--apply-query-key-layer-scaling": (
         "it only keeps float16 scores in range, which are scaled before they are rounded"
     ),
-    "--calculate-per-token-loss": (
-        "every token counts, so the mean over tokens is the mean over micro-batches"
-    ),
     "--accumulate-allreduce-grads-in-fp32": "gradients are always accumulated in float32, and "
     "reduced so without "
     "--grad-reduce-in-bf16",
@@ -56,7 +53,7 @@ WITHOUT_EFFECT = {
     "--num-dataset-builder-threads N": "the sample index is built by one thread",
     "--no-mmap-bin-files": "how the file is read does not change what is read",
     "--data-impl NAME": "there is one dataset format, .bin/.idx",
-    "--no-create-attention-mask-in-dataloader": "the causal mask is never made by the data loader",
+    "--no-create-attention-mask-in-dataloader": "attention masks are never made by the data loader",
     "--trust-remote-code": "tokenizer files are data, and no code in them is run",
     "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is always the one of the flags",
     "--disable-use-tokenizer-model-from-checkpoint-args": (
@@ -101,7 +98,6 @@ ONLY_VALUE = {
     "--num-distributed-optimizer-instances": "1",
     "--softmax-type": "vanilla",
     "--cuda-graph-impl": "none",
-    "--dataloader-type": "single",
     "--weight-decay-incr-style": "constant",
     "--muon-scalar-optimizer": "adam",
     "--rerun-mode": "disabled",

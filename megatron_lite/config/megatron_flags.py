@@ -289,24 +289,23 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         (
-            "every token of a sequence is attended to and counts in the loss, across document "
-            "ends; leave the flag out"
+            "documents are kept apart by --reset-attention-mask, --reset-position-ids and "
+            "--eod-mask-loss"
         ),
-        """dataloader-inter-document-masking eod-mask-loss reset-attention-mask
-         reset-position-ids""",
+        """dataloader-inter-document-masking""",
     ),
     (
-        "data is read in order of consumed samples, each batch when it is needed",
-        """dataloader-defer-npy-index-mmap dataloader-fast-cache-load dataloader-type""",
+        "the indices of the data are built once a node, and mapped when the run starts",
+        """dataloader-defer-npy-index-mmap dataloader-fast-cache-load""",
     ),
     (
-        "data comes from --data-path (or --mock-data), cut by --split",
-        """allow-ambiguous-pad-tokens data-args-path disable-msc enable-msc fim-data
+        "data comes from --data-path cut by --split, from --train-data-path and the like, or from "
+        "--mock-data",
+        """allow-ambiguous-pad-tokens disable-msc enable-msc fim-data
          fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token
          fim-prefix-token fim-rate fim-split-sample fim-spm-rate fim-suffix-token
          mid-level-dataset-surplus object-storage-cache-path per-dataset-sequences-path
-         per-split-data-args-path phase-transition-iterations test-data-path train-data-path
-         valid-data-path""",
+         phase-transition-iterations""",
     ),
     (
         (
@@ -416,7 +415,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
          dino-head-hidden-size dino-local-crops-number dino-local-img-size
          dino-norm-last-layer dino-teacher-temp dino-warmup-teacher-temp
          dino-warmup-teacher-temp-epochs head-lr-mult img-h img-w iter-per-epoch mask-factor
-         mask-type no-data-sharding num-channels num-classes patch-dim swin-backbone-type
+         mask-type num-channels num-classes patch-dim swin-backbone-type
          vision-backbone-type vision-pretraining vision-pretraining-type""",
     ),
     (

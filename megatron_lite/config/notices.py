@@ -83,6 +83,7 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
     return [
         *notices,
         *layer_pattern.notices(model, config.data.seq_length),
+        *_document_notices(config),
         *_bucket_notices(config),
         *recompute_notices(config),
     ]
@@ -150,6 +151,29 @@ def _rotary_notices(model: ModelConfig, given: Collection[str]) -> list[str]:
     ]
     if "rope_scaling_factor" in given and not model.use_rope_scaling:
         notices.append("--rope-scaling-factor has no effect without --use-rope-scaling")
+    return notices
+
+
+def _document_notices(config: RunConfig) -> list[str]:
+    data, notices = config.data, []
+    if data.reset_position_ids and not config.model.positions.learned:
+        notices.append(
+            "--reset-position-ids has no effect with --position-embedding-type "
+            f"{config.model.position_embedding_type}: it changes learned positions only, and "
+            "rotary angles follow the place in the sequence, as in Megatron"
+        )
+    if config.training.calculate_per_token_loss and not data.eod_mask_loss:
+        notices.append(
+            "--calculate-per-token-loss has no effect without --eod-mask-loss: every token "
+            "counts, so the mean over tokens is the mean over micro-batches"
+        )
+    if data.mock_data:
+        notices += [
+            f"{flag(name)} has little to do under --mock-data, whose samples have no "
+            "end-of-document token unless the vocabulary has at most 64 ids"
+            for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+            if getattr(data, name)
+        ]
     return notices
 
 

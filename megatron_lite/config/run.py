@@ -113,7 +113,7 @@ class RunConfig:
             missing.append("the length of the run: set --train-iters or --train-samples")
         if self.lr_schedule.lr is None:
             missing.append("the learning rate: set --lr")
-        if not self.data.data_path and not self.data.mock_data:
+        if not self.data.has_source:
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
@@ -205,6 +205,12 @@ class RunConfig:
                 f"--context-parallel-size {size} has no flash attention with --attention-dropout "
                 f"{self.model.attention_dropout}: give --attention-dropout 0, or "
                 "--attention-backend unfused, which builds the scores"
+            )
+        if self.data.reset_attention_mask and not self.model.always_unfused:
+            raise ValueError(
+                f"--context-parallel-size {size} has no flash attention with "
+                "--reset-attention-mask: which keys of another rank belong to a document differs "
+                "from sample to sample. Give --attention-backend unfused, which builds the scores"
             )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:

@@ -26,6 +26,8 @@ class TrainingConfig:
         device had no more memory. None: no limit but the device's.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. None: all tokens have
         logits at once, and the logits are kept for backward.
+    calculate_per_token_loss: whether each token that counts has the same weight in the gradients
+        of a step. If not, each micro-batch has the same weight (training/loss_mask.py).
     max_skipped_updates: the number of skipped updates in a row that stops the run. None: 10 spikes
         in a row stop the run, and so does the first update that is not finite, under
         check_for_nan_in_loss_and_grad. An overflow above the smallest loss scale never does.
@@ -44,6 +46,7 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool = True
     memory_limit: str | None = None
     loss_chunk_size: int | None = None
+    calculate_per_token_loss: bool = False
     eval_interval: int | None = None
     eval_iters: int = 100
     exit_interval: int | None = None

@@ -75,7 +75,8 @@ def attend(
 
     query: [b, a, n, d]. key, value: [b, g, m, d].
     causal: row i reads the columns 0 to i only; n must equal m.
-    mask: [n, m] in the query's dtype, added to the scores. Each row must read a column.
+    mask: [n, m] or [b, 1, n, m] in the query's dtype, added to the scores. Each row must read a
+        column.
 
     With `causal` the mask must hide later columns too. The CPU's flash kernel then skips their
     blocks. On CUDA only the memory-efficient kernel takes a mask, and it gets the mask without
@@ -192,14 +193,14 @@ def _efficient_backward(
 
 
 def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Returns the mask [n, m] as a view [b, a, n, m] for the memory-efficient kernel.
+    """Returns the mask as a view [b, a, n, m] for the memory-efficient kernel.
 
     The kernel's loads need rows that start at multiples of 16 elements.
     """
     if mask is None:
         return None
-    n, m = mask.shape
-    return torch.nn.functional.pad(mask, (0, -m % 16))[:, :m].expand(*query.shape[:2], n, m)
+    n, m = mask.shape[-2:]
+    return torch.nn.functional.pad(mask, (0, -m % 16))[..., :m].expand(*query.shape[:2], n, m)
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,8 @@ class Described:
     state_keys: the optimizer states that can be read for every parameter, such as "exp_avg"; () if
         there are none.
     num_updates: how many updates the optimizer had made.
+    num_bytes: the bytes of all weights and states, for the progress bar; None if they are not known
+        before they are read.
     notes: what is not taken over, in words for the user.
     """
 
@@ -38,6 +40,7 @@ class Described:
     progress: Progress | None = None
     state_keys: tuple[str, ...] = ()
     num_updates: int = 0
+    num_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.index_cache import Arrays, cached_arrays
+from megatron_lite.data.index_cache import Allocate, Arrays, kept_arrays
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.sample_index import SampleIndex, build_sample_index, sample_index_fault
 
@@ -52,13 +52,14 @@ class GPTDataset:
                 "or a shorter --seq-length"
             )
 
-        def build() -> Arrays:
+        def build(allocate: Allocate) -> Arrays:
             return build_sample_index(
                 lengths,
                 first_document=start,
                 num_samples=num_samples,
                 seq_length=seq_length,
                 seed=seed,
+                allocate=allocate,
             )._asdict()
 
         def fault(arrays: Arrays) -> str | None:
@@ -72,15 +73,7 @@ class GPTDataset:
             "seq_length": seq_length,
             "seed": seed,
         }
-        try:
-            arrays = cached_arrays(cache_path or indexed.prefix + "_cache", key, build, fault=fault)
-        except OSError as error:
-            if cache_path is not None:
-                raise InputError(
-                    f"--data-cache-path {cache_path} cannot be used: {error}"
-                ) from error
-            arrays = build()
-        self.index = SampleIndex(**arrays)
+        self.index = SampleIndex(**kept_arrays(cache_path, indexed.prefix, key, build, fault=fault))
 
     def __len__(self) -> int:
         return len(self.index.sample_order)

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.blend import DataPath
+from megatron_lite.data.data_paths import SplitPaths
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.splits import parse_split
 
@@ -30,16 +31,41 @@ def identity_of_mock(data: DataConfig) -> DataIdentity:
 
 
 def identity_of_files(
-    data: DataConfig, path: DataPath, datasets: Sequence[IndexedDataset]
+    data: DataConfig,
+    paths: DataPath | SplitPaths,
+    datasets: Sequence[Sequence[IndexedDataset] | None],
 ) -> DataIdentity:
-    """Returns the identity of the parts of `--data-path`, in their order."""
+    """Returns the identity of the parts of each split, in their order.
+
+    datasets: the opened parts of each of the three splits; None for a split without data.
+    """
+    order = {} if data.dataloader_type == "single" else {"order": _order(data)}
+    if isinstance(paths, DataPath):
+        return {
+            "source": "--data-path",
+            "seq_length": data.seq_length,
+            "split": list(parse_split(data.split)),
+            **_parts(paths, datasets[0]),
+            **order,
+        }
     return {
-        "source": "--data-path",
+        "source": "--train-data-path",
         "seq_length": data.seq_length,
-        "split": list(parse_split(data.split)),
-        "weights": None if path.weights is None else list(path.weights),
-        "files": [_content(one) for one in datasets],
+        **{
+            name: _parts(path, parts)
+            for name, path, parts in zip(SplitPaths._fields, paths, datasets, strict=True)
+        },
+        **order,
     }
+
+
+def _order(data: DataConfig) -> str:
+    return f"{data.dataloader_type}, {'a range for each rank' if data.data_sharding else 'all'}"
+
+
+def _parts(path: DataPath | None, datasets: Sequence[IndexedDataset] | None) -> dict[str, Any]:
+    weights = None if path is None or path.weights is None else list(path.weights)
+    return {"weights": weights, "files": [_content(one) for one in datasets or ()]}
 
 
 def _content(dataset: IndexedDataset) -> str:

@@ -7,7 +7,8 @@ reads an index from it. It then builds the arrays again, with a notice.
 A folder is filled under another name, and renamed when its contents are on the disk. Thus a kill
 leaves nothing that looks complete. Each key has one lock: among several processes on a node one
 builds, and the others wait and read the result. Nodes need not see the same folder or each other's
-locks. The arrays are read by memory map, and never as pickles.
+locks. The arrays are read by memory map, and never as pickles. They may be built in their files,
+too, so that an index may be larger than memory.
 """
 
 from __future__ import annotations
@@ -23,16 +24,31 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync_file, sync_folder
 
 Arrays = dict[str, np.ndarray]
 LIST, KEY = "arrays.json", "key.json"
 FORMAT = "index cache 2"  # part of every key, so that a folder of another format is never read
 LARGEST_LIST = 1 << 20
+
+
+class Allocate(Protocol):
+    """Makes an array without values for one of the arrays that are built."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: Any, /) -> np.ndarray: ...
+
+
+Build = Callable[[Allocate], Arrays]
+
+
+def in_memory(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns a new array in memory: the Allocate of arrays that are not kept."""
+    return np.empty(shape, dtype)
 
 
 class Damage(Exception):
@@ -51,10 +67,33 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def kept_arrays(
+    data_cache_path: str | None,
+    prefix: str,
+    key: dict[str, Any],
+    build: Build,
+    *,
+    fault: Callable[[Arrays], str | None],
+) -> Arrays:
+    """Returns the arrays that `build` returns, kept in `data_cache_path` or beside the data.
+
+    The folder beside the data is PREFIX_cache; if it cannot be written, nothing is kept. Raises
+    InputError if `data_cache_path` is given and cannot be written.
+    """
+    try:
+        return cached_arrays(data_cache_path or prefix + "_cache", key, build, fault=fault)
+    except OSError as error:
+        if data_cache_path is not None:
+            raise InputError(
+                f"--data-cache-path {data_cache_path} cannot be used: {error}"
+            ) from error
+        return build(in_memory)
+
+
 def cached_arrays(
     folder: str,
     key: dict[str, Any],
-    build: Callable[[], Arrays],
+    build: Build,
     *,
     fault: Callable[[Arrays], str | None] = lambda arrays: None,
     say: Callable[[str], object] = _say,
@@ -65,6 +104,7 @@ def cached_arrays(
     once, outside the lock, so that all processes of a node can compare checksums at the same time.
 
     key: plain values that decide the result.
+    build: what it allocates lies in the file of that array already, and takes no memory of its own.
     fault: returns what is wrong with arrays whose checksum is correct, or None. Arrays with a fault
     are built again too.
     say: is called with one line if a damaged copy is replaced.
@@ -85,7 +125,7 @@ def cached_arrays(
             arrays = None
             say(f"warning: the index cache is damaged and is built again: {damage}")
         if arrays is None:
-            _write(path, text, build())
+            _write(path, text, build)
             try:
                 arrays = _read(path, text, fault)
             except Damage as damage:
@@ -190,7 +230,7 @@ def _checksum(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _write(path: str, key: str, arrays: Arrays) -> None:
+def _write(path: str, key: str, build: Build) -> None:
     own = f"{path}.tmp-{socket.gethostname()}-"
     # This process holds the lock, so the folders of this node were left by killed processes.
     for remains in glob.glob(glob.escape(own) + "*"):
@@ -199,11 +239,17 @@ def _write(path: str, key: str, arrays: Arrays) -> None:
     os.mkdir(tmp)
     try:
         expected = {}
-        for name, array in arrays.items():
-            with open(os.path.join(tmp, name + ".npy"), "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                sync_file(file)
-            with open(file.name, "rb") as written:
+        mapped: Arrays = {}
+
+        def allocate(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+            mapped[name] = _mapped(os.path.join(tmp, name + ".npy"), shape, dtype)
+            return mapped[name]
+
+        for name, array in build(allocate).items():
+            if array is not mapped.get(name):
+                np.save(os.path.join(tmp, name + ".npy"), array, allow_pickle=False)
+            with open(os.path.join(tmp, name + ".npy"), "r+b") as written:
+                sync_file(written)
                 expected[name] = _Expected(array.dtype.str, array.shape, _checksum(written))
         for name, content in ((LIST, _listed(expected)), (KEY, key.encode())):
             with open(os.path.join(tmp, name), "wb") as file:
@@ -221,6 +267,15 @@ def _write(path: str, key: str, arrays: Arrays) -> None:
         sync_folder(os.path.dirname(path))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
+
+
+def _mapped(path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns a new array that lies in a file. Raises OSError if the disk has no room for it."""
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
+    with open(path, "r+b") as file:
+        # A page of the map without room on the disk would end the process with SIGBUS.
+        os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
+    return array.view(np.ndarray)
 
 
 def _remove(path: str) -> None:

@@ -19,7 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_lite.data.index_cache import Allocate, in_memory
+
 LAST_EPOCH_THRESHOLD = 0.80
+# Documents, or samples, of which temporary arrays are made at once. Those arrays take 40 MiB.
+CHUNK = 1 << 20
 
 
 class SampleIndex(NamedTuple):
@@ -37,12 +41,20 @@ class SampleIndex(NamedTuple):
 
 
 def build_sample_index(
-    lengths: np.ndarray, *, first_document: int, num_samples: int | None, seq_length: int, seed: int
+    lengths: np.ndarray,
+    *,
+    first_document: int,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+    allocate: Allocate = in_memory,
 ) -> SampleIndex:
     """Returns the index over documents of these lengths, numbered from `first_document`.
 
     num_samples: the index holds all samples of as many epochs as this number needs; None for one
     epoch.
+    allocate: makes the three arrays of the result. Besides them the work takes 40 MiB, however many
+    documents there are.
     """
     # N samples need N * seq_length + 1 tokens, because neighbours share a token.
     tokens = int(lengths.sum(dtype=np.int64))
@@ -56,15 +68,21 @@ def build_sample_index(
     )
     # The order of the two shuffles is Megatron's: the second continues the numbers of the first.
     random = np.random.RandomState(seed)
-    documents = np.arange(first_document, first_document + len(lengths), dtype=np.int32)
-    document_order = _shuffled(
-        random, np.tile(documents, epochs), len(documents) * (epochs - 1) if last_is_apart else None
+    document_order = allocate("document_order", (epochs * len(lengths),), np.int32)
+    for epoch in np.split(document_order, epochs):
+        _count_up(epoch, first_document)
+    _shuffle(random, document_order, len(lengths) * (epochs - 1) if last_is_apart else None)
+    largest = max(len(document_order), int(lengths.max()))
+    sample_starts = allocate(
+        "sample_starts",
+        (samples + 1, 2),
+        np.int32 if largest <= np.iinfo(np.int32).max else np.int64,
     )
-    sample_starts = _sample_starts(lengths[document_order - first_document], samples, seq_length)
+    _fill_starts(sample_starts, lengths, document_order, first_document, seq_length)
     order_type = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
-    sample_order = _shuffled(
-        random, np.arange(samples, dtype=order_type), before_last if last_is_apart else None
-    )
+    sample_order = allocate("sample_order", (samples,), order_type)
+    _count_up(sample_order, 0)
+    _shuffle(random, sample_order, before_last if last_is_apart else None)
     return SampleIndex(document_order, sample_starts, sample_order)
 
 
@@ -102,28 +120,52 @@ def sample_index_fault(
     for name, values, low, stop in bounds:
         if values.size and not (low <= values.min() and values.max() < stop):
             return f"{name} holds {values.min()} to {values.max()}, expected {low} to {stop - 1}"
-    return None if (places[:-1] <= places[1:]).all() else "sample_starts is not in order"
+    for start in range(0, samples, CHUNK):
+        part = places[start : start + CHUNK + 1]
+        if not (part[:-1] <= part[1:]).all():
+            return "sample_starts is not in order"
+    return None
 
 
-def _shuffled(random: np.random.RandomState, items: np.ndarray, boundary: int | None) -> np.ndarray:
-    """Returns the items in random order, shuffled in place.
+def _count_up(items: np.ndarray, first: int) -> None:
+    """Sets the items to first, first + 1, .."""
+    for start in range(0, len(items), CHUNK):
+        part = items[start : start + CHUNK]
+        part[:] = np.arange(first + start, first + start + len(part))
+
+
+def _shuffle(random: np.random.RandomState, items: np.ndarray, boundary: int | None) -> None:
+    """Brings the items into random order, in place.
 
     boundary: shuffles the items before it and after it separately.
     """
     for part in (items,) if boundary is None else (items[:boundary], items[boundary:]):
         random.shuffle(part)
-    return items
 
 
-def _sample_starts(tape_lengths: np.ndarray, samples: int, seq_length: int) -> np.ndarray:
-    ends = np.cumsum(tape_lengths, dtype=np.int64)
-    first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
-    places = np.searchsorted(ends, first_tokens, side="right")
+def _fill_starts(
+    sample_starts: np.ndarray,
+    lengths: np.ndarray,
+    document_order: np.ndarray,
+    first_document: int,
+    seq_length: int,
+) -> None:
+    """Sets the place and the offset of the first token of every sample, and of the one behind it.
+
+    The tape is walked in parts, of CHUNK documents and of CHUNK samples.
+    """
+    sample, token = 0, 0
+    for place in range(0, len(document_order), CHUNK):
+        part = lengths[document_order[place : place + CHUNK] - first_document]
+        ends = token + np.cumsum(part, dtype=np.int64)
+        token = int(ends[-1])
+        stop = min(-(-token // seq_length), len(sample_starts))
+        for first in range(sample, stop, CHUNK):
+            tokens = np.arange(first, min(first + CHUNK, stop), dtype=np.int64) * seq_length
+            places = np.searchsorted(ends, tokens, side="right")
+            rows = sample_starts[first : first + len(tokens)]
+            rows[:, 0] = place + places
+            rows[:, 1] = tokens - ends[places] + part[places]
+        sample = max(sample, stop)
     # As in Megatron, sample 0 starts at place 0 even if the tape begins with empty documents.
-    places[0] = 0
-    offsets = first_tokens - ends[places] + tape_lengths[places]
-    offsets[0] = 0
-    largest = max(len(tape_lengths), int(tape_lengths.max()))
-    return np.stack([places, offsets], axis=1).astype(
-        np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    )
+    sample_starts[0] = 0

@@ -18,7 +18,7 @@ from megatron_lite.description.all_heads_norm import (
 )
 from megatron_lite.description.dropout import dropout_forward, masked
 from megatron_lite.description.norm_statistics import norm_backward, norm_forward, norm_parameters
-from megatron_lite.description.operations import Course, KeptTensor, Workspace, course
+from megatron_lite.description.operations import ID_BYTES, Course, KeptTensor, Workspace, course
 from megatron_lite.description.sizes import Heads, Sizes
 from megatron_lite.description.weight_gradients import added_up
 
@@ -109,7 +109,7 @@ def rotary_workspace(model: ModelConfig, heads: Heads, *, grouped: bool) -> Work
 def flash_workspace(
     model: ModelConfig, sizes: Sizes, log_sum_exp: int, freed: int, *, windowed: bool
 ) -> Workspace:
-    """Returns the workspace of a flash kernel. With a window, both directions build its mask.
+    """Returns the workspace of a flash kernel. With a mask, both directions build it.
 
     log_sum_exp: the bytes of the row sums that the kernel keeps.
     freed: the bytes of the inputs that no earlier operation keeps.
@@ -119,11 +119,10 @@ def flash_workspace(
     results = output + log_sum_exp
     if sizes.cp_size > 1:
         return _exchanging(model, sizes, results, freed)
-    window = _window_mask(sizes) if windowed else ()
-    built = sum(window)
+    mask = _mask(sizes, windowed=windowed) if windowed or sizes.resets_attention else Course()
     return Workspace(
-        course(*window, +results, -built),
-        course(*window, +heads.query + 2 * heads.kv, -built - output - results - freed),
+        course(mask, +results, -mask.end),
+        course(mask, +heads.query + 2 * heads.kv, -mask.end - output - results - freed),
     )
 
 
@@ -216,10 +215,20 @@ def _rotate_backward(heads: int, part: float) -> Course:
     )
 
 
-def _window_mask(sizes: Sizes) -> tuple[int, int, int]:
-    """Returns the changes while the mask of a window is built."""
-    mask = sizes.seq_length**2 * sizes.element_bytes
-    return +mask, +mask, -mask
+def _mask(sizes: Sizes, *, windowed: bool) -> Course:
+    """Returns the course of the mask of documents, of a window, or of both. It ends with the mask.
+
+    See model/documents.py and model/window.py.
+    """
+    mask = sizes.own_seq_length * sizes.seq_length * sizes.element_bytes
+    if not sizes.resets_attention:
+        return course(+mask, +mask, -mask)
+    samples = sizes.micro_batch_size
+    places = ID_BYTES * sizes.own_seq_length
+    first = samples * places if windowed else 0
+    earlier = samples * sizes.own_seq_length * sizes.seq_length
+    limits = (+places, +first, -places) if windowed else ()
+    return course(+places, *limits, +earlier, samples * mask, -places - first - earlier)
 
 
 def _unfused_forward(
@@ -238,12 +247,18 @@ def _unfused_forward(
     """
     heads = Heads.of(model, sizes)
     scores, softmax = elements * sizes.element_bytes, elements * softmax_bytes
-    mask = sizes.own_seq_length * sizes.seq_length * sizes.element_bytes
+    mask = Course(*[sizes.own_seq_length * sizes.seq_length * sizes.element_bytes] * 2)
+    if windowed or sizes.resets_attention:
+        mask = _mask(sizes, windowed=windowed)
     grouped = model.query_groups < model.num_attention_heads
     part, ranks = 2 * heads.kv, sizes.cp_size
     changes: list[int | Course] = []
     changes += [+part, +ranks * part, -part] if ranks > 1 else []  # all keys and values
-    changes += [*(_window_mask(sizes) if windowed else (+mask,))]
+    changes += [mask]
+    hidden = mask.end
+    if sizes.resets_attention and sizes.micro_batch_size > 1 and scores > mask.end:
+        # The masks of several samples are copied for every head.
+        changes, hidden = [*changes, +scores, -mask.end], scores
     repeated = ranks * heads.query  # the key, or the value, for every head
     changes += [+repeated, +repeated, -ranks * part if ranks > 1 else 0] if grouped else []
     changes += [+scores]
@@ -256,7 +271,7 @@ def _unfused_forward(
     changes += [dropout_forward(elements, scores, sizes)] if dropped else []
     by_head = 0 if skip_tail else heads.query
     changes += [+by_head, +by_head]
-    return course(*changes, -mask - scores - by_head - (scores if cast and dropped else 0))
+    return course(*changes, -hidden - scores - by_head - (scores if cast and dropped else 0))
 
 
 def _unfused_backward(

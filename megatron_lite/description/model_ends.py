@@ -26,6 +26,7 @@ from megatron_lite.description.norm_statistics import (
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
+    ID_BYTES,
     Collective,
     Course,
     KeptTensor,
@@ -47,7 +48,7 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
     Each tensor-parallel rank looks up the ids of its own rows of the vocabulary. A collective sums
     the results: an all-reduce, or a reduce-scatter under sequence parallelism.
     """
-    keeps = [KeptTensor("token ids", 8 * sizes.tokens)]
+    keeps = [KeptTensor("token ids", ID_BYTES * sizes.tokens, given=True)]
     if sizes.tp_size > 1:
         keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
     untied = model.untie_embeddings_and_output_weights
@@ -56,6 +57,8 @@ def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, .
             "word_embeddings.weight", _words(model, sizes), tied=not untied and not sizes.has_head
         )
     ]
+    if sizes.resets_positions:
+        keeps.append(KeptTensor("position ids", ID_BYTES * sizes.tokens, given=True))
     if model.positions.learned:
         parameters.append(
             Parameter(
@@ -98,7 +101,8 @@ def _embedding_forward(model: ModelConfig, sizes: Sizes) -> Course:
         # The all-reduce sums a copy. The reduce-scatter writes to a tensor of its own.
         changes += [+whole, +whole, -whole, +hidden, -whole - ids]
     if model.positions.learned:
-        changes += [+hidden, -hidden]
+        rows = hidden if sizes.resets_positions else 0  # without position ids they are a view
+        changes += [+rows, +hidden, -hidden - rows]
     residual = residual_bytes(model, sizes)
     if is_widened(model, sizes):
         changes += [+residual, -hidden]
@@ -123,6 +127,8 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
     words, *positions = parameters
     for one in positions:  # summed over the samples, and written into zeros as large as the weight
         samples = hidden // sizes.micro_batch_size if sizes.micro_batch_size > 1 else 0
+        if sizes.resets_positions:  # each sample adds to rows of its own
+            samples = 0
         changes += [+samples, +gradient_bytes((one,), sizes), -samples, added_up((one,), sizes)]
     if several and sizes.sequence_parallel:
         changes += [+whole, -hidden]
@@ -232,6 +238,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
                 KeptTensor("labels", 8 * sizes.tokens),
                 KeptTensor("which labels are here", sizes.tokens),
                 KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens),
+                *((loss_mask(sizes),) if sizes.masks_loss else ()),
             ),
             calls=(OperatorCall("", (), (), sums),),
             moved=_cross_entropy(logits.num_bytes, sizes),
@@ -240,6 +247,11 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             ),
         ),
     )
+
+
+def loss_mask(sizes: Sizes) -> KeptTensor:
+    """Returns the loss mask of a micro-batch, float32. The trainer multiplies the losses by it."""
+    return KeptTensor("loss mask", 4 * sizes.tokens, given=True)
 
 
 def _lookup(model: ModelConfig, sizes: Sizes) -> Moved:
@@ -252,9 +264,13 @@ def _lookup(model: ModelConfig, sizes: Sizes) -> Moved:
     rows, width = _words(model, sizes)
     added = 3 * hidden if model.positions.learned else 0
     dropped = 2 * hidden if model.hidden_dropout > 0.0 else 0
-    return Moved(
+    moved = Moved(
         2 * hidden + added + dropped, rows * width * sizes.element_bytes + 3 * hidden + dropped
     )
+    if sizes.resets_positions:  # a second look-up, in place of a slice
+        table = model.max_position_embeddings * width * sizes.element_bytes
+        moved += (2 * hidden, table + 3 * hidden)
+    return moved
 
 
 def _cross_entropy(logits_bytes: int, sizes: Sizes) -> Moved:

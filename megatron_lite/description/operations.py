@@ -16,6 +16,7 @@ from megatron_lite.description.sizes import Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 SHIFT = "ring shift"
+ID_BYTES = 8  # of a token id, or of a place in the sequence
 QK_LAYERNORM, LINEAR_PROJ = "qk_layernorm", "linear_proj"
 
 
@@ -30,6 +31,7 @@ class KeptTensor(NamedTuple):
     stays: whether no policy moves it to host memory. It is true for tables that all layers share,
         and for the states of generators, which lie in host memory already.
     shared: whether all layers save the same storage, such as the rotary tables.
+    given: whether it is a part of the micro-batch, which exists before the forward begins.
     """
 
     name: str
@@ -37,6 +39,7 @@ class KeptTensor(NamedTuple):
     in_paper: bool = False
     stays: bool = False
     shared: bool = False
+    given: bool = False
 
 
 class Matmul(NamedTuple):
@@ -261,12 +264,15 @@ class LayerDescription:
         return self.operations[0].keeps[0]
 
     def tables(self) -> dict[str, int]:
-        """Returns the bytes of the tensors that this layer shares with other layers, by name."""
+        """Returns the bytes of the tables that this layer shares with other layers, by name.
+
+        Tensors of the micro-batch that layers share are not among them.
+        """
         return {
             tensor.name: tensor.num_bytes
             for one in self.operations
             for tensor in one.keeps
-            if tensor.shared
+            if tensor.shared and not tensor.given
         }
 
     def parameters(self) -> Iterator[tuple[str, Parameter]]:
@@ -321,6 +327,12 @@ class LayerDescription:
 def rng_state(name: str, num_bytes: int) -> KeptTensor:
     """Returns a saved state of random-number streams. It lies in host memory."""
     return KeptTensor(name, num_bytes, stays=True)
+
+
+def document_starts(sizes: Sizes) -> KeptTensor:
+    """Returns the starts of a micro-batch's documents (model/documents.py), which layers share."""
+    num_bytes = ID_BYTES * sizes.micro_batch_size * sizes.seq_length
+    return KeptTensor("document starts", num_bytes, stays=True, shared=True, given=True)
 
 
 def shared_table(name: str, num_bytes: int) -> KeptTensor:

@@ -39,6 +39,7 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     RegionEntry,
+    document_starts,
     shared_table,
 )
 from megatron_lite.description.sizes import Heads, Sizes
@@ -98,13 +99,14 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             value,
         )
     windowed = model.layer_reach(layer, sizes.seq_length) is not None
+    starts = (document_starts(sizes),) if sizes.resets_attention else ()
     # The norms keep linear_qkv's output too, and their backward frees it.
     held = {whole.name} if normed else set()
     freed = {one.name: one.num_bytes for one in inputs if one.name not in held}
     if model.builds_scores(sizes.device):
-        yield _unfused(model, sizes, inputs, freed, windowed=windowed)
+        yield _unfused(model, sizes, inputs, freed, starts, windowed=windowed)
     else:
-        yield _flash(model, sizes, inputs, sum(freed.values()), windowed=windowed)
+        yield _flash(model, sizes, inputs, sum(freed.values()), starts, windowed=windowed)
 
 
 def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
@@ -124,23 +126,31 @@ def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
 
 
 def _flash(
-    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], freed: int, *, windowed: bool
+    model: ModelConfig,
+    sizes: Sizes,
+    inputs: tuple[KeptTensor, ...],
+    freed: int,
+    starts: tuple[KeptTensor, ...],
+    *,
+    windowed: bool,
 ) -> Operation:
     """Returns core attention by a flash kernel.
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
     exponentials. Its backward builds the scores again. With a window the layer keeps the same
-    tensors, since its mask is built again too (model/window.py). The exception is a window with
-    dropout on CUDA: torch's own function keeps the mask.
+    tensors, since its mask is built again too (model/window.py). With documents it also keeps their
+    starts. The exception is a mask with dropout on CUDA: torch's own function keeps the mask.
 
     freed: the bytes of the inputs that no earlier operation keeps.
+    starts: the starts of the documents, if attention needs them.
     """
     attended = attention_output(model, sizes)
     rows = (
         sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
     )
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    kernel = "efficient_attention" if windowed else "flash_attention"
+    masked = windowed or bool(starts)
+    kernel = "efficient_attention" if masked else "flash_attention"
     if sizes.device == "cpu":
         kernel = "flash_attention_for_cpu"
     operator = (
@@ -149,7 +159,7 @@ def _flash(
         else CONTEXT_PARALLEL_ATTENTION
     )
     scores, context = (
-        one._replace(causal=not windowed, fused=True) for one in _matmuls(model, sizes)
+        one._replace(causal=not masked, fused=True) for one in _matmuls(model, sizes)
     )
     forward, backward = _exchange(model, sizes)
     # No policy may keep a result that depends on random numbers: the replay would not draw them,
@@ -160,17 +170,17 @@ def _flash(
         (scores, context),
         forward,
     )
-    mask = (
-        (KeptTensor("window mask", sizes.seq_length**2 * sizes.element_bytes),)
-        if windowed and model.attention_dropout
-        else ()
-    )
+    mask = starts
+    if masked and model.attention_dropout:
+        samples = sizes.micro_batch_size if starts else 1
+        name = "document mask" if starts else "window mask"
+        mask = (KeptTensor(name, samples * sizes.seq_length**2 * sizes.element_bytes),)
     return Operation(
         CORE,
         "self_attention.core_attention",
         (*inputs, attended, log_sum_exp, *mask),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, inputs),),
+        (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
         (call,),
         backward,
         rebuilds=(scores,),
@@ -183,6 +193,7 @@ def _unfused(
     sizes: Sizes,
     inputs: tuple[KeptTensor, ...],
     freed: dict[str, int],
+    starts: tuple[KeptTensor, ...],
     *,
     windowed: bool,
 ) -> Operation:
@@ -192,6 +203,7 @@ def _unfused(
     element, and the dropped softmax.
 
     freed: the names and bytes of the inputs that no earlier operation keeps.
+    starts: the starts of the documents, if attention needs them. Only a replay keeps them.
     """
     attended = attention_output(model, sizes)
     # The keys of all context-parallel ranks, repeated for every query head of a group.
@@ -263,7 +275,7 @@ def _unfused(
         "self_attention.core_attention",
         (*heads, *kept),
         (CORE_ATTENTION,),
-        (RegionEntry(CORE_ATTENTION, inputs),),
+        (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
         calls,
         backward,
         moved=moved,

@@ -40,6 +40,10 @@ class Sizes:
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
     has_padding: whether some of a rank's logits are those of padded ids.
+    masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
+    resets_positions: whether it has position ids, which learned positions read
+        (--reset-position-ids).
+    resets_attention: whether it has the starts of its documents (--reset-attention-mask).
     """
 
     micro_batch_size: int
@@ -59,6 +63,9 @@ class Sizes:
     adds_in_matmul: bool = False
     inside_operators: bool = False
     has_padding: bool = False
+    masks_loss: bool = False
+    resets_positions: bool = False
+    resets_attention: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
@@ -81,6 +88,9 @@ class Sizes:
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
             first_layer=0 if stage is None else stage.first_layer,
+            masks_loss=config.data.eod_mask_loss,
+            resets_positions=config.data.reset_position_ids and config.model.positions.learned,
+            resets_attention=config.data.reset_attention_mask,
         )
 
     @classmethod

@@ -21,10 +21,11 @@ from megatron_lite.context_parallel.attention_kernels import has_kernel
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.all_heads_norm import AllHeadsNorm
+from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
-from megatron_lite.model.window import window_mask, windowed_attention
+from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.recompute.region_runner import Regions
@@ -77,7 +78,11 @@ class SelfAttention(nn.Module):
         self.core_attention = CoreAttention(config, context.rng, context.cp, layer=layer)
 
     def forward(
-        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        regions: Regions,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         query, key, value = self._split_heads(self.linear_qkv(hidden_states))
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -85,7 +90,9 @@ class SelfAttention(nn.Module):
         if self.rotates:
             assert rotary is not None
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
-        return self.linear_proj(regions.run(CORE_ATTENTION, self.core_attention, query, key, value))
+        return self.linear_proj(
+            regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
+        )
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
@@ -150,20 +157,31 @@ class CoreAttention(nn.Module):
         if self.cp.group is not None:
             chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, skip_tail: bool = False) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_starts: Tensor | None = None,
+        skip_tail: bool = False,
+    ) -> Tensor:
         """Runs attention. skip_tail: the output's values are never read.
+
+        document_starts: [b, s] of the whole sequence (model/documents.py). A query reads no key of
+        an earlier document.
 
         Unfused attention then skips its last matmul. Flash attention, one kernel, skips nothing.
         """
         dropout_p = self.dropout if self.training else 0.0
         if self.always_unfused or (dropout_p > 0.0 and query.device.type == "cpu"):
-            return self._unfused(query, key, value, dropout_p, skip_tail)
+            return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
         # Under context parallelism the exchanges call torch's attention kernels without dropout and
-        # without a mask. Attention with dropout or with a window is therefore unfused.
+        # without a mask. Attention with dropout, a window or documents is therefore unfused.
         if self.cp.group is None:
-            return self._flash(query, key, value, dropout_p)
-        if dropout_p > 0.0 or self._reach(query) is not None or not has_kernel(query):
-            return self._unfused(query, key, value, dropout_p, skip_tail)
+            return self._flash(query, key, value, dropout_p, document_starts)
+        masked = self._reach(query) is not None or document_starts is not None
+        if dropout_p > 0.0 or masked or not has_kernel(query):
+            return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
         return context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale).flatten(
             2
         )
@@ -171,14 +189,26 @@ class CoreAttention(nn.Module):
     def _reach(self, query: Tensor) -> int | None:
         return reach(self.window, query.shape[0] * self.cp.size)
 
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> Tensor:
-        mask = None
-        if (limit := self._reach(query)) is not None:
+    def _flash(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        document_starts: Tensor | None,
+    ) -> Tensor:
+        mask, limit = None, self._reach(query)
+        if limit is not None or document_starts is not None:
             if dropout_p == 0.0 and has_kernel(query):
-                return windowed_attention(query, key, value, reach=limit, scale=self.scale).flatten(
-                    2
-                )
-            mask = window_mask(query, limit)
+                return windowed_attention(
+                    query,
+                    key,
+                    value,
+                    reach=limit,
+                    scale=self.scale,
+                    document_starts=document_starts,
+                ).flatten(2)
+            mask = attention_mask(query, limit, document_starts)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             attended = F.scaled_dot_product_attention(
@@ -194,10 +224,16 @@ class CoreAttention(nn.Module):
         return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _unfused(
-        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, skip_tail: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        skip_tail: bool,
+        document_starts: Tensor | None,
     ) -> Tensor:
         s, b, heads, _ = query.shape
-        hidden = self._hidden(query)
+        hidden = self._hidden(query, document_starts)
         if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
             key, value = gather_from_sequence_parallel_region(
                 torch.stack((key, value), 1), self.cp.group
@@ -219,13 +255,17 @@ class CoreAttention(nn.Module):
         )
         return attended.transpose(0, 1).reshape(s, b, -1)
 
-    def _hidden(self, query: Tensor) -> Tensor:
+    def _hidden(self, query: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """Returns -inf for each key after the query or before its window, and 0 for the others.
 
-        [s, s]; under context parallelism [s/c, s], with the keys in the order of a gather. The mask
-        is added to the scores; it has no gradient, and nothing keeps it for backward.
+        [s, s]; under context parallelism [s/c, s], with the keys in the order of a gather. With
+        documents [b a/t, s/c, s], and -inf for the keys of earlier documents too. The mask is added
+        to the scores; it has no gradient, and nothing keeps it for backward.
         """
         s, limit = query.shape[0], self._reach(query)
+        if document_starts is not None:
+            mask = self._document_mask(query, document_starts)  # [b, 1, s/c, s]
+            return mask.expand(*query.shape[1:3], *mask.shape[2:]).reshape(-1, *mask.shape[2:])
         if self.cp.group is None:
             return (
                 query.new_full((s, s), -torch.inf).triu_(1)
@@ -238,6 +278,18 @@ class CoreAttention(nn.Module):
         if limit is not None:
             hidden |= keys < queries - limit
         return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+    def _document_mask(self, query: Tensor, starts: Tensor) -> Tensor:
+        """Returns the mask of documents and window, [b, 1, s/c, s] with gathered keys."""
+        s, limit = query.shape[0], self._reach(query)
+        if self.cp.group is None:
+            return document_mask(query, starts, limit)
+        positions = self.cp.positions_by_rank(s, query.device)
+        keys, queries = positions.flatten(), positions[self.cp.rank]
+        first = starts[:, queries]
+        first = first if limit is None else first.maximum(queries - limit)
+        hidden = (keys > queries.unsqueeze(1)) | (keys < first.unsqueeze(-1))
+        return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
 def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool = False) -> Tensor:

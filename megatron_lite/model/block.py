@@ -48,13 +48,18 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(
-        self, hidden_states: Tensor, rotary: RotaryTables | None, plan: RecomputePlan | None = None
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        plan: RecomputePlan | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         hidden_states = run_layers(
             plan or self.plan,
             list(self.layers),
             hidden_states,
             rotary,
+            document_starts,
             rng=self.context.rng,
             tp_group=self.context.group,
             stores=self.stores,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
@@ -23,8 +24,10 @@ def residual_dtype(config: ModelConfig, context: RankContext) -> torch.dtype:
 class PositionEmbedding(nn.Module):
     """Learned position embeddings: a weight [max_position_embeddings, h], whole on every rank.
 
-    The forward returns [n, 1, h], the rows of positions [start, start + n). Under sequence
-    parallelism a rank adds only its own positions, so the gradient is summed over the TP ranks.
+    The forward returns [n, 1, h], the rows of positions [start, start + n). With position ids
+    [b, s/c] it returns [n, b, h], the rows of the ids of tokens [start, start + n), and keeps the
+    ids. Under sequence parallelism a rank adds only its own positions, so the gradient is summed
+    over the TP ranks.
     """
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
@@ -36,7 +39,9 @@ class PositionEmbedding(nn.Module):
         )
         self.weight = new_parameter(spec, context)
 
-    def forward(self, start: int, length: int) -> Tensor:
+    def forward(self, start: int, length: int, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is not None:
+            return F.embedding(position_ids.t().narrow(0, start, length), self.weight)
         return self.weight.narrow(0, start, length).unsqueeze(1)
 
 
@@ -44,6 +49,7 @@ class LanguageModelEmbedding(nn.Module):
     """Token ids [b, s] -> hidden states [s/t under sequence parallelism else s, b, h].
 
     The embedding adds the learned positions, if the model has them, and applies dropout.
+    position_ids: [b, s/c], the positions of the tokens; None: their places in the sequence.
     """
 
     def __init__(
@@ -66,10 +72,10 @@ class LanguageModelEmbedding(nn.Module):
             PositionEmbedding(config, context) if config.positions.learned else None
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            hidden_states = hidden_states + self._positions(hidden_states.shape[0])
+            hidden_states = hidden_states + self._positions(hidden_states.shape[0], position_ids)
         if self.residual_dtype is not None:
             hidden_states = hidden_states.to(self.residual_dtype)
         return dropout(
@@ -79,14 +85,16 @@ class LanguageModelEmbedding(nn.Module):
             self.context.residual_stream,
         )
 
-    def _positions(self, length: int) -> Tensor:
-        """Returns the position embeddings of this rank's tokens, [length, 1, h]."""
+    def _positions(self, length: int, position_ids: Tensor | None) -> Tensor:
+        """Returns the position embeddings of this rank's tokens, [length, 1 or b, h]."""
         assert self.position_embeddings is not None
         # Context parallelism may give a rank two separate stretches of the sequence.
         context = self.context
         start, shards = (
             (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
         )
+        if position_ids is not None:
+            return self.position_embeddings(start, length, position_ids)
         stretches = [
             self.position_embeddings(span.start, span.stop - span.start)
             for span in part_of(context.cp.spans(shards * length), start, length)

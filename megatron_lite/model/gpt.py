@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.block import TransformerBlock
+from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.model.embedding import LanguageModelEmbedding, OutputEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
 from megatron_lite.parallel.parameter_spec import mark, spec_of
@@ -99,23 +100,27 @@ class GPTModel(nn.Module):
         )
         self._rotary: RotaryTables | None = None
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, documents: Documents = NO_DOCUMENTS) -> Tensor:
         """Returns the negative log-likelihood of each label, float32 [b, s]. Needs the whole model.
 
         tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's spans, and
         the result is too.
         """
-        return self.losses(self.hidden_states(tokens), labels)
+        return self.losses(self.hidden_states(tokens, None, documents), labels)
 
     def run_stage(
-        self, inputs: Tensor, labels: Tensor | None, plan: RecomputePlan | None = None
+        self,
+        inputs: Tensor,
+        labels: Tensor | None,
+        plan: RecomputePlan | None = None,
+        documents: Documents = NO_DOCUMENTS,
     ) -> Tensor:
         """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
 
         inputs: the tokens on the first stage; on other stages the hidden states that the stage
         before returned. labels: given on the last stage only.
         """
-        hidden_states = self.hidden_states(inputs, plan)
+        hidden_states = self.hidden_states(inputs, plan, documents)
         return hidden_states if labels is None else self.losses(hidden_states, labels)
 
     def losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
@@ -162,20 +167,24 @@ class GPTModel(nn.Module):
         """Returns the tensors besides the parameters that outlive a step: the rotary tables."""
         return self._rotary or ()
 
-    def hidden_states(self, inputs: Tensor, plan: RecomputePlan | None = None) -> Tensor:
+    def hidden_states(
+        self, inputs: Tensor, plan: RecomputePlan | None = None, documents: Documents = NO_DOCUMENTS
+    ) -> Tensor:
         """Runs the stage without its head: inputs -> [s/t under sequence parallelism else s, b, h].
 
         inputs: the tokens [b, s] on the first stage; on other stages the hidden states that the
-        stage before returned. plan: replaces the model's plan for this micro-batch.
+        stage before returned. plan: replaces the model's plan for this micro-batch. documents: the
+        places of the documents in the sequences.
         """
         if isinstance(self.embedding, LanguageModelEmbedding):
-            seq_length, hidden_states = inputs.shape[1], self.embedding(inputs)
+            seq_length = inputs.shape[1]
+            hidden_states = self.embedding(inputs, documents.position_ids)
         else:
             shards = self.context.size if self.context.sequence_parallel else 1
             seq_length = inputs.shape[0] * shards
             hidden_states = inputs
         rotary = self._rotary_tables(seq_length) if self._rotates else None
-        return self.decoder(hidden_states, rotary, plan)
+        return self.decoder(hidden_states, rotary, plan, documents.starts)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Returns the logits of this rank's part of the vocabulary, [s, b, padded V / t]."""

@@ -51,10 +51,16 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = norm(after=True)
 
     def forward(
-        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        document_starts: Tensor | None,
+        regions: Regions,
     ) -> Tensor:
         normed = _before(self.input_layernorm, hidden_states, regions)
-        attended = self._add(hidden_states, self._attention(normed, rotary, regions), regions)
+        attended = self._add(
+            hidden_states, self._attention(normed, rotary, regions, document_starts), regions
+        )
         mlp_input = hidden_states if self.parallel_residual else attended
         normed = _before(self.pre_mlp_layernorm, mlp_input, regions)
         skip_tail = regions.skip_layer_tail
@@ -62,9 +68,13 @@ class TransformerLayer(nn.Module):
         return self._add(attended, branch, regions, skip_tail=skip_tail)
 
     def _attention(
-        self, hidden_states: Tensor, rotary: RotaryTables | None, regions: Regions
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        regions: Regions,
+        document_starts: Tensor | None,
     ) -> Tensor:
-        output: Tensor = self.self_attention(hidden_states, rotary, regions)
+        output: Tensor = self.self_attention(hidden_states, rotary, regions, document_starts)
         norm = self.post_self_attn_layernorm
         return output if norm is None else norm(output)
 

@@ -1,8 +1,9 @@
 """Fused attention in which a query reads a window of keys: its own token's and those right before.
 
 torch's kernels have no window. They take a mask of s x s elements, which autograd would keep for
-backward. The Function below builds the mask again in backward instead. A layer with a window
-therefore keeps the same tensors as a layer without one.
+backward. The same holds for the documents of --reset-attention-mask, with a mask for each sample.
+The Function below builds the mask again in backward instead. A layer with a mask therefore keeps
+the same tensors as a layer without one.
 
     device    kernel, forward and backward            the mask
     CPU       _scaled_dot_product_flash_attention     with is_causal, which skips the keys that are
@@ -25,14 +26,23 @@ from megatron_lite.context_parallel.attention_kernels import (
     in_autocast_dtype,
 )
 from megatron_lite.context_parallel.sharded_attention import heads_first, heads_last
+from megatron_lite.model.documents import document_mask
 
 
 def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, reach: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    reach: int | None,
+    scale: float,
+    document_starts: Tensor | None = None,
 ) -> Tensor:
     """Attention in a window: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t, d].
 
-    Query i reads the keys i - reach to i. Needs `has_kernel(query)`.
+    Query i reads the keys i - reach to i, or all up to i without `reach`. With `document_starts`
+    [b, s] it reads no key before the start of its document (model/documents.py), and the function
+    keeps the starts too. Needs `has_kernel(query)`.
     Keeps five tensors for backward, as torch's own causal attention does:
 
         query, key, value   the arguments themselves; views of one storage stay views
@@ -40,9 +50,20 @@ def windowed_attention(
         log-sum-exp         of each row, [b, a/t, s] in float32 (float64 for float64)
 
     Forward and backward each hold a mask [s, s] in the query's dtype, and a second one while they
-    build it. The function issues no collective and draws no random number.
+    build it. With documents the mask is [b, 1, s, s]. The function issues no collective and draws
+    no random number.
     """
-    return _WindowedAttention.apply(*in_autocast_dtype(query, key, value), reach, scale)
+    return _WindowedAttention.apply(
+        *in_autocast_dtype(query, key, value), document_starts, reach, scale
+    )
+
+
+def attention_mask(query: Tensor, reach: int | None, document_starts: Tensor | None) -> Tensor:
+    """Returns the mask of a window [s, s], or with documents [b, 1, s, s]. One of them is given."""
+    if document_starts is not None:
+        return document_mask(query, document_starts, reach)
+    assert reach is not None
+    return window_mask(query, reach)
 
 
 def window_mask(query: Tensor, reach: int) -> Tensor:
@@ -59,7 +80,13 @@ def window_mask(query: Tensor, reach: int) -> Tensor:
 class _WindowedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: int, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_starts: Tensor | None,
+        reach: int | None,
+        scale: float,
     ) -> Tensor:
         # One call of torch's kernel: an ops(attention) policy can keep its result.
         attended = attend(
@@ -68,17 +95,17 @@ class _WindowedAttention(torch.autograd.Function):
             heads_first(value),
             causal=True,
             scale=scale,
-            mask=window_mask(query, reach),
+            mask=attention_mask(query, reach, document_starts),
         )
         ctx.reach, ctx.scale = reach, scale
         output = heads_last(attended.output)
-        ctx.save_for_backward(query, key, value, output, attended.lse)
+        ctx.save_for_backward(query, key, value, output, attended.lse, document_starts)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, output, lse, document_starts = ctx.saved_tensors
         grads = attend_backward(
             heads_first(grad_output.contiguous()),
             heads_first(query),
@@ -87,6 +114,6 @@ class _WindowedAttention(torch.autograd.Function):
             Attended(heads_first(output), lse),
             causal=True,
             scale=ctx.scale,
-            mask=window_mask(query, ctx.reach),
+            mask=attention_mask(query, ctx.reach, document_starts),
         )
-        return *map(heads_last, grads), None, None
+        return *map(heads_last, grads), None, None, None

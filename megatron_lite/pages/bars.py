@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lite.pages.figures import Unit
+from megatron_lite.pages.figures import MeasureUnit
 from megatron_lite.pages.markup import Html, element
 
 NUM_COLORS = 10
@@ -45,7 +45,7 @@ class Limits(NamedTuple):
 
 
 def stacked_bars(
-    parts: Sequence[Part], bars: Sequence[Bar], unit: Unit, limits: Limits | None = None
+    parts: Sequence[Part], bars: Sequence[Bar], unit: MeasureUnit, limits: Limits | None = None
 ) -> Html:
     """Returns the bars with a legend. limits: None scales to the longest bar."""
     most = limits.most if limits else max((sum(bar.values) for bar in bars), default=0.0)
@@ -67,7 +67,9 @@ def legend(parts: Sequence[Part]) -> Html:
     return element("ul", *entries, class_="legend")
 
 
-def _bar(parts: Sequence[Part], bar: Bar, unit: Unit, most: float, limits: Limits | None) -> Html:
+def _bar(
+    parts: Sequence[Part], bar: Bar, unit: MeasureUnit, most: float, limits: Limits | None
+) -> Html:
     total = sum(bar.values)
     pieces = [
         element(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class Unit(NamedTuple):
+class MeasureUnit(NamedTuple):
     """A unit of measurement. Values are divided by `size` before they are shown."""
 
     name: str = ""
@@ -22,21 +22,21 @@ class Unit(NamedTuple):
         return f"{number(value / self.size)} {self.name}".rstrip()
 
 
-NO_UNIT = Unit()
+NO_UNIT = MeasureUnit()
 MOST_TICKS = 7
 
 
-def byte_unit(most: float) -> Unit:
+def byte_unit(most: float) -> MeasureUnit:
     """Returns the largest binary unit that is not larger than `most` bytes."""
     power = 0
     while power + 1 < len(BYTE_UNITS) and most >= 1024 ** (power + 1):
         power += 1
-    return Unit(BYTE_UNITS[power], 1024.0**power)
+    return MeasureUnit(BYTE_UNITS[power], 1024.0**power)
 
 
-def time_unit(most_seconds: float) -> Unit:
+def time_unit(most_seconds: float) -> MeasureUnit:
     """Returns milliseconds for less than a second, else seconds. Values are in seconds."""
-    return Unit("ms", 1e-3) if most_seconds < 1.0 else Unit("s")
+    return MeasureUnit("ms", 1e-3) if most_seconds < 1.0 else MeasureUnit("s")
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -78,7 +78,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole // 3600 % 24} h"
 
 
-class Scale(NamedTuple):
+class AxisRange(NamedTuple):
     """The range of an axis. A logarithmic one needs low > 0."""
 
     low: float
@@ -88,7 +88,7 @@ class Scale(NamedTuple):
     @classmethod
     def around(
         cls, values: Sequence[float], *, may_be_log: bool = True, from_zero: bool = False
-    ) -> Scale:
+    ) -> AxisRange:
         """Returns a range that holds all values with a margin.
 
         It is logarithmic if all values are above zero and the largest is over 50 times the

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.pages.figures import NO_UNIT, Scale, Unit
+from megatron_lite.pages.figures import NO_UNIT, AxisRange, MeasureUnit
 from megatron_lite.pages.markup import Html, element
 
 MOST_POINTS = 420  # of one chart
@@ -53,12 +53,12 @@ class LineChart:
     title: str
     xs: Sequence[int]
     series: Sequence[Series]
-    unit: Unit = NO_UNIT
+    unit: MeasureUnit = NO_UNIT
     note: str = ""
     from_zero: bool = False
     axis: str = "iteration"
 
-    def scale(self) -> Scale:
+    def scale(self) -> AxisRange:
         """Returns the vertical axis."""
         found = [
             value / self.unit.size
@@ -66,12 +66,12 @@ class LineChart:
             for value in series.values
             if value is not None
         ]
-        return Scale.around(found, from_zero=self.from_zero)
+        return AxisRange.around(found, from_zero=self.from_zero)
 
     def html(self, identifier: str, marks: Sequence[Mark], span: tuple[int, int]) -> Html:
         """Returns the chart as a figure. span: the first and the last x value of the axis."""
         scale, thinned = self.scale(), self.thinned()
-        across = Scale(span[0], span[1] if span[1] > span[0] else span[0] + 1)
+        across = AxisRange(span[0], span[1] if span[1] > span[0] else span[0] + 1)
         described = f"{self.title}: " + "; ".join(map(self._described, self.series))
         axis = ", logarithmic" if scale.is_log else ""
         unit = f" [{self.unit.name}]" if self.unit.name else ""
@@ -161,8 +161,8 @@ class LineChart:
     def _drawing(
         self,
         thinned: tuple[list[int], list[list[float | None]]],
-        scale: Scale,
-        across: Scale,
+        scale: AxisRange,
+        across: AxisRange,
         marks: Sequence[Mark],
     ) -> Html:
         xs, columns = thinned
@@ -237,7 +237,12 @@ def _spread(places: Sequence[int], most: int = 100) -> Sequence[int]:
 
 
 def _path(
-    xs: Sequence[int], values: Sequence[float | None], scale: Scale, across: Scale, *, dots: bool
+    xs: Sequence[int],
+    values: Sequence[float | None],
+    scale: AxisRange,
+    across: AxisRange,
+    *,
+    dots: bool,
 ) -> str:
     """Returns the commands of an SVG path.
 
@@ -259,15 +264,15 @@ def _path(
     return "".join(parts)
 
 
-def _x(across: Scale, x: float) -> str:
+def _x(across: AxisRange, x: float) -> str:
     return f"{SIZE * across.place(x):.5g}"
 
 
-def _y(scale: Scale, value: float) -> str:
+def _y(scale: AxisRange, value: float) -> str:
     return f"{SIZE * (1 - scale.place(value)):.4g}"
 
 
-def ticks(scale: Scale, axis: str, *, whole: bool = False) -> list[Html]:
+def ticks(scale: AxisRange, axis: str, *, whole: bool = False) -> list[Html]:
     """Returns the numbers beside the ticks of an axis, "x" or "y", of a plot.
 
     whole: leaves out those that are no whole numbers.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.pages.figures import Scale, number
+from megatron_lite.pages.figures import AxisRange, number
 from megatron_lite.pages.line_chart import ticks
 from megatron_lite.pages.markup import Html, element, joined, table
 from megatron_lite.pages.plan_terms import MIB, colors_of, hint, seconds_text
@@ -104,15 +104,15 @@ def _summaries(grid: Mapping[str, Any]) -> list[Dot]:
     ]
 
 
-def _scatter_scales(one: Mapping[str, Any], cells: Sequence[Dot]) -> tuple[Scale, Scale]:
+def _scatter_scales(one: Mapping[str, Any], cells: Sequence[Dot]) -> tuple[AxisRange, AxisRange]:
     """Returns the axes: logarithmic seconds, and MiB, without layouts far above the capacity."""
     seconds = [cell.seconds for cell in cells]
     capacity = one["memory_bytes"] / MIB
     peaks = [cell.mebibytes for cell in cells]
     most = min(max(peaks), max(3 * capacity, 2 * min(peaks)))
     return (
-        Scale(min(seconds) / 1.05, max(seconds) * 1.05, is_log=True),
-        Scale(0.0, 1.06 * max(most, capacity)),
+        AxisRange(min(seconds) / 1.05, max(seconds) * 1.05, is_log=True),
+        AxisRange(0.0, 1.06 * max(most, capacity)),
     )
 
 
@@ -184,7 +184,7 @@ def scatter(one: Mapping[str, Any], name: str, grid: Mapping[str, Any]) -> Html:
                         preserveAspectRatio="none",
                         aria_hidden="true",
                     ),
-                    *ticks(Scale(up.low / 1024, up.high / 1024), "y"),
+                    *ticks(AxisRange(up.low / 1024, up.high / 1024), "y"),
                     *ticks(across, "x"),
                     class_="plot tall",
                     role="img",
@@ -226,19 +226,19 @@ def _pareto_table(grid: Mapping[str, Any], frontier: Sequence[Dot]) -> Html:
     )
 
 
-def _at(across: Scale, up: Scale, cell: Dot) -> str:
+def _at(across: AxisRange, up: AxisRange, cell: Dot) -> str:
     return f"{1000 * across.place(cell.seconds):.1f} {1000 * (1 - up.place(cell.mebibytes)):.1f}"
 
 
-def _dots(cells: Sequence[Dot], across: Scale, up: Scale) -> str:
+def _dots(cells: Sequence[Dot], across: AxisRange, up: AxisRange) -> str:
     return "".join(f"M{_at(across, up, cell)}h0" for cell in cells if cell.mebibytes <= up.high)
 
 
-def _line_at(up: Scale, value: float) -> str:
+def _line_at(up: AxisRange, value: float) -> str:
     return f"M0 {1000 * (1 - up.place(value)):.1f}H1000"
 
 
-def _steps(frontier: Sequence[Dot], across: Scale, up: Scale) -> str:
+def _steps(frontier: Sequence[Dot], across: AxisRange, up: AxisRange) -> str:
     """Returns the path of the front.
 
     Between two points it stays at the higher memory until the time of the slower plan.

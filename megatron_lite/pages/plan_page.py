@@ -53,7 +53,7 @@ STEP_FORMULA = (
 def plan_page(found: Mapping[str, Any]) -> str:
     """Returns the planning page as an HTML document.
 
-    found: {"machine", "verdicts"} as plan/report.py writes them; optional are "notes", a list of
+    found: {"machine", "verdicts"} as plan/plan_text.py writes them; optional are "notes", a list of
     texts, and "title".
     """
     verdicts = found["verdicts"]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_lite.pages.bars import NUM_COLORS
-from megatron_lite.pages.figures import Unit, time_unit
+from megatron_lite.pages.figures import MeasureUnit, time_unit
 
 MIB, GIB = 2**20, 2**30
-GIBIBYTES = Unit("GiB", GIB)
+GIBIBYTES = MeasureUnit("GiB", GIB)
 TAGS = {
     "exact": "the run allocates exactly these bytes",
     "bound": "the run never holds more than this",

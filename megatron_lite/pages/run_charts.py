@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_lite.pages.figures import NO_UNIT, Unit, time_unit
+from megatron_lite.pages.figures import NO_UNIT, MeasureUnit, time_unit
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
 from megatron_lite.pages.markup import shortened
 from megatron_lite.pages.run_predictions import (
@@ -38,7 +38,7 @@ def charts_of(run: RunRecord) -> list[LineChart]:
         _chart(
             run, "tokens per second, all ranks", ["tokens_per_second"], from_zero=True, noisy=True
         ),
-        _chart(run, "utilization of the peak FLOP/s", ["MFU", "HFU"], unit=Unit("%")),
+        _chart(run, "utilization of the peak FLOP/s", ["MFU", "HFU"], unit=MeasureUnit("%")),
         _time_chart(run),
     ]
     shown = {*KNOWN}
@@ -70,7 +70,7 @@ def _chart(
     title: str,
     names: Sequence[str],
     *,
-    unit: Unit = NO_UNIT,
+    unit: MeasureUnit = NO_UNIT,
     from_zero: bool = False,
     noisy: bool = False,
 ) -> LineChart | None:
@@ -107,7 +107,7 @@ def _loss_chart(run: RunRecord) -> LineChart | None:
     for name, points in sorted(run.evaluations.items(), reverse=True):
         values = [points.get(x) for x in xs]
         series.append(Series(name=f"{name} loss", values=values, style="dots"))
-    return LineChart(title="loss", xs=xs, series=series, unit=Unit("nats/token"))
+    return LineChart(title="loss", xs=xs, series=series, unit=MeasureUnit("nats/token"))
 
 
 def _with_mean(name: str, values: Sequence[float | None]) -> list[Series]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from megatron_lite.pages.figures import NO_UNIT, Unit, byte_unit, time_unit
+from megatron_lite.pages.figures import NO_UNIT, MeasureUnit, byte_unit, time_unit
 from megatron_lite.pages.markup import Html, card, element, table
 from megatron_lite.pages.run_record import RunRecord
 
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
     name: str
     predicted: list[float | None]
     measured: list[float | None] | None
-    unit: Unit
+    unit: MeasureUnit
 
     @property
     def last(self) -> tuple[float | None, float | None]:
@@ -68,7 +68,7 @@ def words_of(name: str) -> str:
     return " ".join("time" if word in ("ms", "seconds") else word for word in words)
 
 
-def unit_of(name: str, most: float) -> tuple[Unit, float]:
+def unit_of(name: str, most: float) -> tuple[MeasureUnit, float]:
     """Returns the unit to show a column in, and the factor that makes bytes or seconds of it."""
     words = name.split("_")
     if "bytes" in words:

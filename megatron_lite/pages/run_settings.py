@@ -10,7 +10,7 @@ from megatron_lite.config.checks import flag
 from megatron_lite.config.run import RunConfig
 
 
-class Setting(NamedTuple):
+class ShownSetting(NamedTuple):
     """A setting with its topic, such as "model". default: None if it has no default."""
 
     topic: str
@@ -19,7 +19,7 @@ class Setting(NamedTuple):
     default: str | None
 
 
-def changed_settings(config: RunConfig) -> Iterator[Setting]:
+def changed_settings(config: RunConfig) -> Iterator[ShownSetting]:
     """Yields the settings whose value is not the default, and those without a default.
 
     A setting that its topic derives from others, such as --kv-channels, counts only if its value is
@@ -32,7 +32,7 @@ def changed_settings(config: RunConfig) -> Iterator[Setting]:
             default, known = _default_of(item)
             if known and (value == default or _is_derived(values, item.name, default)):
                 continue
-            yield Setting(
+            yield ShownSetting(
                 topic.name, flag(item.name), _shown(value), _shown(default) if known else None
             )
 

@@ -49,7 +49,7 @@ def run_actions(
     before_backward: called with each backward action before it runs.
     after: called with each action when it is done.
     """
-    run = _Run(stages, links)
+    run = _StepState(stages, links)
     losses = []
     for number, action in enumerate(actions):
         # Messages carry no name, so receives are posted in the order of the actions. The other end
@@ -72,7 +72,7 @@ def run_actions(
     return losses
 
 
-class _Run:
+class _StepState:
     """The state of one step: tensors being received, and micro-batches that wait for backward."""
 
     def __init__(self, stages: Sequence[Stage], links: Links) -> None:

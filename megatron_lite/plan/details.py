@@ -19,10 +19,11 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.pipeline_memory import ticks
 from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
-from megatron_lite.plan.auto_policy import Unreachable, quickly_fitted, with_policy
+from megatron_lite.plan.auto_policy import Unreachable, quickly_fitted
+from megatron_lite.plan.fit_verdict import TIGHT, FitVerdict
 from megatron_lite.plan.layouts import CONTEXT, LOSS_CHUNK, kind_of, layouts
+from megatron_lite.plan.planned_run import with_policy
 from megatron_lite.plan.search import Plan, Search
-from megatron_lite.plan.verdict import TIGHT, Verdict
 
 MOST_LAYOUTS = 120  # of a grid: some seconds of computation, and a page of some hundred KB
 MOST_STAGES = 64
@@ -32,7 +33,7 @@ FIXED, SMALLEST = "as given", "smallest found"
 POLICIES = {KEEP: None, FULL: "*:full"}
 
 
-class _Place(NamedTuple):
+class _Sliders(NamedTuple):
     """A cell of the grid: the values of the five sliders."""
 
     tp_size: int
@@ -45,13 +46,13 @@ class _Place(NamedTuple):
 class _Cell(NamedTuple):
     """A layout with a policy, evaluated. peaks: those of the ranks that can be the fullest."""
 
-    place: _Place
+    place: _Sliders
     config: RunConfig
     peaks: tuple[StepPeak, ...]
     seconds: float
 
 
-def details(search: Search, one: Verdict, *, most_layouts: int = MOST_LAYOUTS) -> dict[str, Any]:
+def details(search: Search, one: FitVerdict, *, most_layouts: int = MOST_LAYOUTS) -> dict[str, Any]:
     """Returns the details of a verdict's plan; {} if it has none.
 
     most_layouts: how many layouts the grid has at most. Each has up to three policies.
@@ -65,7 +66,7 @@ def details(search: Search, one: Verdict, *, most_layouts: int = MOST_LAYOUTS) -
     }
 
 
-def grid(search: Search, one: Verdict, most_layouts: int) -> dict[str, Any]:
+def grid(search: Search, one: FitVerdict, most_layouts: int) -> dict[str, Any]:
     """Returns layouts around the plan, with its context-parallel size and loss chunks.
 
     axes: the values of each slider, by its name, in their order.
@@ -180,8 +181,8 @@ def _cell(
     )
 
 
-def _place(config: RunConfig, policy: str) -> _Place:
-    return _Place(
+def _place(config: RunConfig, policy: str) -> _Sliders:
+    return _Sliders(
         config.parallel.tensor_model_parallel_size,
         config.parallel.pipeline_model_parallel_size,
         kind_of(config),
@@ -196,7 +197,7 @@ def _order(value: Any) -> tuple[int, Any]:
     return (1, texts.index(value)) if isinstance(value, str) else (0, value)
 
 
-def _indices(axes: Sequence[Sequence[Any]], place: _Place) -> list[int]:
+def _indices(axes: Sequence[Sequence[Any]], place: _Sliders) -> list[int]:
     """Returns the place as indices; -1 for a value that no cell has."""
     return [
         axis.index(value) if value in axis else -1 for axis, value in zip(axes, place, strict=True)

@@ -19,7 +19,7 @@ from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.peak import moments
 from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
-from megatron_lite.plan.policies import Choice
+from megatron_lite.plan.policies import LayerPrice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.recompute.plan import RecomputePlan, Segment, Store
 
@@ -33,7 +33,7 @@ class LayerChoice(NamedTuple):
 
     action: LayerAction
     store: Store
-    price: Choice
+    price: LayerPrice
     moved: int = 0
     tables: int = 0
 
@@ -94,14 +94,15 @@ def _price(
         (segment,), verify=verify, skip_tail=config.recompute.recompute_tail_skip and not verify
     )
     kept = moved = 0
+    whole = sum(describe_layer(config.model, sizes).tables().values())
     for term in activation_terms(config.model, plan, sizes):
         if term.tensor.shared:
+            whole += term.num_bytes if term.tensor.given else 0
             continue
         if term.on_host:
             moved += term.num_bytes
         else:
             kept += term.num_bytes
-    whole = sum(describe_layer(config.model, sizes).tables().values())
     # Without a unit or regions there is no moment but the end of the forward.
     fullest = max(
         (
@@ -115,7 +116,9 @@ def _price(
     if segment.split:
         # The gather of the split unit before runs at the same time.
         fullest += residual_bytes(config.model, sizes)
-    return LayerChoice(action, store, Choice(kept, max(0, fullest - kept), seconds), moved, whole)
+    return LayerChoice(
+        action, store, LayerPrice(kept, max(0, fullest - kept), seconds), moved, whole
+    )
 
 
 def _useful(choices: list[LayerChoice]) -> tuple[LayerChoice, ...]:

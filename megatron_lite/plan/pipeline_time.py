@@ -34,7 +34,7 @@ class Durations(NamedTuple):
     alike: bool = False
 
 
-class RankTime(NamedTuple):
+class RankEnd(NamedTuple):
     """The time at which a rank ends its last action, and how long it computed until then."""
 
     end: float
@@ -43,7 +43,7 @@ class RankTime(NamedTuple):
 
 def run_pipeline(
     durations: Durations, *, size: int, num_microbatches: int, num_chunks: int = 1
-) -> list[RankTime]:
+) -> list[RankEnd]:
     """Returns the times of every rank.
 
     num_chunks: the number of virtual stages of each rank.
@@ -66,7 +66,7 @@ def run_pipeline(
 
 def shortest_pipeline(
     durations: Durations, *, size: int, num_microbatches: int, num_chunks: int = 1
-) -> list[RankTime]:
+) -> list[RankEnd]:
     """Returns lower bounds of the times of every rank, without a simulation.
 
     A rank begins when the first micro-batch arrives, computes all of them, and the gradient of the
@@ -95,14 +95,14 @@ def shortest_pipeline(
             + (other - rank) * durations.transfer
             for other in range(rank, size)
         )
-        found.append(RankTime(end, busy[rank]))
+        found.append(RankEnd(end, busy[rank]))
     return found
 
 
 class _Simulation(NamedTuple):
     """The result of a simulation. ends: by rank, the time at which each action ends."""
 
-    ranks: list[RankTime]
+    ranks: list[RankEnd]
     ends: list[list[float]]
     actions: list[list[Action]]
 
@@ -126,13 +126,13 @@ class _Simulation(NamedTuple):
 
     def extended(
         self, durations: Durations, num_microbatches: int, period: int, shift: float
-    ) -> list[RankTime]:
+    ) -> list[RankEnd]:
         """Returns the times of a run with more micro-batches, whose periods follow one another
         after `shift` seconds."""
         done = len(self.actions[0]) // 2 // self._num_chunks
         more = (num_microbatches - done) // period
         return [
-            RankTime(rank.end + more * shift, rank.busy * num_microbatches / done)
+            RankEnd(rank.end + more * shift, rank.busy * num_microbatches / done)
             for rank in self.ranks
         ]
 
@@ -173,7 +173,7 @@ def _simulate(
             ends[rank].append(free[rank])
             awake.append((rank + (1 if action.kind == "forward" else -1)) % size)
     assert all(map(_is_over, map(len, ends), actions)), "a rank waits for ever"
-    return _Simulation([RankTime(*times) for times in zip(free, busy, strict=True)], ends, actions)
+    return _Simulation([RankEnd(*times) for times in zip(free, busy, strict=True)], ends, actions)
 
 
 def _arrival(

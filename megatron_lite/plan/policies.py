@@ -23,7 +23,7 @@ from typing import NamedTuple
 MOST_VISITS = 10_000
 
 
-class Choice(NamedTuple):
+class LayerPrice(NamedTuple):
     """The price of one layer under one action.
 
     kept: the bytes that it keeps on the device for backward, for each micro-batch in flight.
@@ -67,12 +67,12 @@ class Mix(NamedTuple):
     seconds: float
 
 
-def layer_order(choices: Sequence[Choice]) -> list[int]:
+def layer_order(choices: Sequence[LayerPrice]) -> list[int]:
     """Returns the positions of the choices in the order in which their layers follow each other."""
     return sorted(range(len(choices)), key=lambda place: -choices[place].rebuilt)
 
 
-def mix_peak(choices: Sequence[Choice], counts: Sequence[int], room: Room) -> int:
+def mix_peak(choices: Sequence[LayerPrice], counts: Sequence[int], room: Room) -> int:
     """Returns the peak of a stage with so many layers of each choice, in the best order."""
     kept = fullest = 0
     for place in layer_order(choices):
@@ -83,7 +83,7 @@ def mix_peak(choices: Sequence[Choice], counts: Sequence[int], room: Room) -> in
 
 
 def best_mix(
-    choices: Sequence[Choice],
+    choices: Sequence[LayerPrice],
     num_layers: int,
     room: Room,
     *,
@@ -113,7 +113,7 @@ class _State(NamedTuple):
     seconds: float
     fullest: int
 
-    def after(self, choice: Choice, count: int) -> _State:
+    def after(self, choice: LayerPrice, count: int) -> _State:
         """Returns the state after so many layers of a choice."""
         if not count:
             return self
@@ -136,7 +136,7 @@ class _Search:
 
     def __init__(
         self,
-        choices: Sequence[Choice],
+        choices: Sequence[LayerPrice],
         num_layers: int,
         room: Room,
         fixed: tuple[int, int] | None,
@@ -160,7 +160,7 @@ class _Search:
             _hull([choices[place] for place in self.order[start:] if place != self.fixed_place])
             for start in range(len(self.order) + 1)
         ]
-        given = choices[self.fixed_place] if fixed is not None else Choice(0, 0, 0.0)
+        given = choices[self.fixed_place] if fixed is not None else LayerPrice(0, 0, 0.0)
         self.given_kept = self.fixed_count * given.kept
         self.given_seconds = self.fixed_count * given.seconds
 
@@ -293,7 +293,7 @@ class _Search:
         return most if room.before + fullest <= room.limit else -1
 
 
-def _hull(choices: Sequence[Choice]) -> list[tuple[int, float]]:
+def _hull(choices: Sequence[LayerPrice]) -> list[tuple[int, float]]:
     """Returns the lower convex hull of (kept bytes, seconds), with falling seconds."""
     hull: list[tuple[int, float]] = []
     for kept, seconds in sorted((choice.kept, choice.seconds) for choice in choices):

@@ -22,17 +22,15 @@ from typing import NamedTuple
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.auto_policy import (
-    Chosen,
-    Run,
     Unreachable,
     fitted,
     least_bytes,
     quickly_fitted,
     whole_bytes,
-    with_policy,
 )
 from megatron_lite.plan.layouts import Problem, kind_of, layouts
 from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
@@ -53,7 +51,7 @@ class Plan(NamedTuple):
     time: StepTime
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The result of a search.
 
     plans: those that fit, the fastest first. Their layouts differ in more than the micro-batch.
@@ -93,7 +91,7 @@ class Search:
         problem = self.problem
         return Run(config, problem.hardware, num_ranks, self.memo, problem.host_bytes)
 
-    def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> Found:
+    def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> SearchResult:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
         start = [
             (self.bound(config, num_ranks), config) for config in layouts(self.problem, num_ranks)
@@ -103,9 +101,9 @@ class Search:
             limit = BETTER * plans[0].time.seconds
             faster = [config for seconds, config in sorted(start, key=_first) if seconds < limit]
             larger = self._larger(faster, num_ranks, budget_bytes, limit)
-            return Found(tuple(plans), len(start), larger=larger)
+            return SearchResult(tuple(plans), len(start), larger=larger)
         smallest = self._smallest(too_large, num_ranks)
-        return Found((), len(start), smallest=smallest)
+        return SearchResult((), len(start), smallest=smallest)
 
     def bound(self, config: RunConfig, num_ranks: int) -> float:
         """Returns a lower bound of the step time."""

@@ -83,13 +83,15 @@ def _run(
         if plan.skip_tail
         else None
     )
-    # The extras are tables that the model holds anyway. Bound to the function they are not
-    # arguments, so the engine does not keep them a second time.
+    # Tables that the model holds anyway are bound to the function: they are not arguments, so the
+    # engine does not keep them a second time. A tensor belongs to the micro-batch and is kept.
     if results is not None:
         hidden_states, *extras = args
+        tensors = [extra for extra in extras if isinstance(extra, Tensor)]
         output: Tensor = rebuild_saved(
             _bound(forward, extras),
             hidden_states,
+            *tensors,
             name=_name(segment),
             results=results,
             rng=rng,
@@ -138,7 +140,17 @@ def _chain(
 
 
 def _bound(layer: Layer, extras: Sequence[Any]) -> Layer:
-    return lambda hidden_states: layer(hidden_states, *extras)
+    """Returns the layer with its extras bound, except the tensors, which stay arguments."""
+    tables = [None if isinstance(extra, Tensor) else extra for extra in extras]
+    places = [place for place, extra in enumerate(extras) if isinstance(extra, Tensor)]
+
+    def call(hidden_states: Tensor, *tensors: Tensor) -> Tensor:
+        own = list(tables)
+        for place, tensor in zip(places, tensors, strict=True):
+            own[place] = tensor
+        return layer(hidden_states, *own)
+
+    return call
 
 
 def _name(segment: Segment) -> str:

@@ -27,7 +27,7 @@ class SavedHandle(Protocol):
         """Returns the tensor, which backward needs now."""
 
 
-class Moved(Protocol):
+class MovedStorage(Protocol):
     """A copy of a storage. It lives as long as the graph needs any view of the storage."""
 
     def memory(self) -> Tensor:
@@ -57,7 +57,9 @@ def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[Non
 
 
 @contextmanager
-def moving(move: Callable[[Tensor], Moved], *, kind: str, stay: Iterable[Tensor]) -> Iterator[None]:
+def moving(
+    move: Callable[[Tensor], MovedStorage], *, kind: str, stay: Iterable[Tensor]
+) -> Iterator[None]:
     """Keeps `move(tensor)` in place of each tensor that is saved inside the block.
 
     A move copies the whole storage, once for all views of it.
@@ -68,7 +70,7 @@ def moving(move: Callable[[Tensor], Moved], *, kind: str, stay: Iterable[Tensor]
     """
     fixed = {tensor.untyped_storage()._cdata for tensor in stay}
     moved: dict[
-        tuple[int, int, tuple[int, ...]], tuple[weakref.ref[torch.UntypedStorage], Moved]
+        tuple[int, int, tuple[int, ...]], tuple[weakref.ref[torch.UntypedStorage], MovedStorage]
     ] = {}
 
     def exchange(tensor: Tensor) -> SavedHandle | None:
@@ -159,14 +161,14 @@ class _View:
     dtype, size, stride, offset: the place of the tensor in it.
     """
 
-    moved: Moved
+    moved: MovedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor, moved: Moved) -> _View:
+    def of(cls, tensor: Tensor, moved: MovedStorage) -> _View:
         return cls(
             moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
         )

@@ -27,7 +27,7 @@ from megatron_lite.parallel.tensor_hash import are_equal, odd_ones_out, tensor_h
 from megatron_lite.parallel.texts import by_rank, gather_texts
 
 
-class _Held(NamedTuple):
+class _HeldTensor(NamedTuple):
     """A tensor of this rank, with the name and the spec of its parameter."""
 
     name: str
@@ -69,24 +69,24 @@ class ReplicaCheck:
             text += f" and {len(names) - 1} more tensors"
         return by_rank(gather_texts(text, self._parallel))
 
-    def _held(self) -> list[_Held]:
+    def _held(self) -> list[_HeldTensor]:
         layout = self._optimizer.layout
         specs = {name: spec_of(value) for name, value in self._model.named_parameters()}
         if not layout.replicates_weights:
-            return [_Held(piece.name, piece.master, piece.spec) for piece in layout.pieces]
+            return [_HeldTensor(piece.name, piece.master, piece.spec) for piece in layout.pieces]
         held = [
-            _Held(name, value.detach(), specs[name])
+            _HeldTensor(name, value.detach(), specs[name])
             for name, value in self._model.named_parameters()
         ]
         if layout.shard_group is None:
             held += [
-                _Held(f"{name}/{key}", value, specs[name])
+                _HeldTensor(f"{name}/{key}", value, specs[name])
                 for name, states in self._optimizer.states.items()
                 for key, value in states.items()
             ]
         return held
 
-    def _groups(self, held: list[_Held]) -> list[tuple[Tensor, ProcessGroup]]:
+    def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
         parallel = self._parallel
         chosen = (

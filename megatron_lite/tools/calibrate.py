@@ -40,7 +40,7 @@ SMALL_BYTES, LARGE_BYTES = 8, 1 << 24
 RENDEZVOUS = datetime.timedelta(seconds=120)
 
 
-class Scale(NamedTuple):
+class Effort(NamedTuple):
     """How much is measured. seconds: the time of each single measurement."""
 
     seconds: float
@@ -108,7 +108,7 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
             f"({', '.join(machine_names())})"
         )
     larger = LARGER if kind == "cuda" else 1
-    scale = Scale(
+    scale = Effort(
         seconds=seconds,
         shapes=tuple((m * larger, n * larger, k * larger) for m, n, k in SHAPES),
         elements=(1 << 24) * larger,
@@ -131,7 +131,7 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
     )
 
 
-def measure(device: torch.device, scale: Scale, known: Hardware | None) -> Hardware:
+def measure(device: torch.device, scale: Effort, known: Hardware | None) -> Hardware:
     """Returns the figures of this machine.
 
     known: the machine whose networks are taken instead of measured ones.
@@ -224,7 +224,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(left, right, strict=True))
 
 
-def _matmuls(clock: _Clock, scale: Scale, dtype: torch.dtype) -> Matmuls:
+def _matmuls(clock: _Clock, scale: Effort, dtype: torch.dtype) -> Matmuls:
     """Returns the rates of matmuls in one format."""
     samples = []
     for m, n, k in scale.shapes:
@@ -241,7 +241,7 @@ def _matmuls(clock: _Clock, scale: Scale, dtype: torch.dtype) -> Matmuls:
     )
 
 
-def _flash_rate(clock: _Clock, scale: Scale, dtype: torch.dtype) -> float:
+def _flash_rate(clock: _Clock, scale: Effort, dtype: torch.dtype) -> float:
     """Returns the FLOP/s of causal flash attention, forward and backward.
 
     Forward has two matmuls and backward five. A causal mask leaves half of them.
@@ -260,14 +260,14 @@ def _flash_rate(clock: _Clock, scale: Scale, dtype: torch.dtype) -> float:
     return done / clock.best(step)
 
 
-def _copy_bandwidth(clock: _Clock, scale: Scale) -> float:
+def _copy_bandwidth(clock: _Clock, scale: Effort) -> float:
     """Returns the bytes per second that a copy reads and writes."""
     source = torch.ones(scale.elements, device=clock.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / clock.best(lambda: target.copy_(source))
 
 
-def _kernel_bandwidth(clock: _Clock, scale: Scale) -> float:
+def _kernel_bandwidth(clock: _Clock, scale: Effort) -> float:
     """Returns the bytes per second that memory-bound kernels of a layer move."""
     width = 1024
     hidden = torch.randn(scale.elements // width // 4, width, device=clock.device).requires_grad_()
@@ -287,7 +287,7 @@ def _kernel_bandwidth(clock: _Clock, scale: Scale) -> float:
     return len(kernels) * 5 * hidden.nbytes / clock.best(step)
 
 
-def _host_bandwidth(clock: _Clock, scale: Scale) -> float:
+def _host_bandwidth(clock: _Clock, scale: Effort) -> float:
     """Returns the bytes per second of a copy to pinned host memory."""
     source = torch.ones(scale.elements, device=clock.device)
     target = torch.empty(scale.elements, pin_memory=True)
@@ -317,7 +317,7 @@ def _memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _all_reduce(device: torch.device, scale: Scale) -> Link:
+def _all_reduce(device: torch.device, scale: Effort) -> Link:
     """Returns the network between two ranks: this process, and one that it starts."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "store")
@@ -337,7 +337,7 @@ def _all_reduce(device: torch.device, scale: Scale) -> Link:
     )
 
 
-def _time_all_reduce(rank: int, file: str, device: str, scale: Scale) -> tuple[float, float]:
+def _time_all_reduce(rank: int, file: str, device: str, scale: Effort) -> tuple[float, float]:
     """Returns the seconds of a small and of a large all-reduce. Two ranks call it together."""
     target = torch.device(device, rank) if device == "cuda" else torch.device(device)
     dist.init_process_group(

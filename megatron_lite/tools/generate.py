@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
-from megatron_lite.checkpointing.start import Found, candidates, newest_good_step, step_fault
-from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.data.tokenizer_files import READ_FILES, read_from
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import broadcast_
@@ -38,41 +38,7 @@ from megatron_lite.tools.command import exit_status, rank_0_speaks
 from megatron_lite.tools.sampling import Sampling, generate_tokens, text_pieces
 from megatron_lite.training.build_trainer import build_model
 
-TOKENIZER_FILES = {
-    "NullTokenizer": (),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-}
-
-
 # --- the checkpoint ---
-
-
-def find_step(load: str, iteration: int | None) -> Found:
-    """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
-
-    Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
-    `iteration` does not exist or is damaged.
-    """
-    root = Path(load)
-    saved = saved_steps(root)
-    if iteration is None:
-        there = candidates(root)
-        if not there.steps:
-            raise InputError(
-                f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
-                "correct the path"
-            )
-        return newest_good_step(root, there, step_fault, fallback=True)
-    if iteration not in saved:
-        raise InputError(
-            f"--iteration {iteration}: no such checkpoint in {load} (there: "
-            f"{', '.join(map(str, saved)) or 'none'})"
-        )
-    step = step_directory(root, iteration)
-    if (fault := step_fault(step)) is not None:
-        raise InputError(f"--iteration {iteration}: {fault}")
-    return Found(step, ())
 
 
 def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfig:
@@ -106,7 +72,7 @@ def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -
     """
     moved = {name: path for name, path in files.items() if path is not None}
     for name in moved:
-        if name not in TOKENIZER_FILES[str(saved.tokenizer_type)]:
+        if name not in READ_FILES[str(saved.tokenizer_type)]:
             raise InputError(
                 f"--{name.replace('_', '-')} is no part of the checkpoint's "
                 f"{saved.tokenizer_type}: leave it out"
@@ -132,7 +98,7 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
     config = config_for_ranks(read_config(step), num_ranks, args.distributed_backend)
     tokenizer = build_tokenizer(
         tokenizer_with_files(
-            config.tokenizer,
+            read_from(config.tokenizer, step),
             {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")},
         )
     )
@@ -269,7 +235,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
         parser.add_argument(
             f"--{file}",
             metavar="PATH",
-            help="where the tokenizer's files are now, if they were moved",
+            help="another file of the tokenizer than the one in the checkpoint",
         )
     parser.add_argument(
         "--distributed-backend",

@@ -15,13 +15,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
-from megatron_lite.config.hf_config import HfModel, from_hf
-from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, parse_whole_number, shown
+from megatron_lite.config.hf_file import read_hf_file
+from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.presets import PRESETS, preset
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -30,11 +31,11 @@ from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.details import MOST_LAYOUTS, details
+from megatron_lite.plan.fit_verdict import MOST_RANKS, FitVerdict, smallest_machine, status, verdict
 from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
 from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, SEARCHED, Problem
-from megatron_lite.plan.report import lines, to_json
+from megatron_lite.plan.plan_text import lines, to_json
 from megatron_lite.plan.search import Search
-from megatron_lite.plan.verdict import MOST_RANKS, Verdict, smallest_machine, status, verdict
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value, parsed, run_fields
 
@@ -82,7 +83,7 @@ def _plan(args: dict[str, Any]) -> int:
     return status(verdicts)
 
 
-def _page(given: _Input, verdicts: Sequence[Verdict]) -> str:
+def _page(given: _Input, verdicts: Sequence[FitVerdict]) -> str:
     """Returns the planning page. The grids of several verdicts share the size of one."""
     problem, most = given.problem, max(MOST_LAYOUTS // len(verdicts), 8)
     shown = json.loads(to_json(verdicts, problem.hardware))
@@ -91,7 +92,7 @@ def _page(given: _Input, verdicts: Sequence[Verdict]) -> str:
     return plan_page({**shown, "notes": given.notes})
 
 
-def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[Verdict]:
+def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[FitVerdict]:
     if gpus is not None:
         for count in _counts(gpus):
             yield verdict(problem, count, budget)
@@ -197,7 +198,7 @@ def _model_values(own: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], li
     if own["config_json"] is not None:
         return _from_run(own["config_json"]), []
     if own["hf_config"] is not None:
-        model = _from_hf(own["hf_config"])
+        model = read_hf_file(Path(own["hf_config"]))
         notes = [f"{own['hf_config']}: {note}" for note in model.notes]
         return _values(model.fields, model.vocab_size), notes
     if own["model"] is not None:
@@ -217,14 +218,6 @@ def _from_run(path: str) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(RunConfig.from_json(text))
     except ValueError as error:
         raise InputError(f"--config-json {path}: {error}") from None
-
-
-def _from_hf(path: str) -> HfModel:
-    text = _text(path)
-    try:
-        return from_hf(parse_json(text))
-    except ValueError as error:
-        raise InputError(f"--hf-config {path}: {error}") from None
 
 
 def _text(path: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.documents import DocumentRules, document_starts
 
 
 class SampleDataset(Protocol):
@@ -25,10 +28,16 @@ class SampleDataset(Protocol):
 
 
 class MicroBatch(NamedTuple):
-    """tokens and labels: token ids, each [b, s/c]. Labels are the tokens one position later."""
+    """tokens and labels: token ids, each [b, s/c]. Labels are the tokens one position later.
+
+    loss_mask: [b, s/c] float32, 1 for a token that counts in the loss and 0 for another. None: all
+        count.
+    """
 
     tokens: Tensor
     labels: Tensor
+    loss_mask: Tensor | None = None
+    documents: Documents = NO_DOCUMENTS
 
 
 class Batches(Protocol):
@@ -46,6 +55,7 @@ def fetch(
     *,
     cp_rank: int = 0,
     cp_size: int = 1,
+    rules: DocumentRules | None = None,
 ) -> MicroBatch:
     """Returns the samples `indices`, or one context-parallel rank's spans of them.
 
@@ -54,15 +64,32 @@ def fetch(
     samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
     if device.type == "cuda":
         samples = samples.pin_memory().to(device, non_blocking=True)
-    return cut(samples, cp_rank=cp_rank, cp_size=cp_size)
+    return cut(samples, cp_rank=cp_rank, cp_size=cp_size, rules=rules)
 
 
-def cut(samples: Tensor, *, cp_rank: int = 0, cp_size: int = 1) -> MicroBatch:
-    """Returns one context-parallel rank's spans of samples [b, s + 1] as a micro-batch."""
+def cut(
+    samples: Tensor, *, cp_rank: int = 0, cp_size: int = 1, rules: DocumentRules | None = None
+) -> MicroBatch:
+    """Returns one context-parallel rank's spans of samples [b, s + 1] as a micro-batch.
+
+    rules: what the ends of documents mean; None: nothing.
+    """
     # `select` copies even where a slice is contiguous (a batch of one sample). Backward saves the
     # tokens, and a view would keep the storage of the whole sample alive.
     spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)
-    return MicroBatch(*(select(part, spans, 1) for part in (samples[:, :-1], samples[:, 1:])))
+    batch = MicroBatch(*(select(part, spans, 1) for part in (samples[:, :-1], samples[:, 1:])))
+    if rules is None:
+        return batch
+    if rules.mask_loss:
+        batch = batch._replace(loss_mask=(batch.tokens != rules.eod).float())
+    if not (rules.reset_positions or rules.reset_attention):
+        return batch
+    starts, position_ids = document_starts(samples[:, :-1], rules.eod), None
+    if rules.reset_positions:
+        places = torch.arange(starts.shape[1], device=starts.device)
+        position_ids = select(places - starts, spans, 1)
+    documents = Documents(position_ids, starts if rules.reset_attention else None)
+    return batch._replace(documents=documents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +107,48 @@ class MicroBatches:
     num_microbatches: int
     parallel: ParallelState
     where: str = "evaluation"
+    rules: DocumentRules | None = None
 
     def __len__(self) -> int:
         return self.num_microbatches
 
     def __getitem__(self, number: int) -> MicroBatch:
-        parallel = self.parallel
-        indices = microbatch_indices(
-            self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number
-        )
-        try:
+        parallel, indices = self.parallel, self._indices(number)
+        with self._told(indices):
             return fetch(
                 self.dataset,
                 indices,
                 parallel.device,
                 cp_rank=parallel.cp_rank,
                 cp_size=parallel.cp_size,
+                rules=self.rules,
             )
+
+    def counts(self) -> list[int]:
+        """Returns how many tokens of each micro-batch count in the loss, on all its ranks.
+
+        Reads all samples once more, on the host.
+        """
+        assert self.rules is not None and self.rules.mask_loss
+        counts = []
+        for indices in map(self._indices, range(self.num_microbatches)):
+            with self._told(indices):
+                tokens = (self.dataset[index][:-1] for index in indices)
+                counts.append(sum(int(np.count_nonzero(one != self.rules.eod)) for one in tokens))
+        return counts
+
+    def _indices(self, number: int) -> range:
+        parallel = self.parallel
+        return microbatch_indices(
+            self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number
+        )
+
+    @contextmanager
+    def _told(self, indices: range) -> Iterator[None]:
+        """Adds to an InputError where in the run these samples were to be read."""
+        parallel = self.parallel
+        try:
+            yield
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
             raise kind(

@@ -14,6 +14,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
+from megatron_lite.data.tokenizer_files import contents_of, files_of
 from megatron_lite.memory.explain.units import size
 from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -33,6 +34,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
+from megatron_lite.training.documents import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
@@ -153,6 +155,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    rules = document_rules(config)
     evaluation_samples = training.eval_iters * batches.full
     datasets = build_datasets(
         config.data,
@@ -177,9 +180,21 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         saver=Saver(
             config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
         ),
+        tokenizer=_tokenizer_contents(config, parallel),
+        rules=rules,
         notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
         pulse=pulse,
     )
+
+
+def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:
+    """Returns the contents of the tokenizer's files on the rank that saves them, else nothing.
+
+    They are read once, at the start: the files may be moved while the run lasts.
+    """
+    if config.checkpoint.save is None or parallel.rank != 0:
+        return {}
+    return contents_of(files_of(config.tokenizer).items())
 
 
 def _predicted_peak(

@@ -44,6 +44,8 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
 from megatron_lite.training.batches import Batches, MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.documents import DocumentRules, document_rules
+from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
 
@@ -129,7 +131,10 @@ def dry_run(
         number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
         with fake, _told_of_sizes():
             measured = measure_step(
-                config, parallel, SameTokens(samples, number, parallel), host_apart=device != "cpu"
+                config,
+                parallel,
+                SameTokens(samples, number, parallel, document_rules(config)),
+                host_apart=device != "cpu",
             )
         place = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
         return DryRank(
@@ -187,10 +192,17 @@ def sample_shape(config: RunConfig) -> tuple[int, int]:
 class SameTokens(Batches):
     """The micro-batches of a step that all have the same samples.
 
-    samples: [b, s + 1] token ids.
+    samples: [b, s + 1] token ids. rules: what the ends of documents mean; None: nothing.
     """
 
-    def __init__(self, samples: Tensor, num_microbatches: int, parallel: ParallelState) -> None:
+    def __init__(
+        self,
+        samples: Tensor,
+        num_microbatches: int,
+        parallel: ParallelState,
+        rules: DocumentRules | None = None,
+    ) -> None:
+        self._rules = rules
         self._samples, self._number, self._parallel = samples, num_microbatches, parallel
 
     def __len__(self) -> int:
@@ -198,7 +210,9 @@ class SameTokens(Batches):
 
     def __getitem__(self, number: int, /) -> MicroBatch:
         parallel = self._parallel
-        return cut(self._samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size)
+        return cut(
+            self._samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size, rules=self._rules
+        )
 
 
 def measure_step(
@@ -217,7 +231,10 @@ def measure_step(
         runner.meter = meter
         _assign(meter, model, optimizer)
         with meter.step(model):
-            train_step(runner, optimizer, batches, learning_rate=1e-6)
+            masked = None
+            if config.data.eod_mask_loss:  # the counts do not change the memory
+                masked = masked_mean([1] * len(batches), parallel, per_token=False)
+            train_step(runner, optimizer, batches, learning_rate=1e-6, masked=masked)
         optimizer.finish()
         # The gradients of FSDP2 and the rotary tables are made in the step, and outlive it.
         _assign(meter, model, optimizer)

@@ -10,6 +10,8 @@ import torch
 
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.training.batches import MicroBatches, SampleDataset
+from megatron_lite.training.documents import DocumentRules
+from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
 
 
@@ -29,6 +31,7 @@ def evaluate(
     micro_batch_size: int,
     where: str = "evaluation",
     stops: Callable[[], bool] = lambda: False,
+    rules: DocumentRules | None = None,
 ) -> Evaluation | None:
     """Returns the mean loss over the first `num_iterations` global batches, or None if stopped.
 
@@ -37,23 +40,31 @@ def evaluate(
     Two all-reduces of the 0-d sum: over `dp_cp_group` and over `pp_group`.
     where: the beginning of messages about faults in the data.
     stops: called before each batch. It must return the same on all ranks; True ends the evaluation.
+    rules: what the ends of documents mean; None: nothing. With a loss mask the mean is over the
+        tokens that count, and their number is one more all-reduce, over `dp_group`.
     """
     parallel = runner.parallel
+    masks, counted = rules is not None and rules.mask_loss, 0
     total = torch.zeros((), dtype=torch.float64, device=parallel.device)
     batch_size = micro_batch_size * num_microbatches * parallel.dp_size
     for iteration in range(num_iterations):
         if stops():
             return None
-        total += runner.evaluate(
-            MicroBatches(
-                dataset=dataset,
-                consumed_samples=iteration * batch_size,
-                parallel=parallel,
-                micro_batch_size=micro_batch_size,
-                num_microbatches=num_microbatches,
-                where=where,
-            )
+        batches = MicroBatches(
+            dataset=dataset,
+            consumed_samples=iteration * batch_size,
+            parallel=parallel,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=num_microbatches,
+            where=where,
+            rules=rules,
         )
+        if masks:
+            counted += sum(batches.counts())
+        total += runner.evaluate(batches)
     total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
-    loss = total.item() / (num_iterations * num_microbatches * parallel.dp_cp_size)
+    number = float(num_iterations * num_microbatches * parallel.dp_cp_size)
+    if masks:
+        number = masked_mean([counted], parallel, per_token=True).num_tokens.item()
+    loss = total.item() / number
     return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

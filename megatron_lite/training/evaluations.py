@@ -9,6 +9,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.training.batches import SampleDataset
+from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.micro_batches import StageRunner
@@ -19,12 +20,18 @@ class Evaluations:
     """Evaluates losses with the full batch size of a run, and logs them.
 
     pulse: tells before each batch where this rank is.
+    rules: what the ends of documents mean; None: nothing.
     """
 
     def __init__(
-        self, config: RunConfig, runner: StageRunner, batches: BatchSchedule, pulse: Pulse
+        self,
+        config: RunConfig,
+        runner: StageRunner,
+        batches: BatchSchedule,
+        pulse: Pulse,
+        rules: DocumentRules | None = None,
     ) -> None:
-        self._config, self._runner = config, runner
+        self._config, self._runner, self._rules = config, runner, rules
         self._batches, self._pulse = batches, pulse
 
     def log_loss(
@@ -40,9 +47,13 @@ class Evaluations:
         if training.eval_iters == 0:
             return None
         if dataset is None:
-            log.line(
-                f"no {name} loss: --split {self._config.data.split!r} leaves no documents for it"
+            data = self._config.data
+            reason = (
+                "no data is given for it"
+                if data.is_per_split
+                else f"--split {data.split!r} leaves no documents for it"
             )
+            log.line(f"no {name} loss: {reason}")
             return None
         reason, where = None, f"iteration {iteration} ({name} loss)"
 
@@ -63,6 +74,7 @@ class Evaluations:
             micro_batch_size=training.micro_batch_size,
             where=where,
             stops=stops,
+            rules=self._rules,
         )
         if result is None:
             log.line(f"the {name} loss is left unfinished: {reason}")

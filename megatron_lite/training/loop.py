@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -31,9 +32,11 @@ from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
+from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
 from megatron_lite.training.logging import RunLog
+from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import (
     ActivationBytes,
@@ -59,7 +62,9 @@ class Trainer:
 
     num_iterations: the iteration at which the run ends.
     start: the checkpoint that `run` loads.
+    rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
+    tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
     activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
@@ -76,7 +81,9 @@ class Trainer:
     batches: BatchSchedule
     saver: Saver
     start: Start = field(default_factory=Start)
+    rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
@@ -93,7 +100,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
-        self._evaluations = Evaluations(self.config, self._runner, self.batches, self.pulse)
+        self._evaluations = Evaluations(
+            self.config, self._runner, self.batches, self.pulse, self.rules
+        )
         self._predictions = Predictions(
             self.config,
             self.parallel,
@@ -227,6 +236,7 @@ class Trainer:
             micro_batch_size=self.config.training.micro_batch_size,
             parallel=self.parallel,
             where=f"iteration {self.progress.iteration + 1}",
+            rules=self.rules,
         )
         measured = self.activation_bytes is not None or self.config.training.torch_compile
         meter = (
@@ -244,6 +254,9 @@ class Trainer:
                 batches,
                 learning_rate=learning_rate,
                 observer=meter or self._timeline_recorder(),
+                masked=masked_mean_of(
+                    batches, per_token=self.config.training.calculate_per_token_loss
+                ),
             )
         if meter is not None:
             self._compare_bytes(meter, log)
@@ -371,6 +384,7 @@ class Trainer:
             self.progress,
             data=self.datasets.identity,
             copy=self.saver.copies,
+            tokenizer=self.tokenizer,
         )
         self.saver.save(snapshot, log.line)
         if self.saver.copies:

@@ -43,6 +43,8 @@ class StageRunner:
     num_kept: how many micro-batches of each window save all activations. A window is as long as the
         number of micro-batches in flight on this rank (2205.05198, appendix C).
     overlap: receive the input of an action while the action before it computes.
+    everywhere: whether stages in the middle of a pipeline read the micro-batches too, for the
+        places of their documents.
     most_microbatches: the most micro-batches of any step of the run. The memory for saved inputs is
         allocated for this number at once, and not again when the batch grows. A step with more
         micro-batches enlarges it.
@@ -56,10 +58,12 @@ class StageRunner:
         links: Links | None = None,
         num_kept: int = 0,
         overlap: bool = True,
+        everywhere: bool = False,
         most_microbatches: int | None = None,
     ) -> None:
         self.model, self.parallel = model, parallel
         self.links, self._num_kept, self._overlap = links, num_kept, overlap
+        self._everywhere = everywhere
         self._chunks = list(model)
         self._steps: dict[int, _Step] = {}  # by number of micro-batches
         if links is not None and most_microbatches is not None:
@@ -96,6 +100,7 @@ class StageRunner:
             parallel,
             links=links,
             overlap=config.parallel.overlap_p2p_comm,
+            everywhere=config.data.reset_attention_mask,
             most_microbatches=most,
             num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
         )
@@ -106,6 +111,7 @@ class StageRunner:
         *,
         loss_factor: float,
         observer: Observer,
+        mask_factors: Tensor | None = None,
         loss_scale: Tensor | None = None,
         before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
         after: Callable[[Action], None] | None = None,
@@ -114,6 +120,8 @@ class StageRunner:
 
         The sum is 0 on a rank without the last stage.
         loss_factor: the factor on each micro-batch's mean loss.
+        mask_factors: [m], for micro-batches with a loss mask: the factor on the gradients of each
+            one's sum of masked losses. The result is then the sum of these sums, without factors.
         observer: looks at the first micro-batch.
         loss_scale: the 0-d factor on the gradients. None leaves them as they are.
         before_last: called with a stage's parameters before the last backward through that stage.
@@ -125,9 +133,18 @@ class StageRunner:
                 before_last(chunk.parameters())
 
         self.model.train()
+        if mask_factors is not None:
+            mask_factors = mask_factors.to(self._loss_dtype())
         if self.links is None:
             (chunk,) = self._chunks
-            loss_of = partial(_loss, chunk, batches, loss_factor=loss_factor, scale=loss_scale)
+            loss_of = partial(
+                _loss,
+                chunk,
+                batches,
+                loss_factor=loss_factor,
+                mask_factors=mask_factors,
+                scale=loss_scale,
+            )
             losses = []
             for number in range(len(batches)):
                 before_backward(number, chunk)
@@ -155,7 +172,9 @@ class StageRunner:
                 loss_factor,
                 hidden_states,
                 plan,
+                mask_factors,
                 loss_scale,
+                everywhere=self._everywhere,
             )
             del hidden_states  # `run` holds the only reference that this function still needs
             return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
@@ -177,6 +196,7 @@ class StageRunner:
     def evaluate(self, batches: Batches) -> Tensor:
         """Returns the sum of the micro-batches' mean losses, 0-d float64.
 
+        With loss masks it is the sum of the losses that count.
         The sum is 0 on a rank without the last stage.
         """
         self.model.eval()
@@ -190,7 +210,13 @@ class StageRunner:
 
             def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
                 return _stage(
-                    self._chunks[action.chunk], batches, action.microbatch, 1.0, hidden_states, None
+                    self._chunks[action.chunk],
+                    batches,
+                    action.microbatch,
+                    1.0,
+                    hidden_states,
+                    None,
+                    everywhere=self._everywhere,
                 )
 
             actions = forwards_only(
@@ -244,18 +270,30 @@ class StageRunner:
 
     def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
         # All ranks need one dtype for the all-reduce, also those that have no loss to take it from.
-        dtype = torch.promote_types(at_least, self._chunks[0].context.params_dtype)
+        dtype = self._loss_dtype(at_least)
         total = torch.zeros((), dtype=dtype, device=self.parallel.device)
         for loss in losses:
             total += loss
         return total
 
+    def _loss_dtype(self, at_least: torch.dtype = torch.float32) -> torch.dtype:
+        return torch.promote_types(at_least, self._chunks[0].context.params_dtype)
+
 
 def _loss(
-    model: GPTModel, batches: Batches, number: int, loss_factor: float, scale: Tensor | None = None
+    model: GPTModel,
+    batches: Batches,
+    number: int,
+    loss_factor: float,
+    mask_factors: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     batch = batches[number]
-    return scale_backward(model.loss(batch.tokens, batch.labels).mean() * loss_factor, scale)
+    if batch.loss_mask is None:
+        losses = model.loss(batch.tokens, batch.labels, batch.documents)
+        return scale_backward(losses.mean() * loss_factor, scale)
+    total = (model.loss(batch.tokens, batch.labels, batch.documents) * batch.loss_mask).sum()
+    return _scaled(total, number, mask_factors, scale)
 
 
 def _stage(
@@ -265,12 +303,32 @@ def _stage(
     loss_factor: float,
     hidden_states: Tensor | None,
     plan: RecomputePlan | None,
+    mask_factors: Tensor | None = None,
     scale: Tensor | None = None,
+    *,
+    everywhere: bool = False,
 ) -> Tensor:
     """Runs one stage on a micro-batch. Returns hidden states, or the loss x loss_factor."""
-    inputs = batches[number].tokens if hidden_states is None else hidden_states
-    if not chunk.stage.is_last:
-        return chunk.run_stage(inputs, None, plan)
-    return scale_backward(
-        chunk.run_stage(inputs, batches[number].labels, plan).mean() * loss_factor, scale
-    )
+    is_last = chunk.stage.is_last
+    if hidden_states is not None and not is_last and not everywhere:
+        return chunk.run_stage(hidden_states, None, plan)
+    # The stage holds only those tensors of the micro-batch that it uses.
+    inputs, labels, mask, documents = batches[number]
+    inputs = inputs if hidden_states is None else hidden_states
+    if not is_last:
+        del labels, mask
+        return chunk.run_stage(inputs, None, plan, documents)
+    if mask is None:
+        losses = chunk.run_stage(inputs, labels, plan, documents)
+        return scale_backward(losses.mean() * loss_factor, scale)
+    total = (chunk.run_stage(inputs, labels, plan, documents) * mask).sum()
+    return _scaled(total, number, mask_factors, scale)
+
+
+def _scaled(
+    total: Tensor, number: int, mask_factors: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """Returns `total` itself; its gradients are multiplied by the micro-batch's factor."""
+    if mask_factors is not None:
+        scale_backward(total, mask_factors[number])
+    return scale_backward(total, scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.training.batches import Batches
+from megatron_lite.training.loss_mask import MaskedMean
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
 
@@ -62,6 +63,7 @@ def train_step(
     *,
     learning_rate: float,
     observer: Observer | None = None,
+    masked: MaskedMean | None = None,
 ) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
 
@@ -69,6 +71,8 @@ def train_step(
     equally many tokens, so the gradients are those of the global batch.
     Two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
     observer: looks at the first micro-batch.
+    masked: how the losses of micro-batches with a loss mask become one. The loss is then the mean
+        over the tokens of the global batch that count.
     """
     optimizer.zero_grad()
     parallel = runner.parallel
@@ -77,11 +81,14 @@ def train_step(
         batches,
         loss_factor=1.0 / (len(batches) * parallel.dp_cp_size),
         observer=observer or Observer(),
+        mask_factors=None if masked is None else masked.factors,
         loss_scale=scale,
         before_last=optimizer.sync_next_backward,
     )
     own_loss = loss.clone()
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
+    if masked is not None:
+        loss = loss / masked.num_tokens.to(loss.dtype)
     update = optimizer.step(learning_rate, loss)
     return StepResult(
         loss,

@@ -19,7 +19,7 @@ from benchmarks.budgets import (
     with_times,
 )
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.plan.auto_policy import with_policy
+from megatron_lite.plan.planned_run import with_policy
 from megatron_lite.plan.step_time import step_time
 
 RUN = run_of("cpu")

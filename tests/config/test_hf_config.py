@@ -102,9 +102,11 @@ def test_the_later_layers_of_qwen2_have_the_window() -> None:
 
 
 def test_what_changes_no_size_becomes_a_note() -> None:
-    scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "llama3", "factor": 8.0}, new_key=1)
-    scaling, unread = from_hf(scaled).notes
-    assert "rope_scaling 'llama3' is left out" in scaling and "not read: new_key" in unread
+    scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "yarn", "factor": 8.0}, new_key=1)
+    model = from_hf(scaled)
+    scaling, unread = model.notes
+    assert "rope_scaling 'yarn' is left out" in scaling and "not read: new_key" in unread
+    assert model.inexact == (scaling,)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
         (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
-        (changed(QWEN3_0_6B, attention_bias=True), "attention_bias true has no counterpart"),
+        (changed(QWEN3_0_6B, attention_bias=True), "attention_bias True has no counterpart"),
         (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 and embd_pdrop 0.0 differ"),
         (changed(GPT2, activation_function="relu"), "activation_function 'relu' has no counter"),
         (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "no layer scales its scores"),

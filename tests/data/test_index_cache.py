@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from megatron_lite.data import index_cache
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.index_cache import Allocate, cached_arrays, in_memory
 from megatron_lite.data.sample_index import SampleIndex, build_sample_index, sample_index_fault
 
 LENGTHS = np.array([3, 11, 1, 6, 9, 2, 7], np.int32)
 KEY = {"kind": "test", "seed": 5}
 
 
-def build() -> dict[str, np.ndarray]:
+def build(allocate: Allocate = in_memory) -> dict[str, np.ndarray]:
     return build_sample_index(
-        LENGTHS, first_document=2, num_samples=30, seq_length=4, seed=5
+        LENGTHS, first_document=2, num_samples=30, seq_length=4, seed=5, allocate=allocate
     )._asdict()
 
 
@@ -81,7 +81,7 @@ def test_any_flipped_bit_is_found(cache: Cache) -> None:
     class IsBuiltAgain(Exception):
         pass
 
-    def build_again() -> dict[str, np.ndarray]:
+    def build_again(allocate: Allocate) -> dict[str, np.ndarray]:
         raise IsBuiltAgain
 
     def read() -> dict[str, np.ndarray]:
@@ -187,7 +187,7 @@ def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
     folder, said = str(tmp_path), list[str]()
     wrong = build()
     wrong[name] = change(wrong[name])
-    cached_arrays(folder, KEY, lambda: wrong)
+    cached_arrays(folder, KEY, lambda allocate: wrong)
     assert arrays_equal(cached_arrays(folder, KEY, build, fault=fault, say=said.append), build())
     assert len(said) == 1 and reason in said[0]
 

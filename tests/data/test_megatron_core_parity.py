@@ -4,20 +4,27 @@ every token has to agree."""
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.blend import build_blend_index, parse_data_path
+from megatron_lite.data.blend import parse_data_path
+from megatron_lite.data.blend_index import build_blend_index
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megatron_lite.data.sample_index import build_sample_index
 from megatron_lite.data.splits import normalized
+from megatron_lite.model.documents import document_mask
+from megatron_lite.training.batches import cut
+from megatron_lite.training.documents import DocumentRules
+from tests.support.documents import EOD, packed_text
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
@@ -206,3 +213,32 @@ def test_data_path_is_read_alike(words: str) -> None:
     ours = parse_data_path(words.split())
     assert ours.prefixes == tuple(prefixes)
     assert ours.weights == (None if weights is None else normalized(weights))
+
+
+@pytest.mark.parametrize("flags", list(product((False, True), repeat=3)))
+def test_documents_have_the_masks_and_positions_of_theirs(flags: tuple[bool, bool, bool]) -> None:
+    mask_loss, reset_positions, reset_attention = flags
+    rules = DocumentRules(
+        eod=EOD,
+        mask_loss=mask_loss,
+        reset_positions=reset_positions,
+        reset_attention=reset_attention,
+    )
+    for seed in range(20):
+        text = packed_text(seed, most=1 + seed)
+        ours = cut(text, rules=rules)
+        own_mask, (position_ids, starts) = ours.loss_mask, ours.documents
+        given = [one is not None for one in (own_mask, position_ids, starts)]
+        assert given == list(flags)
+        for number, tokens in enumerate(text[:, :-1]):
+            attention, loss, positions = gpt_dataset._get_ltor_masks_and_position_ids(
+                tokens, EOD, reset_positions, reset_attention, mask_loss, True
+            )
+            assert torch.equal(
+                torch.ones(len(tokens)) if own_mask is None else own_mask[number], loss
+            )
+            places = torch.arange(len(tokens)) if position_ids is None else position_ids[number]
+            assert torch.equal(places, positions)
+            if starts is not None:
+                hidden = document_mask(torch.empty(len(tokens)), starts)[number] != 0
+                assert torch.equal(hidden, attention)

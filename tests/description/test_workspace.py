@@ -21,15 +21,9 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from tests.description.test_drift import DIFFERING, NUM_LAYERS, place
 from tests.support.courses import Measured, Stretch, measure
+from tests.support.documents import batch_of
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    padded_vocab_size,
-    sample_tokens,
-    tp_state,
-)
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
 from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
@@ -81,9 +75,10 @@ def measured(config: ModelConfig, parallel: Any, sizes: Sizes, *, dtype: torch.d
         loss_chunk_size=sizes.loss_chunk_size,
         vocab_size=sizes.padded_vocab_size,
     )
-    tokens, labels = sample_tokens(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
-    mean(model.loss(tokens, labels))  # builds the rotary tables, which stay
-    return measure(model, lambda: model.loss(tokens, labels), mean)
+    batch = batch_of(sizes)
+    sample = batch.tokens, batch.labels, batch.documents
+    mean(model.loss(*sample))  # builds the rotary tables, which stay
+    return measure(model, lambda: model.loss(*sample), mean)
 
 
 def differences(config: ModelConfig, parallel: Any, sizes: Sizes, dtype: torch.dtype) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data import index_cache
-from megatron_lite.data.index_cache import cached_arrays
+from megatron_lite.data.index_cache import Allocate, cached_arrays
 from megatron_lite.data.indexed import IndexedDatasetWriter
 from tests.support.commands import ROOT, SMALL_RUN, environment
 from tests.support.happenings import builds_second, happens
@@ -160,7 +160,7 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
     arrays = {"order": np.arange(7)[::-1], "starts": np.arange(10).reshape(5, 2)}
     folder, built, status = str(tmp_path), 0, -1
 
-    def build() -> dict[str, np.ndarray]:
+    def build(allocate: Allocate) -> dict[str, np.ndarray]:
         nonlocal built
         built += 1
         return arrays
@@ -180,7 +180,9 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
             name: array.tolist() for name, array in arrays.items()
         }
         assert built == before or status != 0
-        cached_arrays(folder, {"point": points}, lambda: pytest.fail("built although it is there"))
+        cached_arrays(
+            folder, {"point": points}, lambda allocate: pytest.fail("built although it is there")
+        )
         assert not list(tmp_path.glob("*.tmp-*"))
         points += 1
     assert points >= 12  # a folder, two arrays, two lists, four times on disk each, and the name
@@ -198,9 +200,9 @@ def test_a_node_that_does_not_see_the_lock_and_is_faster_is_believed(
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", late)
-    assert cached_arrays(str(tmp_path), {"key": 1}, lambda: arrays)["order"].tolist() == list(
-        range(5)
-    )
+    assert cached_arrays(str(tmp_path), {"key": 1}, lambda allocate: arrays)[
+        "order"
+    ].tolist() == list(range(5))
     assert not list(tmp_path.glob("*.tmp-*"))
 
 

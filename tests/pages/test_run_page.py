@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
-from megatron_lite.pages.figures import Scale, number
+from megatron_lite.pages.figures import AxisRange, number
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
 from megatron_lite.pages.run_charts import running_mean
 from megatron_lite.pages.run_files import find_run
@@ -394,7 +394,7 @@ def test_a_number_has_four_significant_digits(value: float, text: str) -> None:
     [(0, 1), (-3, 7.5), (0.1, 0.1001), (5e9, 7e9), (1, 2e4), (51, 104), (0.02, 9), (1e-9, 1e9)],
 )
 def test_an_axis_has_a_few_round_ticks_within_it(low: float, high: float) -> None:
-    for scale in (Scale(low, high), *([Scale(low, high, is_log=True)] if low > 0 else [])):
+    for scale in (AxisRange(low, high), *([AxisRange(low, high, is_log=True)] if low > 0 else [])):
         labels = scale.labels()
         assert 2 <= len(labels) <= 7 and len({text for _, text in labels}) == len(labels)
         assert all(low - 1e-9 <= tick <= high + 1e-9 for tick, _ in labels)

@@ -15,10 +15,10 @@ from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.pages.plan_terms import FORMULAS, category
 from megatron_lite.plan.budget import Budget
 from megatron_lite.plan.details import FASTEST, FIXED, FULL, KEEP, MIB, SMALLEST, details
+from megatron_lite.plan.fit_verdict import DOES_NOT_FIT, FITS, FitVerdict, verdict
 from megatron_lite.plan.layouts import Problem, kind_of, layouts
-from megatron_lite.plan.report import to_json
+from megatron_lite.plan.plan_text import to_json
 from megatron_lite.plan.search import Search, with_policy
-from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, Verdict, verdict
 from megatron_lite.tools import plan
 from tests.plan.runs import H100, small_run
 from tests.support.browser import Parsed
@@ -28,17 +28,17 @@ SMALL = Problem(small_run(layers=6, batch=32, hidden_size=2048), H100)
 GIB = 2**30
 
 
-def judged(num_bytes: int, problem: Problem = SMALL) -> Verdict:
+def judged(num_bytes: int, problem: Problem = SMALL) -> FitVerdict:
     return verdict(problem, NUM_RANKS, Budget(num_bytes, num_bytes // 16))
 
 
 @pytest.fixture(scope="module")
-def fits() -> Verdict:
+def fits() -> FitVerdict:
     return judged(4 * GIB)
 
 
 @pytest.fixture(scope="module")
-def found(fits: Verdict) -> dict[str, Any]:
+def found(fits: FitVerdict) -> dict[str, Any]:
     return details(Search(SMALL), fits, most_layouts=30)
 
 
@@ -58,7 +58,7 @@ def cells(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_cells_have_the_peak_and_the_time_of_a_run_of_their_own(
-    fits: Verdict, found: dict[str, Any]
+    fits: FitVerdict, found: dict[str, Any]
 ) -> None:
     search, seen = Search(SMALL), 0
     every = list(layouts(SMALL, NUM_RANKS))
@@ -84,7 +84,7 @@ def test_the_cells_have_the_peak_and_the_time_of_a_run_of_their_own(
 
 
 def test_the_plan_is_a_cell_and_no_fitting_cell_is_faster(
-    fits: Verdict, found: dict[str, Any]
+    fits: FitVerdict, found: dict[str, Any]
 ) -> None:
     best, grid = fits.found.plans[0], found["grid"]
     own = cells(found)[[cell[0] for cell in grid["cells"]].index(grid["plan"])]
@@ -113,7 +113,7 @@ def test_of_one_layout_more_recomputation_is_slower_and_smaller(found: dict[str,
             assert policies[FASTEST]["seconds"] <= full["seconds"] * (1 + 1e-4)
 
 
-def test_the_stages_are_the_peaks_of_all_ranks(fits: Verdict, found: dict[str, Any]) -> None:
+def test_the_stages_are_the_peaks_of_all_ranks(fits: FitVerdict, found: dict[str, Any]) -> None:
     config = fits.found.plans[0].config
     run = Search(SMALL).run(config, NUM_RANKS)
     assert len(found["stages"]) == config.parallel.pipeline_model_parallel_size
@@ -162,14 +162,14 @@ def test_the_smallest_plan_is_a_cell_if_none_fits() -> None:
     assert grid["plan"] in [cell[0] for cell in grid["cells"]]
 
 
-def test_every_term_has_a_formula(fits: Verdict, found: dict[str, Any]) -> None:
+def test_every_term_has_a_formula(fits: FitVerdict, found: dict[str, Any]) -> None:
     names = {name for name, _ in found["grid"]["terms"]}
     names |= {category(term) for stage in found["stages"] for term in stage["terms"]}
     assert len(names) >= 6 and names <= FORMULAS.keys()
 
 
 def test_the_page_of_a_real_verdict_is_well_formed_and_small(
-    fits: Verdict, found: dict[str, Any]
+    fits: FitVerdict, found: dict[str, Any]
 ) -> None:
     shown = json.loads(to_json([fits], H100))
     shown["verdicts"][0]["details"] = json.loads(json.dumps(found))

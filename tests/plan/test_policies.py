@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_lite.plan.policies import Choice, Room, best_mix, layer_order, mix_peak
+from megatron_lite.plan.policies import LayerPrice, Room, best_mix, layer_order, mix_peak
 
 
-def exhaustive(choices: Sequence[Choice], num_layers: int, room: Room) -> float | None:
+def exhaustive(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> float | None:
     """The fewest seconds over all assignments of a choice to every layer that fit, or None."""
     best = None
     for assigned in itertools.product(choices, repeat=num_layers):
@@ -25,9 +25,9 @@ def exhaustive(choices: Sequence[Choice], num_layers: int, room: Room) -> float 
     return best
 
 
-def drawn(rng: random.Random) -> tuple[list[Choice], int, Room]:
+def drawn(rng: random.Random) -> tuple[list[LayerPrice], int, Room]:
     choices = [
-        Choice(
+        LayerPrice(
             rng.randint(0, 20),
             rng.choice([0, rng.randint(0, 30)]),
             rng.choice([0.0, 5.0 * rng.random(), float(rng.randint(0, 4))]),
@@ -72,14 +72,14 @@ def test_a_fixed_choice_has_exactly_its_number_of_layers(seed: int) -> None:
 
 
 def test_layers_that_rebuild_most_come_first() -> None:
-    choices = [Choice(4, 1, 0.0), Choice(2, 9, 1.0), Choice(3, 5, 1.0)]
+    choices = [LayerPrice(4, 1, 0.0), LayerPrice(2, 9, 1.0), LayerPrice(3, 5, 1.0)]
     assert layer_order(choices) == [1, 2, 0]
     # One layer of each: 2 + 9, then 5 + 5, then 9 + 1 bytes; another order would hold more.
     assert mix_peak(choices, (1, 1, 1), Room(1, 0)) == 11
 
 
 def test_only_a_faster_mix_than_the_bound_counts() -> None:
-    choices = [Choice(1, 0, 2.0), Choice(5, 0, 1.0)]
+    choices = [LayerPrice(1, 0, 2.0), LayerPrice(5, 0, 1.0)]
     assert best_mix(choices, 3, Room(1, 7)).counts == (2, 1)  # type: ignore[union-attr]
     assert best_mix(choices, 3, Room(1, 7), below=5.0) is None
 
@@ -89,7 +89,7 @@ def test_a_deep_stage_takes_no_longer_than_the_search_can_afford() -> None:
     rng = random.Random(0)
     kept = sorted(rng.randint(5_000, 10**9) for _ in range(8))
     choices = [
-        Choice(one, rng.randint(0, 10**9), (8 - place) * (0.5 + rng.random()))
+        LayerPrice(one, rng.randint(0, 10**9), (8 - place) * (0.5 + rng.random()))
         for place, one in enumerate(kept)
     ]
     room = Room(2, 126 * sum(kept) // 4)

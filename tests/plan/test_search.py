@@ -10,11 +10,11 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.plan.auto_policy import Unreachable
 from megatron_lite.plan.budget import Budget, default_reserve
+from megatron_lite.plan.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, smallest_machine, verdict
 from megatron_lite.plan.layouts import KINDS, Problem, kind_of, layouts
 from megatron_lite.plan.neighbours import largest_micro_batch
 from megatron_lite.plan.search import HANDICAP, Search
 from megatron_lite.plan.step_time import step_time
-from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, TIGHT, smallest_machine, verdict
 from tests.plan.runs import H100, preset_run, small_run
 
 LLAMA = Problem(preset_run("llama3-8b", seq_length=8192, batch=64), H100)

@@ -121,6 +121,7 @@ def runner_of(
     overlap: bool = True,
     recompute: RecomputeConfig | None = None,
     loss_chunk_size: int | None = None,
+    everywhere: bool = False,
 ) -> Iterator[StageRunner]:
     """Yields the runner of this rank's stages, in the initialised default group, if one exists."""
     with parallel_state(layout.config, seed=7) as parallel:
@@ -148,7 +149,12 @@ def runner_of(
             )
         )
         yield StageRunner(
-            ModelStages(chunks), parallel, links=links, num_kept=num_kept, overlap=overlap
+            ModelStages(chunks),
+            parallel,
+            links=links,
+            num_kept=num_kept,
+            overlap=overlap,
+            everywhere=everywhere,
         )
 
 

@@ -37,7 +37,7 @@ LONGEST_NAME = 45
 LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares
 
 
-class Setting(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run that the report compares with the user's. name: its name in the table."""
 
     name: str
@@ -206,7 +206,7 @@ def selective(config: RunConfig, *modules: str) -> RunConfig:
 
 
 def alternatives(
-    config: RunConfig, device: str, *, dp_cp_size: int = 1, others: Sequence[Setting] = ()
+    config: RunConfig, device: str, *, dp_cp_size: int = 1, others: Sequence[ComparedRun] = ()
 ) -> tuple[Priced, ...]:
     """Returns the costs of the run's own flags and of usual settings, the highest peak first.
 
@@ -215,8 +215,8 @@ def alternatives(
     others: further settings to compare, such as one that a planner has found.
     """
     priced = {}
-    usual = [Setting("", run) for run in _usual(config, device)]
-    for name, run in (*others, *usual, *_in_chunks(config), Setting("", config)):
+    usual = [ComparedRun("", run) for run in _usual(config, device)]
+    for name, run in (*others, *usual, *_in_chunks(config), ComparedRun("", config)):
         whole = fullest_step_peak(run, device=device, dp_cp_size=dp_cp_size).num_bytes
         one = price(run, device)._replace(whole_bytes=whole, given_name=name)
         priced[one.execution] = one
@@ -259,13 +259,13 @@ def _usual(config: RunConfig, device: str) -> Iterator[RunConfig]:
         yield with_flags(config, recompute_policy="*:none@host")
 
 
-def _in_chunks(config: RunConfig) -> Iterator[Setting]:
+def _in_chunks(config: RunConfig) -> Iterator[ComparedRun]:
     """Yields the run with its loss in chunks, if it has more tokens than one chunk."""
     training = config.training
     sequence = config.data.seq_length or 0
     if training.loss_chunk_size is None and sequence * training.micro_batch_size > LOSS_CHUNK:
         chunked = replace(training, loss_chunk_size=LOSS_CHUNK)
-        yield Setting(
+        yield ComparedRun(
             f"this run with --loss-chunk-size {LOSS_CHUNK}", replace(config, training=chunked)
         )
 

@@ -22,8 +22,8 @@ from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.advice import Note, notes
 from megatron_lite.memory.explain.paper import Comparison, comparisons, unlike_the_paper
 from megatron_lite.memory.explain.prices import (
+    ComparedRun,
     Priced,
-    Setting,
     alternatives,
     price,
     rank_plans,
@@ -157,7 +157,7 @@ def likely_device(distributed_backend: str) -> str:
 
 
 def explain(
-    config: RunConfig, device: str, *, dp_size: int = 1, others: Sequence[Setting] = ()
+    config: RunConfig, device: str, *, dp_size: int = 1, others: Sequence[ComparedRun] = ()
 ) -> Report:
     """Returns the report on a run. The vocabulary size must be known.
 

@@ -84,11 +84,16 @@ def _layers(report: Report) -> Iterator[str]:
     if report.sizes.has_embedding:
         yield from _part("embedding", report.embedding)
     if report.rotary_tables.kept:
-        yield from _part("rotary tables, which all layers share", report.rotary_tables)
+        yield from _part(f"{_shared(report)}, which all layers share", report.rotary_tables)
     for run in report.runs:
         yield from _run(run, report)
     if report.sizes.has_head:
         yield from _part("head: final norm, logits, loss", report.head)
+
+
+def _shared(report: Report) -> str:
+    """Returns the names of the tensors that all layers share."""
+    return " and ".join(sorted((one.name for one in report.rotary_tables.kept), reverse=True))
 
 
 def _part(name: str, part: ReportPart) -> Iterator[str]:
@@ -164,7 +169,7 @@ def _totals(report: Report) -> Iterator[str]:
     ]
     rows = [("embedding", report.embedding.kept_bytes, "")] if report.sizes.has_embedding else []
     if report.rotary_tables.kept:
-        rows.append(("rotary tables", report.rotary_tables.kept_bytes, ""))
+        rows.append((_shared(report), report.rotary_tables.kept_bytes, ""))
     for run in report.runs:
         rows.append(
             (

@@ -37,7 +37,7 @@ HELD = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER)
 PHASES = (FORWARD, REPLAY, BACKWARD, UPDATE)
 
 
-class Moment(NamedTuple):
+class MeasuredMoment(NamedTuple):
     """A moment of a step: right after one operator.
 
     phase: one of PHASES. module: the module in whose forward, replay or backward it is; "" outside
@@ -57,7 +57,7 @@ class StepPeakMeasured(NamedTuple):
 
     num_bytes: int
     by_category: Mapping[str, int]
-    moment: Moment
+    moment: MeasuredMoment
 
 
 class StepMeter(EngineStorages):
@@ -88,7 +88,9 @@ class StepMeter(EngineStorages):
         counted = (*HELD, *PHASES) if self._host_apart else (*HELD, *PHASES, HOST)
         categories = {one: self._peak_categories[one] for one in counted}
         return StepPeakMeasured(
-            self._peak_bytes, categories, Moment(phase, module, str(func).rpartition(".")[0])
+            self._peak_bytes,
+            categories,
+            MeasuredMoment(phase, module, str(func).rpartition(".")[0]),
         )
 
     def assign(self, category: str, tensors: Iterable[Tensor]) -> None:
@@ -117,7 +119,10 @@ class StepMeter(EngineStorages):
 
     @contextmanager
     def step(self, stages: Iterable[nn.Module]) -> Iterator[None]:
-        """Looks for the peak inside the block. stages: the modules whose parts `Moment` names."""
+        """Looks for the peak inside the block.
+
+        stages: the modules whose parts `MeasuredMoment` names.
+        """
         with ExitStack() as stack:
             for name, module in (pair for stage in stages for pair in stage.named_modules()):
                 enter = module.register_forward_pre_hook(partial(self._enter, name))

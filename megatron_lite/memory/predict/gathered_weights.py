@@ -41,7 +41,7 @@ FLOAT32 = 4
 STAGING_BYTES = 2**22
 
 
-class Unit(NamedTuple):
+class FsdpUnit(NamedTuple):
     """The bytes of a unit of FSDP2.
 
     gathered: its weights on every rank, with the padding of rows. cast: this rank's rows in the
@@ -70,10 +70,10 @@ class GatheredWeights(NamedTuple):
     on_cpu: whether the ranks exchange large tensors through buffers of a bounded size.
     """
 
-    root: Unit
-    embedding: Unit | None
-    layer: Unit
-    output: Unit | None
+    root: FsdpUnit
+    embedding: FsdpUnit | None
+    layer: FsdpUnit
+    output: FsdpUnit | None
     tied: bool
     reshards: bool
     accumulates: bool
@@ -90,9 +90,9 @@ class GatheredWeights(NamedTuple):
         last_ones = head_operations(config.model, sizes) if sizes.has_head else ()
         layer = describe_layer(config.model, sizes, sizes.first_layer)
 
-        def unit(parameters: Sequence[Parameter], last: int = 0) -> Unit:
+        def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
             padded = sum(_padded(one, dp_cp_size) for one in parameters)
-            return Unit(
+            return FsdpUnit(
                 padded * sent,
                 padded // dp_cp_size * sent if sent != FLOAT32 else 0,
                 sum(one.num_elements for one in parameters) * sent,
@@ -136,7 +136,7 @@ class GatheredWeights(NamedTuple):
         return self._gather(self.root).then(change(self.root.gathered))
 
     @property
-    def before_layers(self) -> Unit:
+    def before_layers(self) -> FsdpUnit:
         """The unit that is gathered before the first layer."""
         return self.root if self.embedding is None else self.embedding
 
@@ -162,7 +162,7 @@ class GatheredWeights(NamedTuple):
         freed = change(-self.output.gathered)
         return freed if self.tied else freed.then(self._reduce(self.output))
 
-    def layer_forward(self, before: Unit, forward: Passage, number: int) -> Passage:
+    def layer_forward(self, before: FsdpUnit, forward: Passage, number: int) -> Passage:
         """Returns the forward of a segment of `number` layers. before: the unit gathered before."""
         own = self.layer.gathered
         gather = joined(self._gather(self.layer), change(-before.gathered), change(own))
@@ -222,12 +222,12 @@ class GatheredWeights(NamedTuple):
             return self.layer.buffer
         return 0 if self.output is None or self.tied else self.output.buffer
 
-    def _gather(self, unit: Unit) -> Passage:
+    def _gather(self, unit: FsdpUnit) -> Passage:
         staged = self._staged(unit.gathered)
         most = change(unit.cast + unit.gathered + staged, "gather of weights")
         return most.then(change(-staged - unit.cast))
 
-    def _reduce(self, unit: Unit) -> Passage:
+    def _reduce(self, unit: FsdpUnit) -> Passage:
         where, staged = "reduction of gradients", self._staged(unit.buffer)
         rows = 0 if self.accumulates else unit.rows
         return joined(

@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import KeptTensor, LayerDescription, Operation, rng_state
+from megatron_lite.description.operations import (
+    KeptTensor,
+    LayerDescription,
+    Operation,
+    document_starts,
+    rng_state,
+)
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.replays import kept_calls
@@ -141,6 +147,8 @@ def _segment_terms(
         )
     yield Term(first, UNIT, kept)
     yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
+    if sizes.resets_attention:
+        yield Term(first, UNIT, document_starts(sizes))
     if segment.ops:
         for operation, call in kept_calls(layers[first], segment.ops, skip_tail=plan.skip_tail):
             yield from (

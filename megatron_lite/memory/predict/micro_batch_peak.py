@@ -15,8 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import LayerDescription, Operation, Workspace, course
+from megatron_lite.description.model_ends import embedding_operations, head_operations, loss_mask
+from megatron_lite.description.operations import (
+    ID_BYTES,
+    LayerDescription,
+    Operation,
+    Workspace,
+    course,
+    document_starts,
+)
 from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 
@@ -55,12 +62,16 @@ def _operations(
 
 def _given(model: ModelConfig, sizes: Sizes, layers: tuple[LayerDescription, ...]) -> int:
     """Returns the bytes of the tensors that are there before the forward begins."""
-    ids = 8 * sizes.tokens
+    ids = ID_BYTES * sizes.tokens
     hidden = residual_bytes(model, sizes)
     tables = {name: num_bytes for layer in layers for name, num_bytes in layer.tables().items()}
+    ends = embedding_operations(model, sizes) if sizes.has_embedding else ()
+    ends += head_operations(model, sizes) if sizes.has_head else ()
     return (
-        (ids if sizes.has_embedding else hidden)
+        (0 if sizes.has_embedding else hidden)
+        + sum(tensor.num_bytes for one in ends for tensor in one.keeps if tensor.given)
         + (ids if sizes.has_head else 0)
+        + (document_starts(sizes).num_bytes if sizes.resets_attention else 0)
         + sum(tables.values())
     )
 
@@ -68,9 +79,15 @@ def _given(model: ModelConfig, sizes: Sizes, layers: tuple[LayerDescription, ...
 def mean_of_losses(sizes: Sizes) -> Workspace:
     """Returns the workspace of the loss: the mean of the token losses, times a factor.
 
-    The loss and its gradient, one number each, live until backward has ended.
+    With a loss mask it is the sum of the losses times the mask. The loss and its gradient, one
+    number each, live until backward has ended.
     """
     losses, number = sizes.accumulate_bytes * sizes.tokens, sizes.accumulate_bytes
+    if sizes.masks_loss:
+        return Workspace(
+            course(+losses, -losses, +number, -losses),
+            course(+number, +number, +losses, -number - loss_mask(sizes).num_bytes),
+        )
     return Workspace(
         course(+number, -losses, +number, -number), course(+number, +number, +losses, -number)
     )

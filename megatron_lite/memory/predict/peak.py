@@ -58,10 +58,11 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
     # counts in the first layer that keeps it.
     kept, moved = [0] * plan.num_layers, [0] * plan.num_layers
     for term in terms:
-        if term.layer is not None:
+        if term.layer is not None and not term.tensor.given:
             (moved if term.on_host else kept)[term.layer] += term.num_bytes
+    # A tensor of the micro-batch is held until the first layer's backward has ended.
     tables_from = {
-        term.tensor.name: term.layer
+        term.tensor.name: -1 if term.tensor.given else term.layer
         for term in terms
         if term.tensor.shared and term.layer is not None
     }
@@ -71,7 +72,11 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
     # Backward runs from the last segment to the first. When it reaches a segment, the later ones
     # have freed their tensors: only the segment's own bytes and `before`, those of the embedding
     # and of all earlier segments, are held.
-    before = sum(term.num_bytes for term in terms if term.operation == EMBEDDING)
+    before = sum(
+        term.num_bytes
+        for term in terms
+        if term.operation == EMBEDDING or (term.tensor.given and term.tensor.shared)
+    )
     # The replay of a split unit gathers the input of the split unit before it at the same time.
     gathered_ahead = 0
     for segment, early in zip(plan.segments, returned, strict=True):

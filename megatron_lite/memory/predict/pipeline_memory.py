@@ -64,11 +64,12 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
     tables: dict[int, int] = {}
     for chunk, stage in enumerate(own_stages):
         for keeps_all in {action in whole for action in actions if action.kind == "forward"}:
-            own = {False: 0, True: 0}  # by whether all layers share it
+            own = {False: 0, True: 0}  # by whether it is a table that all layers share
             for term in activation_terms(
                 config.model, _plan(config, stage, keeps_all), _sizes(config, device, stage)
             ):
-                own[term.tensor.shared] += 0 if term.on_host else term.num_bytes
+                table = term.tensor.shared and not term.tensor.given
+                own[table] += 0 if term.on_host else term.num_bytes
             kept[chunk, keeps_all], tables[chunk] = own[False], max(tables.get(chunk, 0), own[True])
     # A stage's first forward adds its shared tables, hence the pop. Nothing subtracts them again,
     # because the model holds them beyond the step.

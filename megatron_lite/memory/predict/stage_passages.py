@@ -17,12 +17,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.description.model_ends import embedding_operations, head_operations, loss_mask
+from megatron_lite.description.operations import (
+    ID_BYTES,
+    LayerDescription,
+    Operation,
+    document_starts,
+)
 from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
-from megatron_lite.memory.predict.kept_tensors import layer_terms
+from megatron_lite.memory.predict.kept_tensors import activation_terms, layer_terms
 from megatron_lite.memory.predict.layer_passages import (
     Passages,
     layer_passages,
@@ -32,8 +37,6 @@ from megatron_lite.memory.predict.layer_passages import (
 from megatron_lite.memory.predict.micro_batch_peak import mean_of_losses
 from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
 from megatron_lite.recompute.plan import RecomputePlan, Segment
-
-IDS = 8  # the bytes of a token id
 
 
 def stage_passages(
@@ -48,17 +51,26 @@ def stage_passages(
     gathers: the weights that FSDP2 gathers; None without it.
     """
     hidden = residual_bytes(model, sizes)
-    ids = IDS * sizes.tokens
+    ids = ID_BYTES * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
     segments = list(_runs(model, plan, layers, sizes, gathers))
     forward, backward = [], []
     if sizes.has_embedding:
-        first = _of_operations(embedding_operations(model, sizes))
+        operations = embedding_operations(model, sizes)
+        first, own = _of_operations(operations), _given(operations)
         look_up = first.forward if gathers is None else gathers.embedding_forward(first.forward)
-        forward += [change(ids, kept=ids), look_up]
-        backward += [change(-ids, kept=-ids), first.backward]
+        forward += [change(own, kept=own), look_up]
+        backward += [change(-own, kept=-own), first.backward]
+    mask = loss_mask(sizes).num_bytes if sizes.masks_loss and sizes.has_head else 0
+    starts, kept_starts = 0, 0
+    if sizes.resets_attention:
+        starts = document_starts(sizes).num_bytes
+        shared = [term.tensor for term in activation_terms(model, plan, sizes)]
+        kept_starts = starts if document_starts(sizes) in shared else 0
+        forward.insert(0, change(starts, kept=kept_starts))
+        backward.append(change(-kept_starts, kept=-kept_starts))
     if sizes.has_head:
-        forward.append(change(ids))
+        forward.append(change(ids + mask, kept=mask))
         backward.append(change(-2 * sizes.accumulate_bytes))  # the loss and its gradient
     forward += [one.forward for one in segments]
     backward += [one.backward for one in segments]
@@ -69,9 +81,10 @@ def stage_passages(
             forward.append(gathers.begin_head())
             backward.append(gathers.end_head_backward())
         forward += [last.forward, of_course(mean.forward, "forward of the loss"), change(-ids)]
-        backward += [last.backward, of_course(mean.backward, "backward of the loss")]
+        backward += [last.backward, of_course(mean.backward, "backward of the loss", kept=-mask)]
     else:
         forward.append(change(-hidden))
+    forward.append(change(kept_starts - starts))
     if not sizes.has_embedding:
         backward.insert(0, change(-hidden))
     if gathers is not None:
@@ -223,11 +236,16 @@ def _moved(group: _Alike, sizes: Sizes) -> int:
     )
 
 
+def _given(operations: tuple[Operation, ...]) -> int:
+    """Returns the bytes of the tensors of the micro-batch that the operations keep."""
+    return sum(tensor.num_bytes for one in operations for tensor in one.keeps if tensor.given)
+
+
 def _of_operations(operations: tuple[Operation, ...]) -> Passages:
     forward, backward = Passage(), Passage()
     for one in operations:
-        # The token ids count where the micro-batch comes in.
-        kept = sum(tensor.num_bytes for tensor in one.keeps if tensor.name != "token ids")
+        # The tensors of the micro-batch count where it comes in.
+        kept = sum(tensor.num_bytes for tensor in one.keeps if not tensor.given)
         name = f"the {one.name.replace('_', ' ')}"
         forward = forward.then(of_course(one.workspace.forward, f"forward of {name}", kept=kept))
         backward = of_course(one.workspace.backward, f"backward of {name}", kept=-kept).then(

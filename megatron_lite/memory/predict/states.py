@@ -49,7 +49,7 @@ class RankStates(NamedTuple):
         return sum(self)
 
 
-class _Held(NamedTuple):
+class _HeldParameter(NamedTuple):
     """A parameter of a rank. is_matrix: whether it is a weight of a linear layer in a layer."""
 
     name: str
@@ -107,7 +107,7 @@ def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank:
 
 
 def _fully_sharded(
-    config: RunConfig, held: list[_Held], dp_cp_size: int, dp_cp_rank: int
+    config: RunConfig, held: list[_HeldParameter], dp_cp_size: int, dp_cp_rank: int
 ) -> RankStates:
     """Returns the bytes under FSDP2, which splits the rows of a parameter like torch.chunk.
 
@@ -139,7 +139,7 @@ def _optimizer_bytes(config: RunConfig, pieces: list[tuple[bool, int]]) -> int:
     return sum(number * (rule.matrix if is_matrix else rule.other) for is_matrix, number in pieces)
 
 
-def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
+def _parameters(config: RunConfig, stage: Stage) -> Iterator[_HeldParameter]:
     """Yields the parameters of a stage on one TP rank, in the order of the model."""
     sizes = Sizes.of(config, device="cpu", stage=stage)
     if stage.is_first:
@@ -148,13 +148,13 @@ def _parameters(config: RunConfig, stage: Stage) -> Iterator[_Held]:
         prefix = f"decoder.layers.{stage.first_layer + number}"
         for module, parameter in layer.parameters():
             name = f"{prefix}.{module}.{parameter.name}"
-            yield _Held(name, parameter, len(parameter.shape) == 2)
+            yield _HeldParameter(name, parameter, len(parameter.shape) == 2)
     if stage.is_last:
         yield from _of_operations(head_operations(config.model, sizes))
 
 
-def _of_operations(operations: tuple[Operation, ...]) -> Iterator[_Held]:
+def _of_operations(operations: tuple[Operation, ...]) -> Iterator[_HeldParameter]:
     for operation in operations:
         for parameter in operation.parameters:
             name = ".".join(filter(None, (operation.module, parameter.name)))
-            yield _Held(name, parameter, False)
+            yield _HeldParameter(name, parameter, False)

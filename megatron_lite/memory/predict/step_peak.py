@@ -78,7 +78,7 @@ class StepPeak:
         return sum(term.num_bytes for term in self.terms)
 
 
-class _Run(NamedTuple):
+class _PlacedRun(NamedTuple):
     """A run on a device.
 
     shards: the ranks over which FSDP2 shards everything; 1 without it.
@@ -151,7 +151,7 @@ def step_peak(
     states = _states(_Layout.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
-    run = _Run(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
+    run = _PlacedRun(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
     memories = [_stage_memory(run, stage, False) for stage in stages]
     held = _fullest(run, pp_rank, stages, number)
     waiting = [0] * len(stages)
@@ -235,7 +235,7 @@ def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
     return stage.is_first, stage.is_last, plan, kinds
 
 
-def _fullest(run: _Run, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
+def _fullest(run: _PlacedRun, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
     """Returns the fullest moment of a rank's forwards and backwards."""
     config = run.config
     parallel = config.parallel
@@ -268,7 +268,7 @@ def _fullest(run: _Run, rank: int, stages: Sequence[Stage], num_microbatches: in
     )
 
 
-def _waiting(run: _Run, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
+def _waiting(run: _PlacedRun, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
     """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
     size = run.config.parallel.pipeline_model_parallel_size
     actions = order(
@@ -317,7 +317,7 @@ def _states(layout: _Layout, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> 
     return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
 
 
-def _stage_memory(run: _Run, stage: Stage, keeps_all: bool) -> _StageMemory:
+def _stage_memory(run: _PlacedRun, stage: Stage, keeps_all: bool) -> _StageMemory:
     config = run.config
     sizes = Sizes.in_training(config, device=run.device, stage=stage)
     # Stages that no setting tells apart share one entry of the cache.

@@ -14,11 +14,11 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
 from megatron_lite.memory.predict.step_peak import StepPeak
+from megatron_lite.plan.fit_verdict import DOES_NOT_FIT, FITS, FitVerdict
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of
 from megatron_lite.plan.neighbours import Neighbour
 from megatron_lite.plan.search import Plan
-from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, Verdict
 from megatron_lite.recompute.plan import keep_everything
 from megatron_lite.recompute.schedule import plan_model
 
@@ -67,7 +67,7 @@ def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
     return [*words, "pretrain_gpt.py", *flags_of(config)]
 
 
-def lines(one: Verdict, hardware: Hardware) -> Iterator[str]:
+def lines(one: FitVerdict, hardware: Hardware) -> Iterator[str]:
     """Yields the lines of a verdict."""
     budget, plan = one.budget, one.plan
     yield (
@@ -94,7 +94,7 @@ def lines(one: Verdict, hardware: Hardware) -> Iterator[str]:
     yield from _command(plan, hardware)
 
 
-def _infeasible(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
+def _infeasible(one: FitVerdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
     lack = plan.peak.num_bytes - one.budget.plan_bytes
     yield from _wrapped(
         f"The smallest peak that was found is {gib(plan.peak.num_bytes)} GiB, which is {gib(lack)} "
@@ -108,7 +108,7 @@ def _infeasible(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
     yield from _held(plan.peak)
 
 
-def _into_reserve(one: Verdict, plan: Plan) -> str:
+def _into_reserve(one: FitVerdict, plan: Plan) -> str:
     return gib(plan.peak.num_bytes - one.budget.plan_bytes)
 
 
@@ -148,7 +148,7 @@ def _held(peak: StepPeak) -> Iterator[str]:
             yield f"  {_cut(term.name, 60):<60}{size}  {term.tag}"
 
 
-def _around(one: Verdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
+def _around(one: FitVerdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
     if one.largest_micro_batch is not None:
         largest = one.largest_micro_batch
         yield (
@@ -223,7 +223,7 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def to_json(verdicts: Sequence[Verdict], hardware: Hardware) -> str:
+def to_json(verdicts: Sequence[FitVerdict], hardware: Hardware) -> str:
     """Returns the verdicts as indented JSON. Bytes and seconds are numbers."""
     return json.dumps(
         {"machine": hardware.name, "verdicts": [_verdict(one, hardware) for one in verdicts]},
@@ -231,7 +231,7 @@ def to_json(verdicts: Sequence[Verdict], hardware: Hardware) -> str:
     )
 
 
-def _verdict(one: Verdict, hardware: Hardware) -> dict[str, Any]:
+def _verdict(one: FitVerdict, hardware: Hardware) -> dict[str, Any]:
     larger, largest = one.found.larger, one.largest_micro_batch
     smallest = one.found.smallest
     return {

@@ -12,7 +12,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.plan.budget import Budget
 from megatron_lite.plan.layouts import Problem, layouts, refusal
 from megatron_lite.plan.neighbours import Neighbour, largest_micro_batch, neighbours
-from megatron_lite.plan.search import Found, Plan, Search
+from megatron_lite.plan.search import Plan, Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}
@@ -20,7 +20,7 @@ MOST_RANKS = 16384
 LEAST_STATES = 16  # bytes of a parameter under FSDP2: weight, gradient and two moments in float32
 
 
-class Verdict(NamedTuple):
+class FitVerdict(NamedTuple):
     """The answer for one number of ranks.
 
     word: FITS; TIGHT, if the best plan takes a part of the reserve; or DOES_NOT_FIT.
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
     word: str
     num_ranks: int
     budget: Budget
-    found: Found
+    found: SearchResult
     largest_micro_batch: Plan | None = None
     neighbours: tuple[Neighbour, ...] = ()
 
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
         return self.found.plans[0] if self.found.plans else self.found.smallest
 
 
-def verdict(problem: Problem, num_ranks: int, budget: Budget) -> Verdict:
+def verdict(problem: Problem, num_ranks: int, budget: Budget) -> FitVerdict:
     """Returns the verdict for so many ranks.
 
     Raises InputError if training would refuse every layout.
@@ -52,7 +52,7 @@ def verdict(problem: Problem, num_ranks: int, budget: Budget) -> Verdict:
         found = search.find(num_ranks, num_bytes)
         if found.plans:
             best = found.plans[0]
-            return Verdict(
+            return FitVerdict(
                 word,
                 num_ranks,
                 budget,
@@ -63,10 +63,10 @@ def verdict(problem: Problem, num_ranks: int, budget: Budget) -> Verdict:
         # The next round has a chance only if the smallest peak is within its budget.
         if found.smallest is None or found.smallest.peak.num_bytes > budget.memory_bytes:
             break
-    return Verdict(DOES_NOT_FIT, num_ranks, budget, found)
+    return FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)
 
 
-def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> Verdict:
+def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> FitVerdict:
     """Returns the verdict for the fewest ranks on which the run fits: 1, 2, 4, ... of them.
 
     Raises InputError if not even MOST_RANKS are enough.
@@ -88,6 +88,6 @@ def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> V
     )
 
 
-def status(verdicts: Sequence[Verdict]) -> int:
+def status(verdicts: Sequence[FitVerdict]) -> int:
     """Returns the exit status: that of the best of the verdicts."""
     return min(EXIT_STATUS[one.word] for one in verdicts)

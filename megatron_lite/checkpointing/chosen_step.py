@@ -1,0 +1,36 @@
+"""The step that a tool reads: the newest good one, or the one of an iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_lite.checkpointing.start import FoundStep, candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
+from megatron_lite.config.checks import InputError
+
+
+def find_step(load: str, iteration: int | None = None) -> FoundStep:
+    """Returns the checkpoint to read: the newest good one, or the one of `iteration`.
+
+    Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
+    `iteration` does not exist or is damaged.
+    """
+    root = Path(load)
+    saved = saved_steps(root)
+    if iteration is None:
+        there = candidates(root)
+        if not there.steps:
+            raise InputError(
+                f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
+                "correct the path"
+            )
+        return newest_good_step(root, there, step_fault, fallback=True)
+    if iteration not in saved:
+        raise InputError(
+            f"--iteration {iteration}: no such checkpoint in {load} (there: "
+            f"{', '.join(map(str, saved)) or 'none'})"
+        )
+    step = step_directory(root, iteration)
+    if (fault := step_fault(step)) is not None:
+        raise InputError(f"--iteration {iteration}: {fault}")
+    return FoundStep(step, ())

@@ -1,0 +1,210 @@
+"""The families of Hugging Face models that map exactly, and those that cannot, with the reason.
+
+Each family has a table of the keys that become fields, a table of the only value that other keys
+may have, the fields that all members have in common, and rules for facts that are not one key.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_lite.config.hf_rotary import UNROTATED_LAYERS, rotary
+from megatron_lite.config.hf_rules import (
+    BIASES,
+    INNER,
+    dropouts,
+    gelu,
+    heads,
+    tied,
+    window,
+    windows_of_layers,
+)
+from megatron_lite.config.hf_values import REQUIRED, Family, Key, Only
+
+_SIZES = {
+    "num_hidden_layers": Key("num_layers", int, REQUIRED),
+    "hidden_size": Key("hidden_size", int, REQUIRED),
+    "num_attention_heads": Key("num_attention_heads", int, REQUIRED),
+    "intermediate_size": Key("ffn_hidden_size", int, REQUIRED),
+    "max_position_embeddings": Key("max_position_embeddings", int, REQUIRED),
+}
+_LLAMA_KEYS = {
+    **_SIZES,
+    "rms_norm_eps": Key("norm_epsilon", float, 1e-6),
+    "attention_dropout": Key("attention_dropout", float, 0.0),
+}
+_NOT_QUANTIZED = {"quantization_config": Only((None,), "weights are trained in 16 or 32 bits")}
+_SWIGLU = {"hidden_act": Only((None, "silu"), "the MLP of this family is SwiGLU, with SiLU")}
+_WHOLE_HEAD = {
+    "partial_rotary_factor": Only((1, 1.0, None), "the whole head is rotated in this family")
+}
+_PROJECTION = {
+    "attention_bias": Only((False, None), "the projection has no bias here if the MLP has none")
+}
+_HALVES = {"rope_interleaved": Only((False, None), "halves of a head are rotated, not pairs")}
+_LLAMA_ONLY = {**_SWIGLU, **_NOT_QUANTIZED, **_WHOLE_HEAD, **_HALVES}
+_RMS = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True)
+_LLAMA_FIELDS = dict(**_RMS, add_bias_linear=False, hidden_dropout=0.0)
+
+FAMILIES: Mapping[str, Family] = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "n_layer": Key("num_layers", int, REQUIRED),
+            "n_embd": Key("hidden_size", int, REQUIRED),
+            "n_head": Key("num_attention_heads", int, REQUIRED),
+            "n_positions": Key("max_position_embeddings", int, REQUIRED),
+            "layer_norm_epsilon": Key("norm_epsilon", float, 1e-5),
+            "attn_pdrop": Key("attention_dropout", float, 0.1),
+        },
+        {
+            "scale_attn_weights": Only((None, True), "scores are always divided by sqrt(d)"),
+            "scale_attn_by_inverse_layer_idx": Only((None, False), "no layer scales its scores"),
+            "reorder_and_upcast_attn": Only((None, False), "scores are not reordered"),
+            "add_cross_attention": Only((None, False), "there is no cross attention"),
+            **_NOT_QUANTIZED,
+        },
+        {},
+        (INNER, dropouts(0.1), gelu("activation_function", "gelu_new"), tied(True)),
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_ONLY,
+        _LLAMA_FIELDS,
+        (heads(), BIASES, tied(False), rotary()),
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_ONLY,
+        _LLAMA_FIELDS,
+        (heads(default_groups=8), window(default=4096), tied(False), rotary()),
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        _LLAMA_KEYS,
+        {**_LLAMA_ONLY, **_PROJECTION},
+        {**_LLAMA_FIELDS, "add_qkv_bias": True},
+        (
+            heads(default_groups=32),
+            windows_of_layers(first="max_window_layers"),
+            tied(False),
+            rotary(),
+        ),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _LLAMA_KEYS,
+        {**_LLAMA_ONLY, **_PROJECTION},
+        {**_LLAMA_FIELDS, "qk_layernorm": True},
+        (
+            heads(default_groups=32, default_head=128),
+            windows_of_layers(first="max_window_layers"),
+            tied(False),
+            rotary(),
+        ),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        _LLAMA_KEYS,
+        _LLAMA_ONLY,
+        _LLAMA_FIELDS,
+        (
+            heads(default_groups=4),
+            BIASES,
+            UNROTATED_LAYERS,
+            windows_of_layers(first=None),
+            tied(True),
+            rotary(default_base=2000000),
+        ),
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {**_LLAMA_KEYS, "rms_norm_eps": Key("norm_epsilon", float, 1e-5)},
+        {**_LLAMA_ONLY, **_PROJECTION},
+        {
+            **_LLAMA_FIELDS,
+            "norm_position": "after",
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all-heads",
+        },
+        (heads(), tied(False), rotary()),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {**_LLAMA_KEYS, "rms_norm_eps": Key("norm_epsilon", float, 1e-5)},
+        {**_SWIGLU, **_NOT_QUANTIZED, **_PROJECTION},
+        dict(**_RMS, add_bias_linear=False),
+        (
+            heads(),
+            dropouts(0.0),
+            window(default=None),
+            tied(False),
+            rotary(share="partial_rotary_factor"),
+        ),
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        {
+            **_SIZES,
+            "layer_norm_eps": Key("norm_epsilon", float, 1e-5),
+            "attention_dropout": Key("attention_dropout", float, 0.0),
+            "hidden_dropout": Key("hidden_dropout", float, 0.0),
+            "use_parallel_residual": Key("parallel_residual", bool, True),
+        },
+        {
+            "attention_bias": Only((None, True), "every linear layer has a bias, or none"),
+            **_NOT_QUANTIZED,
+        },
+        dict(position_embedding_type="rope"),
+        (
+            gelu("hidden_act", "gelu"),
+            tied(False),
+            rotary(base="rotary_emb_base", share="rotary_pct", default_share=0.25),
+        ),
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        {
+            **_SIZES,
+            "norm_eps": Key("norm_epsilon", float, 1e-5),
+            "attention_dropout": Key("attention_dropout", float, 0.0),
+        },
+        {
+            "hidden_act": Only((None, "relu2"), "the MLP of this family has squared ReLU"),
+            **_NOT_QUANTIZED,
+        },
+        dict(
+            position_embedding_type="rope",
+            squared_relu=True,
+            apply_layernorm_1p=True,
+            hidden_dropout=0.0,
+        ),
+        (heads(), BIASES, tied(False), rotary(share="partial_rotary_factor", default_share=0.5)),
+    ),
+}
+_EXPERTS = "it has a mixture of experts, which this project does not train"
+_GEMMA = (
+    "it multiplies embeddings by sqrt(hidden_size) and gates its MLP with tanh GELU, which no "
+    "model here does"
+)
+REASONS: Mapping[str, str] = {
+    "gemma": _GEMMA,
+    "gemma2": f"{_GEMMA}; it also caps scores and logits with tanh and has norms before and after "
+    "each branch",
+    "gemma3": f"{_GEMMA}; it also has norms before and after each branch and two rotary bases",
+    "gemma3_text": f"{_GEMMA}; it also has norms before and after each branch and two rotary bases",
+    "mixtral": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "deepseek_v2": _EXPERTS,
+    "deepseek_v3": _EXPERTS,
+    "gpt_oss": _EXPERTS,
+    "phi": "its attention and its MLP share one norm, a layer here has two",
+    "gptj": "its attention and its MLP share one norm, a layer here has two",
+    "bloom": "it encodes positions by ALiBi, which a model here does not",
+    "mpt": "it encodes positions by ALiBi, which a model here does not",
+    "opt": "its MLP has ReLU, which a model here does not",
+}

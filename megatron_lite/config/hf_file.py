@@ -1,0 +1,59 @@
+"""Reads a config.json of Hugging Face from the disk. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.hf_config import HfModel, from_hf
+from megatron_lite.config.json_text import LARGEST_TEXT, parse_json
+
+CONFIG = "config.json"
+
+
+def read_hf_file(path: Path) -> HfModel:
+    """Returns the model that a config.json, or the one in a folder, describes.
+
+    Raises InputError, which names the file, if it cannot be read or does not map.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            text = opened.read(LARGEST_TEXT + 1)
+        if len(text) > LARGEST_TEXT:
+            raise ValueError(f"longer than {LARGEST_TEXT} characters, which no config is")
+        return from_hf(parse_json(text))
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise InputError(f"{file}: {error}") from error
+
+
+def exact_fields(mapped: HfModel, path: Path) -> dict[str, Any]:
+    """Returns the fields of a mapped model. Raises InputError if it does not map exactly."""
+    if mapped.inexact:
+        raise InputError(f"{path} does not map exactly: {'; '.join(mapped.inexact)}")
+    return dict(mapped.fields)
+
+
+def tokenizer_fields(mapped: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the field `vocab_size` that gives the model its V.
+
+    The model keeps all rows of its embedding, of which a tokenizer may use fewer. NullTokenizer, of
+    a command line without a tokenizer, adds one id to its size.
+    """
+    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+    kind = given.get("tokenizer_type", "NullTokenizer")
+    is_null = kind == "NullTokenizer" and not any(name in given for name in names[1:])
+    return {"vocab_size": mapped.vocab_size - 1 if is_null else mapped.vocab_size}
+
+
+def override_notices(stored: Mapping[str, Any], given: Mapping[str, Any], path: str) -> list[str]:
+    """Returns a line for each given flag that says otherwise than the file."""
+    return [
+        f"{flag(name)} {given[name]} replaces {value} of --hf-config {path}"
+        for name, value in stored.items()
+        if name in given and given[name] != value
+    ]

@@ -1,0 +1,82 @@
+"""The formats of weights that `python -m megatron_lite.tools.convert` reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lite.convert.hf_source import HfSource
+from megatron_lite.convert.hf_target import HfTarget
+from megatron_lite.convert.megatron.dist_source import DistSource
+from megatron_lite.convert.megatron.dist_target import DistTarget
+from megatron_lite.convert.megatron.legacy_source import LegacySource
+from megatron_lite.convert.megatron.legacy_target import LegacyTarget
+from megatron_lite.convert.native_source import NativeSource
+from megatron_lite.convert.native_target import NativeTarget
+from megatron_lite.convert.weights import WeightSource, WeightTarget
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """What the command line says about a target.
+
+    tp_size, pp_size: over how many ranks the files split the model.
+    hf_family: the Hugging Face family to write; None: one that expresses the model.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    hf_family: str | None = None
+
+
+class Format(NamedTuple):
+    """One format.
+
+    help: a line for --help.
+    source: opens weights of this format. It raises InputError if they are of another format.
+    target: a place for weights of this format, which does not exist yet.
+    is_split: whether the format's files can be split over ranks.
+    """
+
+    help: str
+    source: Callable[[Path], WeightSource]
+    target: Callable[[Path, TargetOptions], WeightTarget]
+    is_split: bool = True
+
+
+def _native(path: Path, options: TargetOptions) -> WeightTarget:
+    return NativeTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
+
+
+def _hf(path: Path, options: TargetOptions) -> WeightTarget:
+    return HfTarget(path, family=options.hf_family)
+
+
+def _megatron(path: Path, options: TargetOptions) -> WeightTarget:
+    return LegacyTarget(path, tp_size=options.tp_size, pp_size=options.pp_size)
+
+
+def _megatron_dist(path: Path, options: TargetOptions) -> WeightTarget:
+    return DistTarget(path)
+
+
+FORMATS: dict[str, Format] = {
+    "hf": Format(
+        "a folder of Hugging Face: config.json, safetensors, tokenizer",
+        HfSource,
+        _hf,
+        is_split=False,
+    ),
+    "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native),
+    "megatron": Format(
+        "a checkpoint of Megatron-LM with --ckpt-format torch", LegacySource, _megatron
+    ),
+    "megatron-dist": Format(
+        "a checkpoint of Megatron-LM with --ckpt-format torch_dist",
+        DistSource,
+        _megatron_dist,
+        is_split=False,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Weights and optimizer states of Megatron-LM's checkpoints, read without running their code."""

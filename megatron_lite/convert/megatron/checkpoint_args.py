@@ -1,0 +1,182 @@
+"""The model, the vocabulary and the progress that the `args` of a Megatron checkpoint describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any, NamedTuple
+
+from megatron_lite.checkpointing.layout import MOST_ELEMENTS
+from megatron_lite.checkpointing.metadata import MOST_LAYERS
+from megatron_lite.checkpointing.progress import MOST_SAMPLES, Progress
+from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import shown
+from megatron_lite.convert.megatron.pickles import Record
+
+MODEL_FIELDS = {field.name: field for field in fields(ModelConfig)}
+# They change how a layer is computed, not what: the converted model has this project's defaults.
+NOT_TAKEN = frozenset(("attention_backend", "norm_impl"))
+# Spellings of older releases. The newer one is read first.
+OLDER_NAMES = {"norm_epsilon": "layernorm_epsilon", "max_position_embeddings": "seq_length"}
+
+
+class Neutral(NamedTuple):
+    """The values of an argument with which the model is the one of this project.
+
+    reason: why no other value can be converted.
+    """
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+OFF = (None, False, 0)
+# An argument that ModelConfig has as a field is read as that field, and its row here has no effect.
+NEUTRAL: dict[str, Neutral] = {
+    "num_experts": Neutral((*OFF, 1), "mixture-of-experts layers are not built"),
+    "multi_latent_attention": Neutral(OFF, "multi-latent attention is not built"),
+    "mtp_num_layers": Neutral(OFF, "multi-token prediction is not built"),
+    "hybrid_layer_pattern": Neutral(OFF, "state-space layers are not built"),
+    "hybrid_override_pattern": Neutral(OFF, "state-space layers are not built"),
+    "heterogeneous_layers_config_path": Neutral(OFF, "all layers have the same sizes"),
+    "heterogeneous_layers_config_encoded_json": Neutral(OFF, "all layers have the same sizes"),
+    "apply_layernorm_1p": Neutral(OFF, "its norms multiply by 1 + weight"),
+    "layernorm_zero_centered_gamma": Neutral(OFF, "its norms multiply by 1 + weight"),
+    "apply_residual_connection_post_layernorm": Neutral(
+        OFF, "the residual stream goes around the norm"
+    ),
+    "rotary_interleaved": Neutral(OFF, "rotation pairs the two halves of a head"),
+    "rotary_scaling_factor": Neutral((*OFF, 1, 1.0, 40), "it belongs to multi-latent attention"),
+    "quick_geglu": Neutral(OFF, "the activation is not built"),
+    "glu_linear_offset": Neutral((*OFF, 0.0), "the activation is not built"),
+    "activation_func_clamp_value": Neutral(OFF, "the activation is not built"),
+    "attention_output_gate": Neutral(OFF, "gated attention is not built"),
+    "experimental_attention_variant": Neutral(OFF, "the attention is not built"),
+    "qk_l2_norm": Neutral(OFF, "queries and keys have no L2 norm"),
+    "softmax_type": Neutral((None, "vanilla"), "the softmax has no sink"),
+    "retro_add_retriever": Neutral(OFF, "retrieval is not built"),
+    "onnx_safe": Neutral(OFF, "its GELU is another one"),
+    "bert_binary_head": Neutral((None, True, False), ""),
+}
+
+
+def arguments_of(value: Any, where: str) -> dict[str, Any]:
+    """Returns the `args` of a checkpoint's common values. Raises InputError if there are none."""
+    found = value.get("args") if isinstance(value, dict) else None
+    if isinstance(found, Record) and found.fields:
+        found = found.fields
+    if not isinstance(found, dict) or not found:
+        raise InputError(
+            f"{where}: holds no `args`, so the shape of its model is not known. Checkpoints of "
+            "Megatron-LM have them; save the checkpoint again with Megatron-LM"
+        )
+    return found
+
+
+def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
+    """Returns the model that a checkpoint's `args` describe.
+
+    Raises InputError if this project has no such model; it names the argument.
+    """
+    for name, neutral in NEUTRAL.items():
+        value = args.get(name)
+        if name not in MODEL_FIELDS and not _is_one_of(value, neutral.values):
+            raise InputError(
+                f"{where}: was trained with {name} = {_text(value)}, which cannot be converted: "
+                f"{neutral.reason}"
+            )
+    values: dict[str, Any] = {}
+    for name, field in MODEL_FIELDS.items():
+        if name in NOT_TAKEN:
+            continue
+        value = args.get(name)
+        if value is None and name in OLDER_NAMES:
+            value = args.get(OLDER_NAMES[name])
+        if value is not None:
+            values[name] = _plain(name, value, where)
+        elif field.default is MISSING:
+            raise InputError(f"{where}: its args have no {name}, which the model needs")
+    _use_older_switches(args, values)
+    if not values.get("group_query_attention"):
+        values.pop("num_query_groups", None)
+    if args.get("openai_gelu"):
+        values["bias_gelu_fusion"] = True  # both are the tanh approximation
+    try:
+        return ModelConfig(**values)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{where}: its args describe no model of this project: {error}") from error
+
+
+def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, tuple[str, ...]]:
+    """Returns V, and notes.
+
+    padded: the number of rows that the embedding has in the checkpoint.
+    """
+    size = args.get("vocab_size")
+    if type(size) is int and size > 0:
+        size += args.get("tokenizer_type") == "NullTokenizer"  # its end-of-document id
+        if size <= padded:
+            return size, ()
+    return padded, (
+        (
+            f"the checkpoint does not say how many of its {padded} rows of the vocabulary are "
+            "padding: all of them are kept"
+        ),
+    )
+
+
+def progress_of(value: Mapping[str, Any], args: Mapping[str, Any]) -> Progress:
+    """Returns how far the run had come; zero where the checkpoint does not say."""
+    iteration, samples = value.get("iteration"), args.get("consumed_train_samples")
+    known = type(iteration) is int and 0 <= iteration <= MOST_ITERATIONS
+    return Progress(
+        iteration=iteration if known else 0,  # type: ignore[arg-type]
+        consumed_samples=samples if type(samples) is int and 0 <= samples <= MOST_SAMPLES else 0,
+    )
+
+
+def size_of(args: Mapping[str, Any], *names: str) -> int | None:
+    """Returns the first of the named arguments that is a positive number, or None."""
+    found = (args.get(name) for name in names)
+    return next((one for one in found if type(one) is int and 0 < one < 2**20), None)
+
+
+def _use_older_switches(args: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Arguments of older releases that have another name and another form today."""
+    if "add_bias_linear" not in values and "disable_bias_linear" in args:
+        values["add_bias_linear"] = not args["disable_bias_linear"]
+    if args.get("use_rotary_position_embeddings"):
+        values["position_embedding_type"] = "rope"
+    elif args.get("add_position_embedding") is False and "position_embedding_type" not in values:
+        values["position_embedding_type"] = "none"
+
+
+def _plain(name: str, value: Any, where: str) -> Any:
+    """Returns a value of a type that ModelConfig may have. Lists become tuples."""
+    if isinstance(value, (list, tuple)) and len(value) <= MOST_LAYERS:
+        value = tuple(value)
+        if all(type(one) in (int, bool) for one in value):
+            return tuple(int(one) for one in value)
+    elif name == "rotary_base" and type(value) is float and value.is_integer():
+        return int(value)
+    elif type(value) in (bool, float, str) or (
+        type(value) is int
+        and abs(value) <= (MOST_LAYERS if name == "num_layers" else MOST_ELEMENTS)
+    ):
+        return value
+    raise InputError(f"{where}: {name} of its args has a value of no model ({_text(value)})")
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    if value is None:
+        return True
+    return type(value) in (bool, int, float, str) and value in allowed
+
+
+def _text(value: Any) -> str:
+    # The repr of a list may be endless: a list may contain itself.
+    if type(value) in (bool, int, float, str):
+        return shown(value)
+    return value.kind if isinstance(value, Record) else f"a {type(value).__name__}"

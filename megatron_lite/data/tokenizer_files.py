@@ -1,0 +1,88 @@
+"""The files of a tokenizer, which travel in every checkpoint.
+
+A checkpoint stores them under fixed names, beside its other files. A tool can then read the
+tokenizer from the checkpoint, also after the files were moved or on another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import TokenizerConfig
+
+# The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
+READ_FILES: dict[str, dict[str, str]] = {
+    "NullTokenizer": {},
+    "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
+    "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+}
+# Files that other libraries read, if they lie beside a tokenizer.json.
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+NAMES = frozenset(
+    (*BESIDE, "tokenizer.model", *(name for row in READ_FILES.values() for name in row.values()))
+)
+MOST_BYTES = 2**28  # the largest tokenizer.json known has 2**25
+
+
+def files_of(config: TokenizerConfig) -> dict[str, Path]:
+    """Returns the paths of the tokenizer's files, by the names under which they are stored."""
+    found = {}
+    for field, name in READ_FILES.get(str(config.tokenizer_type), {}).items():
+        path = Path(str(getattr(config, field)))
+        found[name] = path / name if path.is_dir() else path
+    if "tokenizer.json" in found:
+        folder = found["tokenizer.json"].parent
+        found |= {name: folder / name for name in BESIDE if (folder / name).is_file()}
+    return found
+
+
+def contents_of(files: Iterable[tuple[str, Path]]) -> dict[str, bytes]:
+    """Returns the contents of files, by name. Raises InputError if one cannot be read."""
+    contents = {}
+    for name, path in files:
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise InputError(f"{path}: longer than {MOST_BYTES} bytes: no file of a tokenizer")
+            contents[name] = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    return contents
+
+
+def in_folder(folder: Path) -> tuple[Path, ...]:
+    """Returns the files of a tokenizer that lie in a folder."""
+    return tuple(sorted(folder / name for name in NAMES if (folder / name).is_file()))
+
+
+def read_from(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """Returns the config with the paths of the files in a folder, if all of them are there.
+
+    Otherwise, as in checkpoints that hold no tokenizer, it returns the config unchanged.
+    """
+    names = READ_FILES.get(str(config.tokenizer_type), {})
+    if not all((folder / name).is_file() for name in names.values()):
+        return config
+    return replace(config, **{field: str(folder / name) for field, name in names.items()})  # type: ignore[arg-type]
+
+
+def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> TokenizerConfig:
+    """Returns the config of a tokenizer whose files are stored in a folder.
+
+    files: with their stored names. vocab_size: V of the model.
+    Without files of a known type it is the NullTokenizer, of as many ids.
+    """
+    names = {path.name for path in files}
+    for kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
+        read = READ_FILES[kind]
+        if names.issuperset(read.values()):
+            paths = {field: str(folder / name) for field, name in read.items()}
+            return TokenizerConfig(tokenizer_type=kind, vocab_size=vocab_size, **paths)  # type: ignore[arg-type]
+    return TokenizerConfig(vocab_size=vocab_size - 1)

@@ -1,0 +1,141 @@
+"""Converts weights between formats: `python -m megatron_lite.tools.convert --from hf --to
+megatron-lite --load DIR --save DIR`.
+
+Tensors are read, converted and written one at a time. The target appears complete, or not at all: a
+killed conversion can be run again. docs/convert.md has the formats and the model families.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.convert.formats import FORMATS, TargetOptions
+from megatron_lite.tools.command import exit_status
+
+SECONDS_A_LINE = 5.0  # for progress in a log
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Converts. Raises InputError for a fault in the flags, in the source or in the target."""
+    target_format = FORMATS[args.target]
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    for name, size in zip(("tensor", "pipeline"), sizes, strict=True):
+        if size < 1:
+            raise InputError(f"--{name}-model-parallel-size must be at least 1 (got {size})")
+        if size > 1 and not target_format.is_split:
+            raise InputError(
+                f"--{name}-model-parallel-size {size} does not apply to --to {args.target}, whose "
+                "files are not split over ranks: leave it out"
+            )
+    if args.hf_family is not None and args.target != "hf":
+        raise InputError("--hf-family names the family of --to hf: leave it out")
+    options = TargetOptions(tp_size=sizes[0], pp_size=sizes[1], hf_family=args.hf_family)
+    target = target_format.target(Path(args.save), options)
+    source = FORMATS[args.source].source(Path(args.load))
+    for note in source.described.notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    with progress_bar(source.described.num_bytes) as advance:
+        target.write(source, advance)
+    print(f"{args.save}: converted from {args.load} ({args.source} -> {args.target})", flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of bytes after each tensor.
+
+    A terminal gets a bar on stderr, any other stderr a line every few seconds.
+
+    total: all bytes; None if they are not known.
+    """
+    if not sys.stderr.isatty():
+        yield _lines(total)
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    with Progress(
+        TextColumn("converting"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda num_bytes: bar.update(task, advance=num_bytes)
+
+
+def _lines(total: int | None) -> Callable[[int], None]:
+    """Returns a function that prints a line now and then, and never two in a short time."""
+    started = told = time.monotonic()
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done, told
+        done += num_bytes
+        now = time.monotonic()
+        if now - told < SECONDS_A_LINE:
+            return
+        told = now
+        rate = done / 1e6 / (now - started)
+        of_all = "" if total is None else f" of {total / 1e6:.1f}"
+        print(
+            f"converted {done / 1e6:.1f}{of_all} MB ({rate:.0f} MB/s)", file=sys.stderr, flush=True
+        )
+
+    return advance
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    formats = "\n".join(f"  {name:16} {one.help}" for name, one in FORMATS.items())
+    found = argparse.ArgumentParser(
+        prog="python -m megatron_lite.tools.convert",
+        allow_abbrev=False,
+        description="Converts weights between formats, one tensor at a time.",
+        epilog=f"formats:\n{formats}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("--from", dest="source", required=True, choices=FORMATS, help="the format of --load")
+    add("--to", dest="target", required=True, choices=FORMATS, help="the format to write")
+    add("--load", required=True, metavar="SRC", help="what to read; it is not changed")
+    add("--save", required=True, metavar="DST", help="the directory to write; it must not exist")
+    for name in ("tensor", "pipeline"):
+        add(
+            f"--{name}-model-parallel-size",
+            type=int,
+            default=1,
+            metavar="N",
+            help="how many ranks the files are split over along this axis (default: 1)",
+        )
+    add(
+        "--hf-family",
+        metavar="NAME",
+        help="with --to hf: the model_type to write, instead of the first one that expresses the "
+        "model exactly",
+    )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit status."""
+    args = parser().parse_args(argv)
+    return exit_status(lambda: convert(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

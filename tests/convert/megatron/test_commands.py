@@ -1,0 +1,130 @@
+"""A Megatron checkpoint under --load of a run, and its conversion by the command that the answer
+gives."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.checkpointing.chosen_step import find_step
+from megatron_lite.config.checks import InputError
+from megatron_lite.convert.formats import FORMATS, TargetOptions
+from megatron_lite.tools import convert
+from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save, weights_of
+from tests.support.models import tiny_config
+from tests.support.runs import run_to_end, tiny_run
+
+
+@pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
+def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
+    format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "a folder of theirs"
+    options = TargetOptions()
+    FORMATS[format_name].target(theirs, options).write(_ours(tmp_path), lambda _: None)
+    for path in (theirs, theirs / "iter_0000020"):
+        for fault in (
+            lambda path=path: run_to_end(tiny_run(checkpoint=dict(load=str(path)))),
+            lambda path=path: find_step(str(path)),
+        ):
+            with pytest.raises(InputError, match="is a checkpoint of Megatron-LM") as error:
+                fault()
+    with pytest.raises(InputError) as error:
+        find_step(str(theirs))
+    command = re.search(r"python -m megatron_lite\.tools\.convert (.*)", str(error.value))
+    assert command is not None
+    assert convert.main(shlex.split(command[1])) == 0
+    assert "converted from" in capsys.readouterr().out
+    converted = tmp_path / "a folder of theirs-converted"
+    assert str(converted) in str(error.value)
+    # The run goes on from iteration 20, with the same optimizer states.
+    config = tiny_run(training=dict(train_iters=22), checkpoint=dict(load=str(converted)))
+    assert run_to_end(config).progress.iteration == 22
+
+
+def _ours(tmp_path: Path):
+    run_to_end(tiny_run(checkpoint=dict(save=str(tmp_path / "ours"), save_interval=20)))
+    return FORMATS["megatron-lite"].source(tmp_path / "ours")
+
+
+def test_a_checkpoint_of_this_project_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
+    _ours(tmp_path)
+    (tmp_path / "ours" / "iter_0000020" / ".metadata").touch()
+    (tmp_path / "ours" / "iter_0000010").mkdir()
+    (tmp_path / "ours" / "iter_0000010" / "mp_rank_00").mkdir()
+    assert find_step(str(tmp_path / "ours")).step.name == "iter_0000020"
+
+
+def test_each_format_names_the_other_one(tmp_path: Path) -> None:
+    save(tmp_path / "legacy", tiny_config(num_layers=5), LAYOUTS["one file"])
+    with pytest.raises(InputError, match=r"holds no \.metadata"):
+        FORMATS["megatron-dist"].source(tmp_path / "legacy")
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / ".metadata").touch()
+    with pytest.raises(InputError, match="use --from megatron-dist"):
+        FORMATS["megatron"].source(tmp_path / "dist")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(dict(tp_size=3), "divisible"), (dict(pp_size=2), "num-layers 5 is not divisible")],
+)
+def test_a_model_that_does_not_divide_over_the_ranks_is_refused(
+    options: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "in", tiny_config(num_layers=5), LAYOUTS["one file"])
+    source = FORMATS["megatron"].source(tmp_path / "in")
+    target = FORMATS["megatron"].target(tmp_path / "out", TargetOptions(**options))
+    with pytest.raises(InputError, match=message):
+        target.write(source, lambda _: None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
+def test_a_conversion_that_fails_half_way_leaves_nothing(format_name: str, tmp_path: Path) -> None:
+    config = tiny_config(num_layers=5)
+    save(tmp_path / "in", config, LAYOUTS["one file"])
+    source = FORMATS["megatron"].source(tmp_path / "in")
+    names = list(weights_of(config))
+
+    class Fails:
+        described = source.described
+
+        def read(self, name: str) -> torch.Tensor:
+            if name == names[-1]:
+                raise InputError("the source cannot be read")
+            return source.read(name)
+
+    with pytest.raises(InputError, match="the source cannot be read"):
+        FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(
+            Fails(),  # type: ignore[arg-type]
+            lambda _: None,
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(source, lambda _: None)
+    again = FORMATS[format_name].source(tmp_path / "out")
+    for name in names:
+        assert torch.equal(again.read(name), source.read(name))
+    assert not again.described.state_keys
+
+
+def test_other_optimizers_states_are_refused_with_the_reason(tmp_path: Path) -> None:
+    save(tmp_path / "in", tiny_config(num_layers=5), LAYOUTS["one file"])
+    source = FORMATS["megatron"].source(tmp_path / "in")
+
+    class Sgd:
+        described = source.described.__class__(
+            model=source.described.model, true_vocab_size=61, state_keys=("momentum",)
+        )
+        read = source.read
+
+    for format_name in ("megatron", "megatron-dist"):
+        with pytest.raises(InputError, match=r"momentum, and only those of Adam"):
+            FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(
+                Sgd(),  # type: ignore[arg-type]
+                lambda _: None,
+            )

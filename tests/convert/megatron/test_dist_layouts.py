@@ -1,0 +1,155 @@
+"""torch_dist checkpoints as torch's own writer makes them, and damaged ones."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.convert.megatron.dist_source import DistSource
+from megatron_lite.convert.parameters import parameter_specs
+from tests.convert.megatron.test_legacy_layouts import LLAMA, V, args_of, te_names, weights_of
+from tests.convert.megatron.test_pickles import Evil
+from tests.support.models import tiny_config
+
+CONFIG = tiny_config(**LLAMA)
+WORDS = "embedding.word_embeddings.weight"
+
+
+def save(root: Path, *, stacked: bool = True, common: Any = None, **more: Tensor) -> dict[str, Any]:
+    """Writes the checkpoint with torch's writer. Returns the weights."""
+    weights = weights_of(CONFIG)
+    named = te_names(weights)
+    tensors: dict[str, Tensor] = {}
+    for name, value in named.items():
+        _, _, rest = name.partition("decoder.layers.")
+        _, _, own = rest.partition(".")
+        if name.endswith("_extra_state"):
+            continue
+        if rest and stacked and f"decoder.layers.{own}" not in tensors:
+            tensors[f"decoder.layers.{own}"] = torch.stack(
+                [named[f"decoder.layers.{layer}.{own}"] for layer in range(5)]
+            )
+        elif not rest or not stacked:
+            tensors[name] = value
+    tensors = {**tensors, **{key.replace("__", "."): value for key, value in more.items()}}
+    dcp.save(tensors, checkpoint_id=str(root), no_dist=True)
+    values = dict(args=args_of(CONFIG, 1, 1), iteration=40, checkpoint_version=3.0)
+    torch.save(common or values, root / "common.pt")
+    (root / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return weights
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_stacked_and_numbered_layers_are_read(stacked: bool, tmp_path: Path) -> None:
+    weights = save(tmp_path, stacked=stacked)
+    source = DistSource(tmp_path)
+    assert source.described.true_vocab_size == V and source.described.model == CONFIG
+    assert "no optimizer states" in source.described.notes[0]
+    for name, whole in weights.items():
+        assert torch.equal(source.read(name), whole), name
+
+
+def test_states_of_the_distributed_optimizer_leave_the_weights(tmp_path: Path) -> None:
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
+    save(tmp_path, **{bucket.replace(".", "__"): torch.ones(9)})
+    described = DistSource(tmp_path).described
+    assert described.state_keys == () and "not kept by parameter" in described.notes[0]
+
+
+def edited(root: Path, change: Any) -> None:
+    """Replaces .metadata by a changed one."""
+    path = root / ".metadata"
+    metadata: Metadata = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(change(metadata)))
+
+
+def _with_place(metadata: Metadata, **change: Any) -> Metadata:
+    places = {key: replace(place, **change) for key, place in metadata.storage_data.items()}
+    return replace(metadata, storage_data=places)
+
+
+def _with_one_place(metadata: Metadata) -> Metadata:
+    place = next(iter(metadata.storage_data.values()))
+    return replace(metadata, storage_data=dict.fromkeys(metadata.storage_data, place))
+
+
+def _with_words(metadata: Metadata, **change: Any) -> Metadata:
+    tensors = dict(metadata.state_dict_metadata)
+    tensors[WORDS] = replace(tensors[WORDS], **change)
+    return replace(metadata, state_dict_metadata=tensors)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "code": (lambda found: [found, Evil(print, "ran")], "asks for"),
+    "a path outside": (lambda found: _with_place(found, relative_path="../x"), "outside"),
+    "an absolute path": (lambda found: _with_place(found, relative_path="/etc/passwd"), "outside"),
+    "a missing file": (lambda found: _with_place(found, relative_path="x"), "cannot be read"),
+    "a place behind the end": (lambda found: _with_place(found, offset=10**9), "cannot be read"),
+    "a negative place": (lambda found: _with_place(found, offset=-1), "no place"),
+    "another chunk's place": (_with_one_place, "must hold a chunk"),
+    "no places": (lambda found: replace(found, storage_data={}), "in no file"),
+    "a larger shape": (lambda found: _with_words(found, size=torch.Size((70, 32))), "hold 1952"),
+    "an endless shape": (lambda found: _with_words(found, size=torch.Size((2**60, 32))), "shape"),
+    "a smaller shape": (lambda found: _with_words(found, size=torch.Size((7, 32))), "outside"),
+    "another width": (lambda found: _with_words(found, size=torch.Size((61, 33))), "33"),
+    "no chunks": (lambda found: _with_words(found, chunks=[]), "hold 0"),
+    "no metadata": (lambda found: [1, 2], "does not describe"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind: str, tmp_path: Path) -> None:
+    weights = save(tmp_path)
+    change, message = CHANGES[kind]
+    edited(tmp_path, change)
+    with pytest.raises(InputError, match=message):
+        source = DistSource(tmp_path)
+        for name in weights:
+            source.read(name)
+
+
+def test_missing_and_cut_files_are_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"holds no \.metadata"):
+        DistSource(tmp_path)
+    weights = save(tmp_path)
+    shard = next(tmp_path.glob("*.distcp"))
+    whole = shard.read_bytes()
+    for path, contents in ((tmp_path / ".metadata", b"\x80\x04"), (shard, whole[:-99])):
+        kept = path.read_bytes()
+        path.write_bytes(contents)
+        with pytest.raises(InputError, match=path.name):
+            source = DistSource(tmp_path)
+            for name in weights:
+                source.read(name)
+        path.write_bytes(kept)
+    (tmp_path / "common.pt").unlink()
+    with pytest.raises(InputError, match=r"holds no common\.pt"):
+        DistSource(tmp_path)
+
+
+def test_parameters_that_the_model_lacks_or_the_file_lacks_are_named(tmp_path: Path) -> None:
+    save(tmp_path / "more", decoder__layers__mlp__router__weight=torch.ones(5, 2))
+    with pytest.raises(InputError, match=r"holds decoder\.layers\.0\.mlp\.router\.weight"):
+        DistSource(tmp_path / "more")
+    common = dict(args=args_of(tiny_config(**{**LLAMA, "qk_layernorm": True}), 1, 1))
+    save(tmp_path / "fewer", common=common)
+    with pytest.raises(InputError, match=r"lacks decoder\.layers\.0\.self_attention\.k_layernorm"):
+        DistSource(tmp_path / "fewer")
+    common = dict(args=args_of(tiny_config(**{**LLAMA, "num_layers": 4}), 1, 1))
+    save(tmp_path / "layers", common=common)
+    with pytest.raises(InputError, match="the 4 layers"):
+        DistSource(tmp_path / "layers")
+
+
+def test_the_model_has_every_parameter_that_the_tests_write() -> None:
+    assert weights_of(CONFIG).keys() == parameter_specs(CONFIG, V).keys()

@@ -1,0 +1,342 @@
+"""Legacy checkpoints of every release and layout: the files are split and named here by hand, as
+Megatron-LM does it, from a model with known weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.convert.megatron.legacy_source import LegacySource
+from megatron_lite.convert.parameters import parameter_specs
+from tests.support.models import tiny_config
+
+V, PADDED = 61, 64
+LLAMA: dict[str, Any] = dict(
+    num_layers=5, normalization="RMSNorm", swiglu=True, add_bias_linear=False
+)
+WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def weights_of(config: ModelConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(spec.global_shape, generator=generator)
+        for name, spec in parameter_specs(config, V).items()
+    }
+
+
+def args_of(config: ModelConfig, tp: int, pp: int, **more: Any) -> argparse.Namespace:
+    values = {key: value for key, value in asdict(config).items() if key != "norm_impl"}
+    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    vocabulary = dict(tokenizer_type="NullTokenizer", vocab_size=V - 1)
+    return argparse.Namespace(**{**values, **sizes, **vocabulary, **more})
+
+
+def part(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+    """What a TP rank holds, by the rules of Megatron-LM's layers."""
+    if "word_embeddings" in name or name == OUTPUT:
+        padded = torch.cat((whole, torch.full((PADDED - V, whole.shape[1]), 9.0)))
+        return padded.chunk(size)[rank]
+    if "linear_fc1" in name and whole.shape[0] == 80:  # [gate; up]
+        return torch.cat([block.chunk(size)[rank] for block in whole.chunk(2)])
+    if "linear_fc1" in name or "linear_qkv" in name:
+        return whole.chunk(size)[rank]
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return whole.chunk(size, 1)[rank]
+    return whole
+
+
+def save(
+    root: Path,
+    config: ModelConfig,
+    stages: list[tuple[int, str, list[int]]],
+    *,
+    tp: int = 1,
+    rename: Any = lambda model: model,
+    version: float = 3.0,
+    **args: Any,
+) -> dict[str, Tensor]:
+    """Writes the files. stages: in the order of the model (pipeline rank, key, its layers)."""
+    weights = weights_of(config)
+    pp = 1 + max(rank for rank, _, _ in stages)
+    for tp_rank in range(tp):
+        files: dict[int, dict[str, Any]] = {}
+        for number, (pp_rank, key, layers) in enumerate(stages):
+            model: dict[str, Any] = OrderedDict()
+            last = number == len(stages) - 1
+            for name, whole in weights.items():
+                _, _, rest = name.partition("decoder.layers.")
+                layer, _, own = rest.partition(".")
+                if rest and int(layer) in layers:
+                    own = f"decoder.layers.{layers.index(int(layer))}.{own}"
+                    model[own] = part(name, whole, tp_rank, tp)
+                elif not rest and (number == 0 if name.startswith("embedding") else last):
+                    model[name] = part(name, whole, tp_rank, tp)
+            if last and number and OUTPUT not in weights:
+                model[OUTPUT] = part(WORDS, weights[WORDS], tp_rank, tp)
+            files.setdefault(pp_rank, {})[key] = rename(model)
+        for pp_rank, chunks in files.items():
+            folder = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+            (root / "iter_0000040" / folder).mkdir(parents=True)
+            value = dict(args=args_of(config, tp, pp, **args), iteration=40, **chunks)
+            torch.save(
+                {**value, "checkpoint_version": version},
+                root / "iter_0000040" / folder / "model_optim_rng.pt",
+            )
+    (root / "latest_checkpointed_iteration.txt").write_text("40\n")
+    return weights
+
+
+def check(root: Path, weights: Mapping[str, Tensor]) -> LegacySource:
+    source = LegacySource(root)
+    assert source.described.true_vocab_size == V
+    for name, whole in weights.items():
+        assert torch.equal(source.read(name), whole), name
+    return source
+
+
+LAYOUTS: dict[str, Any] = {
+    "one file": [(0, "model", [0, 1, 2, 3, 4])],
+    "uneven stages": [(0, "model", [0]), (1, "model", [1, 2]), (2, "model", [3, 4])],
+    "interleaved stages": [
+        (0, "model0", [0]),
+        (1, "model0", [1]),
+        (0, "model1", [2]),
+        (1, "model1", [3, 4]),
+    ],
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_whole_weights(
+    layout: str, tp: int, tied: bool, tmp_path: Path
+) -> None:
+    config = tiny_config(**LLAMA, untie_embeddings_and_output_weights=not tied)
+    weights = save(tmp_path, config, LAYOUTS[layout], tp=tp)
+    source = check(tmp_path, weights)
+    assert source.described.model == config
+    assert source.described.state_keys == ()
+    assert "no optimizer states" in source.described.notes[0]
+
+
+def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Transformer Engine's layers, whose linear layers hold the norms and FP8's scales."""
+    found: dict[str, Any] = OrderedDict()
+    for name, value in model.items():
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        found[name] = value
+        if "linear_" in name:
+            found[name.rpartition(".")[0] + "._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+    return found
+
+
+def old_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The names before Megatron core: nested dicts."""
+    found: dict[str, Any] = {"language_model": {}}
+    inner = found["language_model"]
+    for name, value in model.items():
+        if name.startswith("embedding."):
+            _, kind, _ = name.split(".")
+            inner.setdefault("embedding", {}).setdefault(kind, OrderedDict())["weight"] = value
+        elif name == OUTPUT:
+            inner["output_layer"] = OrderedDict(weight=value)
+        else:
+            for new, old in (
+                ("decoder.", ""),
+                ("self_attention.linear_qkv.", "self_attention.query_key_value."),
+                ("self_attention.linear_proj.", "self_attention.dense."),
+                ("mlp.linear_fc1.", "mlp.dense_h_to_4h."),
+                ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
+                ("pre_mlp_layernorm.", "post_attention_layernorm."),
+            ):
+                name = name.replace(new, old)
+            inner.setdefault("encoder", OrderedDict())[name] = value
+    return found
+
+
+def oldest_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The names of Megatron-LM 1.0 and 2.0, with its table of attention."""
+    inner = old_names(model)["language_model"]
+    layers = {
+        name.replace("self_attention.", "attention."): value
+        for name, value in inner.pop("encoder").items()
+    }
+    return {"language_model": {**inner, "transformer": layers}}
+
+
+@pytest.mark.parametrize("rename", [te_names, old_names, oldest_names])
+@pytest.mark.parametrize("llama", [True, False])
+def test_the_names_of_every_release_are_read(rename: Any, llama: bool, tmp_path: Path) -> None:
+    config = tiny_config(**LLAMA) if llama else tiny_config(num_layers=5)
+    check(tmp_path, save(tmp_path, config, LAYOUTS["uneven stages"], tp=2, rename=rename))
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0])
+def test_rows_of_old_attention_are_put_in_order(version: float, tmp_path: Path) -> None:
+    """Version 0: [3, heads, d]. Version 1: [heads, d, 3]. Since 2: [heads, 3, d]."""
+    config = tiny_config(num_layers=5)
+    width = config.head_dim
+
+    def reorder(model: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(model)
+        for name, value in model.items():
+            if "linear_qkv" in name and version < 2:
+                heads = value.view(-1, 3, width, *value.shape[1:])
+                swapped = heads.transpose(0, 1) if version == 0 else heads.transpose(1, 2)
+                found[name] = swapped.reshape(value.shape)
+        return found
+
+    weights = save(tmp_path, config, LAYOUTS["one file"], tp=2, rename=reorder, version=version)
+    check(tmp_path, weights)
+
+
+def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path: Path) -> None:
+    weights = save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"])
+    check(tmp_path / "iter_0000040", weights)
+    (tmp_path / "iter_0000040").rename(tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    check(tmp_path, weights)
+
+
+def test_padding_stays_if_the_size_of_the_vocabulary_is_not_known(tmp_path: Path) -> None:
+    save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], vocab_size=None)
+    described = LegacySource(tmp_path).described
+    assert described.true_vocab_size == PADDED
+    assert any(f"{PADDED} rows" in note for note in described.notes)
+
+
+def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
+    config = tiny_config(**LLAMA, position_embedding_type="rope")
+    more = dict(norm_epsilon=None, layernorm_epsilon=1e-5, position_embedding_type=None)
+    more |= dict(
+        use_rotary_position_embeddings=True, add_bias_linear=None, disable_bias_linear=True
+    )
+    more |= dict(max_position_embeddings=None, seq_length=17, num_query_groups=4)
+    save(tmp_path, config, LAYOUTS["one file"], **more)
+    assert LegacySource(tmp_path).described.model == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_experts=8), "num_experts = 8.*mixture-of-experts"),
+        (dict(multi_latent_attention=True), "multi-latent"),
+        (dict(rotary_interleaved=True), "rotary_interleaved = True"),
+        (dict(num_layers=None), "no num_layers"),
+        (dict(num_layers=4), "hold 5 layers"),
+        (dict(num_layers=2**40), "num_layers"),
+        (dict(hidden_size="wide"), "describe no model"),
+        (dict(hidden_size=[[]]), "hidden_size"),
+        (dict(ffn_hidden_size=44), r"linear_fc\d.*\(88, 32\)|\(80, 32\).*\(88, 32\)"),
+        (dict(swiglu=False), r"\(80, 32\)"),
+        (dict(add_bias_linear=True), "lacks decoder.layers"),
+        (dict(position_embedding_type="rope"), "holds embedding.position_embeddings"),
+        (dict(position_embedding_type="yarn"), "yarn"),
+        (dict(tensor_model_parallel_size=2), r"TP 2 x PP 1.*TP rank 1, pipeline rank 0"),
+        (dict(pipeline_model_parallel_size=2), r"TP 1 x PP 2.*TP rank 0, pipeline rank 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_one_clear_error(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = tiny_config(**LLAMA)
+    save(tmp_path, config, LAYOUTS["one file"], **change)
+    with pytest.raises(InputError, match=message):
+        source = LegacySource(tmp_path)
+        for name in weights_of(config):
+            source.read(name)
+
+
+def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path / "nowhere", "no such directory"),
+        (tmp_path, "holds no mp_rank"),
+    ):
+        with pytest.raises(InputError, match=message):
+            LegacySource(path)
+    save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], tp=2)
+    pointer = tmp_path / "latest_checkpointed_iteration.txt"
+    for text, message in (("x", "expected an iteration"), ("41", "iter_0000041 does not exist")):
+        pointer.write_text(text)
+        with pytest.raises(InputError, match=message):
+            LegacySource(tmp_path)
+    pointer.write_text("40")
+    file = tmp_path / "iter_0000040" / "mp_rank_01" / "model_optim_rng.pt"
+    whole = file.read_bytes()
+    for contents in (whole[:-100], b"", whole[:50]):
+        file.write_bytes(contents)
+        with pytest.raises(InputError, match="mp_rank_01"):
+            LegacySource(tmp_path)
+    for value, message in (
+        ([1], "no state dict"),
+        ({"model": {}}, "does not hold|holds no"),
+        ({"args": 1}, "no model"),
+        ({"model": {WORDS: 1}}, "no plain tensor"),
+    ):
+        torch.save(value, file)
+        with pytest.raises(InputError, match=message):
+            LegacySource(tmp_path)
+    file.unlink()
+    with pytest.raises(InputError, match="TP rank 1, pipeline rank 0"):
+        LegacySource(tmp_path)
+
+
+def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
+    config = tiny_config(**LLAMA)
+    weights = save(tmp_path, config, LAYOUTS["one file"])
+    path = tmp_path / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
+    value = torch.load(path, weights_only=False)
+    names = list(weights)
+    padded = {name: value["model"][name] for name in names}
+    groups = [[n for n in names if padded[n].ndim > 1], [n for n in names if padded[n].ndim == 1]]
+    order = [name for group in groups for name in group]
+
+    def optimizer(order: list[str], **change: Any) -> dict[str, Any]:
+        first = len(groups[0])
+        inner = {
+            "state": {
+                number: dict(exp_avg=padded[name], exp_avg_sq=padded[name])
+                for number, name in enumerate(order)
+            },
+            "param_groups": [
+                dict(wd_mult=1.0, step=3, params=list(range(first))),
+                dict(wd_mult=0.0, step=3, params=list(range(first, len(order)))),
+            ],
+        }
+        masters = [[padded[name] for name in order[:first]], [padded[n] for n in order[first:]]]
+        return {"optimizer": {**inner, **change}, "fp32_from_fp16_params": masters}
+
+    def described(saved: Any) -> Any:
+        torch.save({**value, "optimizer": saved}, path)
+        return check(tmp_path, weights).described
+
+    good = described(optimizer(order))
+    assert (good.state_keys, good.num_updates) == (("exp_avg", "exp_avg_sq", "master"), 3)
+    others = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
+    swapped = [
+        next((name.replace(a, b) for a, b in others.items() if a in name), name) for name in order
+    ]
+    for saved, message in (
+        (optimizer(swapped), "float32 weights"),
+        (optimizer(order[:-1]), "another number"),
+        (optimizer(order, state={}), "no states exp_avg"),
+        (optimizer(order, param_groups=[]), "in no group"),
+        ([{}, {}], "one optimizer"),
+    ):
+        found = described(saved)
+        assert found.state_keys == () and message in found.notes[0], found.notes
+    (path.parent / "distrib_optim.pt").touch()
+    assert "distributed optimizer" in described(optimizer(order)).notes[0]

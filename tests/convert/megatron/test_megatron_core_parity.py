@@ -1,0 +1,203 @@
+"""megatron-core saves checkpoints, and they are converted: the same logits, loss and optimizer
+states. And the other way round: it loads what a conversion wrote, strictly."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.convert.formats import FORMATS, TargetOptions
+from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.weights import WeightSource
+from tests.support.equality import difference
+from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import run_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
+    pytest.importorskip("megatron.core")
+    from tests.support import megatron_core
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        group_query_attention=True,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+        qk_layernorm=True,
+    ),
+    "gpt2": dict(bias_gelu_fusion=False),
+}
+SOURCES = {"megatron": "legacy", "megatron-dist": "dist"}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def config_of(name: str) -> ModelConfig:
+    return tiny_config(**MODELS[name])
+
+
+def save(
+    rank: int, world_size: int, root: Path, name: str, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Returns the logits and the loss of a trained model, and this rank's states by parameter."""
+    config = config_of(name)
+    with megatron_core.on_cpu(world_size):
+        model = megatron_core.their_model(config, world_size, dtype)
+        tokens, labels = sample_tokens()
+        optimizer = megatron_core.trained(model, tokens, labels)
+        args = megatron_core.arguments(config, world_size)
+        megatron_core.save_legacy(root / "legacy", rank, args, model, optimizer)
+        megatron_core.save_dist(root / "dist", args, model, optimizer)
+        states = {}
+        for key, parameter in model.named_parameters():
+            main = getattr(parameter, "main_param", parameter)
+            state = optimizer.optimizer.state[main]
+            states[key] = {
+                "exp_avg": state["exp_avg"],
+                "exp_avg_sq": state["exp_avg_sq"],
+                "master": main.detach(),
+            }
+        return megatron_core.their_results(model, tokens, labels), states
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that returns the folder of a checkpoint and what `save` returned on each rank."""
+    found: dict[Any, Any] = {}
+
+    def make(name: str, tp_size: int, dtype: torch.dtype = F32) -> tuple[Path, list[Any]]:
+        key = (name, tp_size, dtype)
+        if key not in found:
+            root = tmp_path_factory.mktemp("saved")
+            found[key] = (root, run_ranks(save, tp_size, root, name, dtype))
+        return found[key]
+
+    return make
+
+
+def our_results(source: WeightSource, dtype: torch.dtype = F32) -> dict[str, Tensor]:
+    """Returns the logits and the loss of this project's model with the converted weights."""
+    model, vocab_size = source.described.model, source.described.true_vocab_size
+    tokens, labels = sample_tokens()
+    with tp_state(1) as parallel, torch.no_grad():
+        ours = build_tiny_model(model, parallel, dtype=dtype, vocab_size=vocab_size)
+        load_whole_(
+            ours, {name: source.read(name) for name, _ in ours.named_parameters()}, parallel
+        )
+        logits = ours(tokens)
+    return {"logits": logits, "loss": cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
+
+
+CASES = [("llama", 1), ("llama", 2), pytest.param("gpt2", 1, marks=pytest.mark.long), ("gpt2", 2)]
+
+
+@pytest.mark.parametrize(("name", "tp_size"), CASES)
+@pytest.mark.parametrize("format_name", SOURCES)
+def test_a_converted_checkpoint_has_megatron_cores_logits_and_loss(
+    saved: Any, format_name: str, name: str, tp_size: int
+) -> None:
+    root, ranks = saved(name, tp_size)
+    source = FORMATS[format_name].source(root / SOURCES[format_name])
+    assert source.described.true_vocab_size == 61
+    got, logits = our_results(source), ranks[0][0]["logits"][..., :61]
+    _, labels = sample_tokens()
+    assert difference(logits, got["logits"]) < 1e-5
+    loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert abs(float(loss - got["loss"])) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("format_name", SOURCES)
+def test_converted_optimizer_states_are_megatron_cores(
+    saved: Any, format_name: str, dtype: torch.dtype
+) -> None:
+    root, ranks = saved("llama", 1, dtype)
+    source = FORMATS[format_name].source(root / SOURCES[format_name])
+    described = source.described
+    masters = ("master",) if dtype == BF16 else ()
+    assert described.state_keys == ("exp_avg", "exp_avg_sq", *masters)
+    assert (described.num_updates, described.notes) == (2, ())
+    assert described.progress is not None
+    assert (described.progress.iteration, described.progress.consumed_samples) == (4, 24)
+    states = ranks[0][1]
+    assert len(states) == len(parameter_specs(described.model, 61))
+    for name, own in states.items():
+        assert source.read(name).dtype == dtype
+        for key in described.state_keys:
+            theirs = own[key][:61] if "word" in name or "output" in name else own[key]
+            assert torch.equal(source.read_state(name, key), theirs), (name, key)
+
+
+@pytest.mark.parametrize("target_name", SOURCES)
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.long)])
+def test_a_round_trip_is_bitwise(
+    saved: Any, tmp_path: Path, target_name: str, dtype: torch.dtype
+) -> None:
+    """From torch_dist to this project's format, to Megatron's formats, and back."""
+    root, _ = saved("llama", 1, dtype)
+    first = FORMATS["megatron-dist"].source(root / "dist")
+    ours = tmp_path / "ours"
+    FORMATS["megatron-lite"].target(ours, TargetOptions(tp_size=2)).write(first, lambda _: None)
+    native = FORMATS["megatron-lite"].source(ours)
+    split = TargetOptions(tp_size=2, pp_size=3) if target_name == "megatron" else TargetOptions()
+    FORMATS[target_name].target(tmp_path / "theirs", split).write(native, lambda _: None)
+    last = FORMATS[target_name].source(tmp_path / "theirs")
+    assert last.described.model == first.described.model
+    assert last.described.state_keys == first.described.state_keys
+    assert last.described.num_updates == first.described.num_updates == 2
+    assert last.described.progress == first.described.progress
+    for name in parameter_specs(first.described.model, 61):
+        assert torch.equal(first.read(name), last.read(name)), name
+        for key in first.described.state_keys:
+            assert torch.equal(first.read_state(name, key), last.read_state(name, key)), (name, key)
+
+
+def load(
+    rank: int, world_size: int, root: Path, name: str, format_name: str
+) -> tuple[dict[str, Tensor], Any, Any]:
+    """Returns megatron-core's results with the weights of a folder, and its optimizer's states."""
+    with megatron_core.on_cpu(world_size):
+        model = megatron_core.their_model(config_of(name), world_size, padded=128 * world_size)
+        torch.manual_seed(8)
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        tokens, labels = sample_tokens()
+        optimizer = megatron_core.trained(model, tokens, labels, steps=1)
+        if format_name == "megatron":
+            megatron_core.load_legacy(root, rank, model, optimizer)
+        else:
+            megatron_core.load_dist(root, model, optimizer)
+        states = {
+            key: optimizer.optimizer.state[parameter]["exp_avg"]
+            for key, parameter in model.named_parameters()
+        }
+        steps = {float(state["step"]) for state in optimizer.optimizer.state.values()}
+        return megatron_core.their_results(model, tokens, labels), states, steps
+
+
+@pytest.mark.parametrize(("name", "tp_size"), [("llama", 1), ("gpt2", 2)])
+@pytest.mark.parametrize("format_name", SOURCES)
+def test_megatron_core_loads_an_exported_checkpoint_strictly(
+    saved: Any, tmp_path: Path, format_name: str, name: str, tp_size: int
+) -> None:
+    root, before = saved(name, tp_size)
+    source = FORMATS["megatron"].source(root / "legacy")
+    options = TargetOptions(tp_size=tp_size if format_name == "megatron" else 1)
+    FORMATS[format_name].target(tmp_path / "out", options).write(source, lambda _: None)
+    ranks = run_ranks(load, tp_size, tmp_path / "out", name, format_name)
+    for (results, states, steps), (expected, own) in zip(ranks, before, strict=True):
+        assert torch.equal(results["logits"][..., :61], expected["logits"][..., :61])
+        assert steps == {2.0}
+        for key, state in states.items():
+            if "word_embeddings" not in key and "output_layer" not in key:
+                assert torch.equal(state, own[key]["exp_avg"]), key

@@ -1,0 +1,141 @@
+"""Every family of Hugging Face: config and weights in, a checkpoint of this project, and out
+again. transformers opens the result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.hf_config import from_hf, meaning_of
+from megatron_lite.config.hf_families import FAMILIES as CONFIGS
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.convert.hf_layouts import LAYOUTS
+from megatron_lite.convert.hf_tensors import FAMILIES as TENSORS
+from megatron_lite.convert.hf_tensors import row_of
+from megatron_lite.convert.parameters import parameter_specs
+from tests.support.conversions import (
+    converted,
+    same_weights,
+    save_tokenizer,
+    saved_peer,
+    weights_in,
+)
+from tests.support.hf import PEERS, V, our_config
+from tests.support.models import sample_tokens
+from tests.support.pairs import sampled
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def test_the_tables_of_configs_and_of_tensors_have_the_same_families() -> None:
+    peers = {PEERS[name].build().config.model_type for name in PEERS}
+    assert CONFIGS.keys() == TENSORS.keys() == peers
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_config_of_transformers_becomes_the_config_written_by_hand(name: str) -> None:
+    """The forms of a field that mean the same are equal; dropouts are none of the model."""
+    mapped = from_hf(json.loads(PEERS[name].build().config.to_json_string()))
+    assert mapped.vocab_size == V and mapped.inexact == ()
+    assert meaning_of(ModelConfig(**mapped.fields)) == meaning_of(our_config(PEERS[name]))
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_layout_is_inverted_exactly(name: str) -> None:
+    family, config = PEERS[name].build().config.model_type, our_config(PEERS[name])
+    for parameter, spec in parameter_specs(config, V).items():
+        row = row_of(family, parameter)
+        assert row is not None, parameter
+        tensor = torch.randn(spec.global_shape)
+        parts = LAYOUTS[row.layout].split(tensor, config)
+        assert len(parts) == len(row.theirs) and all(part.is_contiguous() for part in parts)
+        assert torch.equal(LAYOUTS[row.layout].join(parts, config), tensor)
+
+
+@pytest.mark.parametrize("name", sampled(list(PEERS), every=5))
+def test_a_round_trip_is_bitwise_and_transformers_opens_it(name: str, tmp_path: Path) -> None:
+    model = saved_peer(name, tmp_path / "theirs")
+    layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite", *layout) == 0
+    family = ("--hf-family", model.config.model_type)
+    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf", *family) == 0
+    assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", output_loading_info=True, attn_implementation="eager"
+    )
+    assert {key: value for key, value in info.items() if value} == {}
+    tokens, _ = sample_tokens()
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, again.eval()(tokens).logits)
+
+
+def test_weights_keep_their_dtype_and_their_tokenizer(tmp_path: Path) -> None:
+    model = PEERS["llama"].build().to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    save_tokenizer(tmp_path / "theirs")
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
+    config = json.loads((tmp_path / "again/config.json").read_text())
+    assert (config["torch_dtype"], config["eos_token_id"]) == ("bfloat16", 0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert tokenizer("to be or not").input_ids == [1, 2, 3, 4]
+
+
+def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
+    from megatron_lite.convert.hf_source import HfSource
+    from megatron_lite.convert.hf_target import HfTarget
+
+    model = saved_peer("qwen3", tmp_path / "theirs")
+    HfTarget(tmp_path / "again", shard_bytes=10_000).write(
+        HfSource(tmp_path / "theirs"), lambda _: None
+    )
+    files = sorted((tmp_path / "again").glob("*.safetensors"))
+    assert (
+        len(files) > 3
+        and files[-1].name == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+    )
+    index = json.loads((tmp_path / "again/model.safetensors.index.json").read_text())
+    tensors = weights_in(tmp_path / "again")
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert same_weights(model.state_dict(), again.state_dict())
+    assert converted(tmp_path / "again", tmp_path / "ours", "hf megatron-lite") == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_names_without_their_prefix_and_buffers_are_understood(name: str, tmp_path: Path) -> None:
+    from tests.support.conversions import rewrite
+
+    saved_peer(name, tmp_path / "theirs")
+    expected = weights_in(tmp_path / "theirs")
+    prefix = {"gpt2": "transformer.", "llama": "model."}[name]
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix(prefix)] = tensors.pop(key)
+        for layer in range(2):
+            if name == "gpt2":
+                tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 17, 17)
+                tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+            else:
+                tensors[f"layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+        if name == "gpt2":
+            tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+    rewrite(tmp_path / "theirs", change)
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert same_weights(expected, weights_in(tmp_path / "again"))

@@ -1,0 +1,146 @@
+"""What a conversion refuses: one line with the value, the rule and the fix, and no target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config.hf_config import to_hf
+from tests.support.conversions import converted, rewrite, saved_peer
+from tests.support.models import tiny_config
+
+pytest.importorskip("transformers")
+
+
+def edit(**values: Any) -> Callable[[Path], None]:
+    """Returns a change of config.json."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, change)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}})
+    )
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: cannot be read"),
+    "unknown family": (
+        edit(model_type="mixtral"),
+        "'mixtral' has no counterpart here (it has a mixture of experts, which this project does "
+        "not train), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, ",
+    ),
+    "gemma": (edit(model_type="gemma2"), "gates its MLP with tanh GELU"),
+    "yarn": (
+        edit(rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}),
+        "does not map exactly: rope_scaling 'yarn' is left out",
+    ),
+    "other constants": (
+        edit(
+            rope_scaling={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 2.0,
+                "original_max_position_embeddings": 8192,
+            }
+        ),
+        "'llama3' with high_freq_factor 2.0 is left out: --use-rope-scaling has the constants",
+    ),
+    "pickle": (pickle, "is pickled, and reading a pickle may run any code"),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "truncated": (truncate, "it is missing, truncated or no safetensors file. Get it again"),
+    "path in the index": (index, "'../elsewhere.safetensors', which is no file's name"),
+    "missing tensor": (
+        tensors(lambda found: found.pop(QUERY)),
+        f"tensors missing from the files: {QUERY}",
+    ),
+    "extra tensor": (
+        tensors(lambda found: found.update({"model.layers.7.x.weight": torch.ones(3)})),
+        "has none of that name: model.layers.7.x.weight",
+    ),
+    "other shape": (
+        tensors(lambda found: found.update({QUERY: torch.ones(8, 32)})),
+        f"{QUERY} has the shape (8, 32), but config.json describes (24, 32)",
+    ),
+    "quantised": (
+        tensors(lambda found: found.update({QUERY: torch.ones(24, 32, dtype=torch.int8)})),
+        f"{QUERY} has the dtype I8, only F64, F32, BF16, F16 are read",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_source_that_does_not_map_is_one_clear_error(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = CASES[case]
+    saved_peer("llama", tmp_path / "theirs")
+    change(tmp_path / "theirs")
+    capsys.readouterr()
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("ours")]
+
+
+def test_a_tied_model_whose_head_differs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_peer("gpt2", tmp_path / "theirs")
+    rewrite(
+        tmp_path / "theirs",
+        lambda found: found.update({"lm_head.weight": found["transformer.wte.weight"] + 1}),
+    )
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 2
+    assert "tie_word_embeddings true, but lm_head.weight differs" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "family", "message"),
+    [
+        (dict(), None, "no family of Hugging Face that is known here expresses this model; gpt2"),
+        (dict(), "llama", "--hf-family llama does not express this model: position_embedding_type"),
+        (dict(), "mixtral", "--hf-family mixtral is not known, only gpt2, llama"),
+        (
+            dict(kv_channels=8, window_size=(3, 0)),
+            "gpt2",
+            "window of each layer is [(3, 0), (3, 0), (3, 0)] here and [None, None, None] there",
+        ),
+    ],
+)
+def test_a_model_that_no_family_expresses_is_refused_with_the_difference(
+    fields: dict[str, Any], family: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        to_hf(tiny_config(**fields), 61, family)
+    assert message in str(refused.value)

@@ -1,0 +1,55 @@
+"""The safetensors writer: what it writes tensor by tensor is what the library reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from megatron_lite.convert.safetensors_file import SafetensorsFile
+
+MIXED = {
+    "odd 16 bits": torch.randn(3).to(torch.bfloat16),
+    "64 bits": torch.randn(2, 3, dtype=torch.float64),
+    "odd 32 bits": torch.randn(5),
+    "more 16 bits": torch.randn(7, 3).to(torch.float16),
+    "32 bits": torch.randn(4, 6).t(),
+    "empty": torch.randn(0, 4),
+}
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with SafetensorsFile(path, shapes, metadata={"format": "pt"}) as file:
+        for name, tensor in tensors.items():
+            file.write(name, tensor)
+
+
+def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path: Path) -> None:
+    """torch reads a tensor only at a multiple of its element size."""
+    for shift in range(len(MIXED)):
+        names = [*list(MIXED)[shift:], *list(MIXED)[:shift]]
+        path = tmp_path / f"{shift}.safetensors"
+        write(path, {name: MIXED[name] for name in names})
+        read = load_file(path)
+        assert read.keys() == MIXED.keys()
+        assert all(
+            read[name].dtype == MIXED[name].dtype and torch.equal(read[name], MIXED[name])
+            for name in names
+        )
+        with safe_open(str(path), framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+
+
+def test_an_abandoned_file_cannot_be_read(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        SafetensorsFile(tmp_path / "half", {"one": (2,), "two": (2,)}) as file,
+    ):
+        file.write("one", torch.ones(2))
+        raise RuntimeError("stop")
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / "half")

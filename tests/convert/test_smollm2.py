@@ -1,0 +1,164 @@
+"""SmolLM2-135M with its real weights: the same logits and tokens as transformers, a bitwise round
+trip, and training that goes on from the model's own loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_lite.checkpointing.chosen_step import find_step
+from megatron_lite.checkpointing.metadata import read_config
+from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.tools import generate
+from tests.support.conversions import converted, same_weights, weights_in
+from tests.support.programs import run_program
+from tests.support.ranks import run_ranks
+from tests.support.smollm2 import save_smollm2
+
+pytestmark = pytest.mark.long
+PROMPT = "The capital of France is"
+# Of the quickstart's text, Shakespeare's plays. One sample of SEQ_LENGTH tokens fits into it, and
+# not two.
+TEXT = """To be, or not to be, that is the question:
+Whether 'tis nobler in the mind to suffer
+The slings and arrows of outrageous fortune,
+Or to take arms against a sea of troubles"""
+SEQ_LENGTH, STEPS = 32, 3
+POLICIES = (
+    "*:none",
+    "*:full",
+    "*:full@host",
+    "*:core_attn+mlp+layernorm",
+    "0-9:ops(matmul);10-19:full;20-29:none",
+)
+
+
+class Model(NamedTuple):
+    """theirs: transformers' model. folder: the checkpoints `theirs` and `ours`."""
+
+    theirs: Any
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    folder = tmp_path_factory.mktemp("smollm2")
+    (folder / "theirs").mkdir()
+    model = save_smollm2(folder / "theirs")
+    assert converted(folder / "theirs", folder / "ours", "hf megatron-lite") == 0
+    yield Model(model, folder)
+
+
+def ids_of(folder: Path, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+
+
+def logits(folder: Path, tokens: list[int], ranks: int) -> torch.Tensor:
+    """Returns our logits [s, V] of a text, on one rank of `ranks`."""
+    step = find_step(str(folder)).step
+    config = generate.config_for_ranks(read_config(step), ranks, "gloo")
+    with parallel_state(config.parallel, seed=1) as parallel, torch.no_grad():
+        model = generate.load_model(step, config, parallel)
+        return model(torch.tensor([tokens]))[0].clone()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_logits_are_those_of_transformers(smollm2: Model, ranks: int) -> None:
+    """float32 against float32: 1e-4 of the largest logit."""
+    tokens = ids_of(smollm2.folder / "theirs", PROMPT)
+    with torch.no_grad():
+        expected = smollm2.theirs(torch.tensor([tokens])).logits[0]
+    folder = smollm2.folder / "ours"
+    found = run_ranks(lambda rank, size: logits(folder, tokens, size), ranks)
+    for one in found:
+        assert (one - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_same_greedy_tokens_without_any_flag_of_a_tokenizer(
+    smollm2: Model, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    tokens = ids_of(smollm2.folder / "theirs", PROMPT)
+    expected = smollm2.theirs.generate(
+        torch.tensor([tokens]), max_new_tokens=24, do_sample=False, pad_token_id=0
+    )[0].tolist()
+    tokenizer = Tokenizer.from_file(str(smollm2.folder / "theirs/tokenizer.json"))
+    run = run_program(
+        *("--load", str(smollm2.folder / "ours"), "--prompt", PROMPT, "--greedy"),
+        *("--max-new-tokens", "24", "--distributed-backend", "gloo"),
+        ranks=ranks,
+        main=generate.main,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(expected) == len(tokens) + 24
+    assert run.stdout == tokenizer.decode(expected) + "\n"
+
+
+def test_two_ranks_are_refused_with_the_reason(
+    smollm2: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "--num-attention-heads 9 is not divisible by --tensor-model-parallel-size 2"
+    run = run_program(
+        *("--load", str(smollm2.folder / "ours"), "--prompt", PROMPT),
+        *("--distributed-backend", "gloo"),
+        ranks=2,
+        main=generate.main,
+    )
+    assert run.returncode == 2 and reason in run.stderr
+    flags = ("--tensor-model-parallel-size", "2")
+    assert converted(smollm2.folder / "theirs", tmp_path / "two", "hf megatron-lite", *flags) == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_round_trip_is_bitwise(smollm2: Model, tmp_path: Path) -> None:
+    assert converted(smollm2.folder / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    theirs = weights_in(smollm2.folder / "theirs")
+    assert same_weights(theirs, weights_in(tmp_path / "again"))
+
+
+def test_training_goes_on_from_the_models_own_loss_alike_under_every_policy(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    """Every step sees the same sample, so the loss falls from the first step on."""
+    tokens = ids_of(smollm2.folder / "theirs", TEXT)
+    assert SEQ_LENGTH < len(tokens) <= 2 * SEQ_LENGTH, len(tokens)
+    with IndexedDatasetWriter(str(tmp_path / "text"), token_dtype(49152)) as writer:
+        writer.add_document(torch.tensor(tokens).numpy())
+    told = [trained(smollm2.folder, tmp_path, policy) for policy in POLICIES]
+    assert set(told) == {told[0]}
+    losses = [loss for loss, _ in told[0]]
+    sample = torch.tensor([tokens[: SEQ_LENGTH + 1]])
+    with torch.no_grad():
+        own = smollm2.theirs(sample, labels=sample).loss.item()
+    assert losses[0] == pytest.approx(own, rel=1e-4)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
+
+
+def trained(model: Path, folder: Path, policy: str) -> tuple[tuple[float, float], ...]:
+    """Trains a few steps. Returns the loss and the norm of the gradients of each."""
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    run = run_program(
+        *("--hf-config", str(model / "theirs"), "--load", str(model / "ours")),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model / "theirs")),
+        *("--data-path", str(folder / "text"), "--split", "1,0,0"),
+        *("--seq-length", str(SEQ_LENGTH), "--micro-batch-size", "1"),
+        *("--train-iters", str(STEPS), "--lr", "5e-5", "--lr-decay-style", "constant"),
+        *("--eval-iters", "0", "--log-interval", "1", "--distributed-backend", "gloo"),
+        *("--metrics-jsonl", str(metrics), "--recompute-policy", policy),
+    )
+    assert run.returncode == 0, run.stderr
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return tuple((row["lm_loss"], row["grad_norm"]) for row in rows if "lm_loss" in row)

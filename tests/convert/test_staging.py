@@ -1,0 +1,104 @@
+"""A conversion's target appears complete or not at all, whatever ends the conversion."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.convert.staging import SUFFIX, complete_folder
+from tests.support.conversions import converted, same_weights, saved_peer, weights_in
+
+
+def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
+    with complete_folder(tmp_path / "deep" / "new") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "file").write_text("text")
+        assert not (tmp_path / "deep" / "new").exists()
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert found == ["deep", "deep/new", "deep/new/inner", "deep/new/inner/file"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="stop"), complete_folder(tmp_path / "new") as folder:
+        (folder / "file").write_text("half")
+        raise ValueError("stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_target(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match=r"--save .*new cannot be written: No space left"),
+        complete_folder(tmp_path / "new"),
+    ):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_an_existing_target_is_refused(kind: str, tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    if kind == "folder":
+        target.mkdir()
+        (target / "kept").write_text("kept")
+    elif kind == "file":
+        target.write_text("kept")
+    else:
+        target.symlink_to(tmp_path / "nowhere")
+    with (
+        pytest.raises(InputError, match="exists already, and a conversion replaces nothing"),
+        complete_folder(target),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_an_empty_folder_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with complete_folder(tmp_path / "there") as folder:
+        (folder / "file").write_text("text")
+    assert (tmp_path / "there" / "file").read_text() == "text"
+
+
+def test_a_second_conversion_to_the_same_target_is_refused(tmp_path: Path) -> None:
+    with complete_folder(tmp_path / "new") as folder:
+        (folder / "file").write_text("first")
+        with (
+            pytest.raises(InputError, match="another conversion writes there already"),
+            complete_folder(tmp_path / "new"),
+        ):
+            pass
+        assert (folder / "file").exists()
+    assert (tmp_path / "new" / "file").read_text() == "first"
+
+
+def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
+    """The child dies after its third tensor, as by an out-of-memory kill."""
+    pytest.importorskip("transformers")
+    saved_peer("llama", tmp_path / "theirs")
+    pid = os.fork()
+    if pid == 0:
+        from megatron_lite.convert.formats import FORMATS, TargetOptions
+
+        seen: list[int] = []
+
+        def advance(num_bytes: int) -> None:
+            seen.append(num_bytes)
+            if len(seen) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        FORMATS["megatron-lite"].target(tmp_path / "ours", TargetOptions()).write(
+            FORMATS["hf"].source(tmp_path / "theirs"), advance
+        )
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"ours{SUFFIX}", "theirs"]
+    (tmp_path / f"ours{SUFFIX}" / "odd").write_text("of an older version")
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+    assert not (tmp_path / "ours" / "odd").exists()
+    assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
+    assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))

@@ -1,0 +1,74 @@
+"""Small Hugging Face checkpoints on the disk, and conversions as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_lite.tools.convert import main
+from tests.support.hf import PEERS
+
+WORDS = ("<|endoftext|>", "to", "be", "or", "not")
+
+
+def saved_peer(name: str, folder: Path) -> Any:
+    """Saves a randomly initialised model of transformers, and returns it."""
+    model = PEERS[name].build()
+    model.save_pretrained(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer of a few words, as save_pretrained does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="not"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+
+
+def converted(source: Path, target: Path, way: str, *flags: str) -> int:
+    """Runs the tool and returns its exit status. way: such as "hf megatron-lite"."""
+    from_format, to_format = way.split()
+    return main(
+        [
+            *("--from", from_format, "--to", to_format),
+            *("--load", str(source), "--save", str(target)),
+            *flags,
+        ]
+    )
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """Returns all tensors of a folder of safetensors files."""
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Returns whether both have the same names, dtypes and bits."""
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and torch.equal(first[name], second[name])
+        for name in first
+    )
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    """Changes the tensors of model.safetensors: `change(tensors)` edits the dict."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, str(path), metadata={"format": "pt"})

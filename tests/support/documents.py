@@ -1,0 +1,78 @@
+"""Micro-batches that pack several documents into a sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.batches import MicroBatch, cut
+from megatron_lite.training.documents import DocumentRules
+from tests.support.models import BATCH, SEQ_LENGTH, VOCAB_SIZE
+
+EOD = 5
+ALL = DocumentRules(eod=EOD, mask_loss=True, reset_positions=True, reset_attention=True)
+
+
+def packed_text(
+    seed: int = 3, *, batch: int = BATCH, seq_length: int = SEQ_LENGTH, most: int = 4
+) -> Tensor:
+    """Returns random samples [b, s + 1] of documents that have 1 to `most` tokens each."""
+    random = torch.Generator().manual_seed(seed)
+    samples = torch.randint(EOD + 1, VOCAB_SIZE, (batch, seq_length + 1), generator=random)
+    for sample in samples:
+        place = -1
+        while place <= seq_length:
+            if place >= 0:
+                sample[place] = EOD
+            place += int(torch.randint(1, most + 1, (), generator=random))
+    return samples
+
+
+def packed_batch(
+    rules: DocumentRules = ALL,
+    seed: int = 3,
+    *,
+    batch: int = BATCH,
+    seq_length: int = SEQ_LENGTH,
+    parallel: ParallelState | None = None,
+) -> MicroBatch:
+    """Returns `packed_text` as a micro-batch, or with `parallel` this rank's spans of it."""
+    rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
+    text = packed_text(seed, batch=batch, seq_length=seq_length)
+    return cut(text, cp_rank=rank, cp_size=size, rules=rules)
+
+
+def batch_of(sizes: Sizes) -> MicroBatch:
+    """Returns a packed micro-batch with the tensors that the sizes tell of."""
+    rules = DocumentRules(
+        eod=EOD,
+        mask_loss=sizes.masks_loss,
+        reset_positions=sizes.resets_positions,
+        reset_attention=sizes.resets_attention,
+    )
+    return packed_batch(rules, batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+
+
+def documents_of(samples: Tensor) -> list[Tensor]:
+    """Returns the documents of the samples, each with the token after its end where there is one.
+
+    Each is [1, n + 1]: n inputs and their labels. The last token of a sample is only a label.
+    """
+    found = []
+    for sample in samples.tolist():
+        ends = [place for place, token in enumerate(sample[:-1]) if token == EOD]
+        found += _between([0, *(place + 1 for place in ends), len(sample) - 1], sample)
+    return found
+
+
+def _between(starts: Sequence[int], sample: list[int]) -> list[Tensor]:
+    return [
+        torch.tensor([sample[start : stop + 1]])
+        for start, stop in itertools.pairwise(starts)
+        if start < stop
+    ]

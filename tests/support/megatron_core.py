@@ -1,0 +1,269 @@
+"""megatron-core's GPT, its optimizer and its checkpoints on a CPU, which it does not support.
+
+Import this module only in the processes of `run_ranks`, after pytest.importorskip("megatron.core").
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.model import ModelConfig
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        _get_param_groups,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+MAX_POSITIONS = 17
+PADDED = 64
+
+
+@contextmanager
+def on_cpu(tp_size: int) -> Iterator[None]:
+    """The places that ask for a CUDA device get the CPU, for the rest of the process."""
+    ones, tensor = torch.ones, torch.tensor
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+    torch.ones = lambda *size, device=None, **options: ones(*size, **options)  # type: ignore[assignment]
+    torch.tensor = lambda data, device=None, **options: tensor(data, **options)  # type: ignore
+    CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
+    filesystem_async._process_memory = lambda: 0  # psutil is not installed
+    parallel_state.initialize_model_parallel(tp_size)
+    yield
+
+
+def their_model(
+    config: ModelConfig,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    *,
+    padded: int = PADDED,
+) -> Any:
+    """Returns megatron-core's model of a config, with random weights."""
+    theirs = TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.query_groups,
+        ffn_hidden_size=config.ffn_size,
+        kv_channels=config.head_dim,
+        normalization=config.normalization,
+        add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.add_qkv_bias,
+        layernorm_epsilon=config.norm_epsilon,
+        qk_layernorm=config.qk_layernorm,
+        gated_linear_unit=config.swiglu,
+        activation_func=F.silu if config.swiglu else F.gelu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        tensor_model_parallel_size=tp_size,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    torch.manual_seed(7)
+    model = GPTModel(
+        theirs,
+        get_gpt_layer_local_spec(
+            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        ),
+        padded,
+        config.max_position_embeddings,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+        parallel_output=False,
+    )
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.ndim == 1:  # zeros and ones would hide mistakes
+            parameter.data += 0.3 * torch.sin(torch.arange(parameter.numel()) + number)
+    return model.to(dtype)
+
+
+def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argparse.Namespace:
+    """Returns the `args` that Megatron-LM saves with a model, as far as they matter."""
+    return argparse.Namespace(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=config.group_query_attention,
+        num_query_groups=config.num_query_groups,
+        ffn_hidden_size=config.ffn_size,
+        kv_channels=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        seq_length=config.max_position_embeddings,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        rotary_percent=1.0,
+        normalization=config.normalization,
+        norm_epsilon=config.norm_epsilon,
+        qk_layernorm=config.qk_layernorm,
+        swiglu=config.swiglu,
+        bias_gelu_fusion=False,
+        add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.add_qkv_bias,
+        untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.02,
+        attention_backend=AttnBackend.auto,
+        params_dtype=torch.float32,
+        save=Path("/checkpoints"),
+        tokenizer_type="NullTokenizer",
+        vocab_size=60,
+        padded_vocab_size=PADDED,
+        consumed_train_samples=24,
+        tensor_model_parallel_size=tp_size,
+        pipeline_model_parallel_size=pp_size,
+        num_experts=None,
+    )
+
+
+def their_results(model: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Returns the logits of all rows of the vocabulary, and the loss."""
+    with torch.no_grad():
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits = model(tokens, positions, None)
+    return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) -> Any:
+    """Returns megatron-core's optimizer after some updates of the model.
+
+    A bfloat16 model gets the optimizer with float32 weights. torch's AdamW makes the updates.
+    """
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1)
+    groups = _get_param_groups([model], config, get_standard_config_overrides(config))
+    adam = torch.optim.AdamW(groups, lr=1e-2)
+    if next(model.parameters()).dtype == torch.float32:
+        optimizer: Any = FP32Optimizer(adam, config, lambda *_: None)
+    else:
+        kind = torch.Tensor.type
+        torch.Tensor.type = lambda self: kind(self).replace("torch.", "torch.cuda.")  # type: ignore
+        optimizer = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
+        torch.Tensor.type = kind  # type: ignore[method-assign]
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    for _ in range(steps):
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        logits = model(tokens, positions, None).float()
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        for name, parameter in model.named_parameters():
+            if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
+                dist.all_reduce(parameter.grad, group=tp_group)
+            main = getattr(parameter, "main_param", parameter)
+            main.grad = parameter.grad.to(main.dtype)
+        adam.step()
+        for parameter in model.parameters():
+            parameter.data.copy_(getattr(parameter, "main_param", parameter).data)
+            parameter.grad = None
+    return optimizer
+
+
+def save_legacy(
+    root: Path, rank: int, args: argparse.Namespace, model: Any, optimizer: Any, iteration: int = 4
+) -> None:
+    """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch."""
+    folder = root / f"iter_{iteration:07d}" / f"mp_rank_{rank:02d}"
+    folder.mkdir(parents=True)
+    torch.save(
+        {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": iteration,
+            "model": model.state_dict_for_save_checkpoint(),
+            "optimizer": optimizer.state_dict(),
+            "opt_param_scheduler": {"max_lr": 1e-2, "num_steps": iteration},
+            "rng_state": [{"random_rng_state": (3, (1, 2, 3), None)}],
+            "num_floating_point_operations_so_far": 0,
+        },
+        folder / "model_optim_rng.pt",
+    )
+    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def save_dist(
+    root: Path, args: argparse.Namespace, model: Any, optimizer: Any = None, iteration: int = 4
+) -> None:
+    """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch_dist."""
+    from megatron.core import dist_checkpointing
+
+    folder = root / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    filesystem_async._results_queue = queue.Queue()  # else it starts a process that needs a main
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    state: dict[str, Any] = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "model": model.sharded_state_dict(metadata=metadata),
+    }
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, str(folder))
+    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+
+
+def load_legacy(root: Path, rank: int, model: Any, optimizer: Any) -> None:
+    """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch."""
+    text = (root / "latest_checkpointed_iteration.txt").read_text()
+    path = root / f"iter_{int(text):07d}" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    assert state["checkpoint_version"] == 3.0 and state["iteration"] == 4
+    model.load_state_dict(state["model"], strict=True)
+    optimizer.load_state_dict(with_torch_steps(state["optimizer"]))
+
+
+def with_torch_steps(state: dict[str, Any]) -> dict[str, Any]:
+    """Adds the step that torch's AdamW keeps for each parameter.
+
+    Megatron-LM's FusedAdam, which needs a GPU, keeps one step for each group instead.
+    """
+    inner = state.get("optimizer", state)
+    steps = {group["step"] for group in inner["param_groups"]}
+    inner["state"]["common_step"] = torch.tensor(float(steps.pop()))
+    assert not steps
+    return state
+
+
+def load_dist(root: Path, model: Any, optimizer: Any) -> None:
+    """Loads as Megatron-LM's load_checkpoint does with --ckpt-format torch_dist."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    text = (root / "latest_checkpointed_iteration.txt").read_text()
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    wanted: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load(
+        wanted, str(root / f"iter_{int(text):07d}"), strict=StrictHandling.RAISE_ALL
+    )
+    model.load_state_dict(state["model"], strict=True)
+    optimizer.load_state_dict(with_torch_steps(state["optimizer"]))

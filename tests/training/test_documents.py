@@ -1,0 +1,440 @@
+"""Sequences that pack documents: their losses and gradients are those of a model that sees each
+document alone. tests/data/test_megatron_core_parity.py compares masks and positions."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from arguments import parse_args
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.notices import setting_notices
+from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.batches import MicroBatch, MicroBatches, cut
+from megatron_lite.training.documents import document_rules
+from megatron_lite.training.dry_run import dry_run
+from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.loss_mask import MaskedMean, masked_mean
+from megatron_lite.training.observe import Observer
+from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
+from tests.support.equality import difference, variant_config
+from tests.support.models import (
+    BATCH,
+    SEQ_LENGTH,
+    Outcome,
+    build_tiny_model,
+    specs_of,
+    tp_state,
+    whole_tensors,
+)
+from tests.support.pairs import only
+from tests.support.pipelines import Layout, runner_of
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, run_to_end
+
+FLAGS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
+RUN = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 3 --vocab-size 15 "
+    "--make-vocab-size-divisible-by 8 --global-batch-size 6 --train-iters 2 --lr 1e-3 --mock-data "
+    "--hidden-dropout 0 --attention-dropout 0 "
+    "--log-interval 1 --eval-interval 2 --eval-iters 1 --distributed-backend gloo"
+)
+
+
+def config_of(flags: str) -> RunConfig:
+    return parse_args(f"{RUN} {flags}".split()).config
+
+
+def metrics_of(flags: str, folder: Path) -> list[dict[str, Any]]:
+    """Runs the flags on this rank. Returns the losses and gradient norms of the metrics file."""
+    path = folder / "metrics.jsonl"
+    run_to_end(config_of(f"{flags} --metrics-jsonl {path}"))
+    return columns(path)
+
+
+def columns(path: Path) -> list[dict[str, Any]]:
+    return [
+        {key: row[key] for key in row if "loss" in key or key == "grad_norm"} for row in rows(path)
+    ]
+
+
+def test_context_parallel_ranks_have_their_spans_and_the_starts_of_whole_sequences() -> None:
+    text = packed_text()
+    whole = cut(text, rules=ALL)
+    parts = [cut(text, cp_rank=rank, cp_size=3, rules=ALL) for rank in range(3)]
+    halves = [*range(3), *reversed(range(3))]
+    for field in ("tokens", "labels", "loss_mask"):
+        found = [getattr(parts[rank], field)[:, :2] for rank in range(3)]
+        found += [getattr(parts[rank], field)[:, 2:] for rank in reversed(range(3))]
+        assert torch.equal(torch.cat(found, 1), getattr(whole, field)), (field, halves)
+    assert all(torch.equal(part.documents.starts, whole.documents.starts) for part in parts)
+    positions = [part.documents.position_ids for part in parts]
+    joined = [one[:, :2] for one in positions] + [one[:, 2:] for one in reversed(positions)]
+    assert torch.equal(torch.cat(joined, 1), whole.documents.position_ids)
+
+
+# --- the documents one by one ----------------------------------------------------------------
+
+
+def one_by_one(name: str, seeds: range, **overrides: object) -> Outcome:
+    """Returns the sum of the losses that count, and its gradients, document by document."""
+    with tp_state(1) as parallel:
+        model = build_tiny_model(variant_config(name, **overrides), parallel)
+        total = torch.zeros((), dtype=torch.float64)
+        for seed in seeds:
+            for document in documents_of(packed_text(seed)):
+                tokens, labels = document[:, :-1], document[:, 1:]
+                loss = (model.loss(tokens, labels) * (tokens != EOD)).sum()
+                loss.backward()
+                total += loss.detach()
+        grads = {
+            name: torch.zeros_like(one) if one.grad is None else one.grad
+            for name, one in model.named_parameters()
+        }
+        return Outcome(total, whole_tensors(grads, specs_of(model), parallel))
+
+
+def packed(
+    name: str, parallel: ParallelState, *, sequence_parallel: bool, **overrides: object
+) -> Outcome:
+    """Returns the same of a packed micro-batch."""
+    model = build_tiny_model(
+        variant_config(name, **overrides), parallel, sequence_parallel=sequence_parallel
+    )
+    parameters = dict(model.named_parameters())
+    buffer = GradBuffer(parameters, parallel)
+    batch = packed_batch(parallel=parallel)
+    loss = (model.loss(batch.tokens, batch.labels, batch.documents) * batch.loss_mask).sum()
+    loss.backward()
+    buffer.reduce_()
+    total = loss.detach()
+    if parallel.cp_group is not None:
+        torch.distributed.all_reduce(total, group=parallel.cp_group)
+    return Outcome(total, whole_tensors(buffer.grads, specs_of(model), parallel))
+
+
+# Rotary angles are float32 numbers: those of a document at another place differ by rounding.
+TOLERANCE = {"gpt2": 1e-12, "nemotron": 1e-12, "llama": 1e-5, "qwen": 1e-5}
+WINDOW: dict[str, object] = dict(window_size=(2, 0), window_attn_skip_freq=(1, 0))
+CASES: list[tuple[str, dict[str, object]]] = [
+    ("gpt2", {}),
+    ("gpt2", dict(attention_backend="unfused", **WINDOW)),
+    ("llama", WINDOW),
+    ("qwen", {}),
+]
+
+
+def assert_equal(name: str, expected: Outcome, actual: Outcome) -> None:
+    assert difference(expected.loss, actual.loss) < TOLERANCE[name]
+    wrong = {
+        key: difference(grad, actual.grads[key])
+        for key, grad in expected.grads.items()
+        # A key's bias has no gradient but rounding noise.
+        if float(grad.abs().max()) > 1e-9
+        and not difference(grad, actual.grads[key]) < TOLERANCE[name]
+    }
+    assert wrong == {}
+
+
+LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
+
+
+@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel"), only(LAYOUTS, 0, 2, 3))
+def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
+    tp_size: int, cp_size: int, sequence_parallel: bool
+) -> None:
+    cases = [
+        (name, overrides)
+        for name, overrides in CASES
+        if cp_size == 1 or variant_config(name, **overrides).attention_backend == "unfused"
+    ]
+
+    def work(rank: int, world_size: int) -> list[Outcome]:
+        with tp_state(tp_size, cp_size=cp_size) as parallel:
+            return [
+                packed(name, parallel, sequence_parallel=sequence_parallel, **overrides)
+                for name, overrides in cases
+            ]
+
+    expected = [one_by_one(name, range(3, 4), **overrides) for name, overrides in cases]
+    for of_rank in run_ranks(work, tp_size * cp_size, detail=False):
+        for (name, _), want, have in zip(cases, expected, of_rank, strict=True):
+            assert_equal(name, want, have)
+
+
+class Packed:
+    """The packed micro-batches 0 to count - 1."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        return packed_batch(seed=number)
+
+
+def in_pipeline(rank: int, world_size: int, everywhere: bool = True) -> Outcome:
+    """Returns the loss and the gradients of this rank's stage over three micro-batches."""
+    config = variant_config("gpt2", num_layers=3, untie_embeddings_and_output_weights=True)
+    with runner_of(Layout(pp=world_size), config, everywhere=everywhere) as runner:
+        loss = runner.train(
+            Packed(3), loss_factor=1.0, mask_factors=torch.ones(3), observer=Observer()
+        )
+        grads = {name: one.grad for name, one in runner.model.named_parameters()}
+        return Outcome(loss, {name: grad for name, grad in grads.items() if grad is not None})
+
+
+def test_every_stage_of_a_pipeline_keeps_documents_apart() -> None:
+    overrides = dict(num_layers=3, untie_embeddings_and_output_weights=True)
+    expected = one_by_one("gpt2", range(3), **overrides)
+    ranks = run_ranks(in_pipeline, 3, detail=False)
+    grads = {
+        name.partition("chunks.0.")[2] or name: grad
+        for one in ranks
+        for name, grad in one.grads.items()
+    }
+    grads = {name: grads[name][: len(want)] for name, want in expected.grads.items()}  # no padding
+    assert_equal("gpt2", expected, Outcome(sum(one.loss for one in ranks), grads))
+
+
+# --- the loss of a step ----------------------------------------------------------------------
+
+
+def test_a_step_has_the_gradients_of_megatrons_formula() -> None:
+    """One of the micro-batches has no token that counts."""
+    batches = [packed_batch(seed=1), packed_batch(seed=2)]
+    batches[0].loss_mask[:, 3:] = 0.0  # micro-batches of different weight
+    nothing = batches[1]._replace(loss_mask=torch.zeros(BATCH, SEQ_LENGTH))
+    batches = [*batches, nothing]
+    counts = [int(batch.loss_mask.sum()) for batch in batches]
+    assert counts[2] == 0 < counts[0] < counts[1]
+    config = variant_config("gpt2")
+    for per_token in (False, True):
+        with runner_of(Layout(), config) as runner:
+            mean = masked_mean(counts, runner.parallel, per_token=per_token)
+            loss = runner.train(
+                batches, loss_factor=1.0, mask_factors=mean.factors, observer=Observer()
+            )
+            grads = [one.grad for one in runner.model.parameters()]
+        with runner_of(Layout(), config) as runner:
+            (chunk,) = runner.model
+            sums = [
+                (chunk.loss(one.tokens, one.labels, one.documents) * one.loss_mask).sum()
+                for one in batches
+            ]
+            # pretrain_gpt.py and megatron.core.pipeline_parallel.schedules
+            whole = (
+                sum(sums) / sum(counts)
+                if per_token
+                else sum(one / max(1, count) / 3 for one, count in zip(sums, counts, strict=True))
+            )
+            whole.backward()
+            expected = [one.grad for one in runner.model.parameters()]
+        assert loss / mean.num_tokens == pytest.approx(
+            float(sum(sums).detach()) / sum(counts), rel=1e-12
+        )
+        for want, have in zip(expected, grads, strict=True):
+            assert difference(want, have) < 1e-12
+
+
+def test_a_step_without_any_token_that_counts_has_the_loss_0() -> None:
+    with tp_state(1) as alone:
+        mean = masked_mean([0, 0], alone, per_token=True)
+    assert mean.num_tokens == 1.0 and mean.factors.tolist() == [1.0, 1.0]
+
+
+def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens() -> None:
+    def work(rank: int, world_size: int) -> list[MaskedMean]:
+        with runner_of(Layout(dp=2), variant_config("gpt2")) as runner:
+            counts = [[4, 6], [5, 0]][rank]
+            return [masked_mean(counts, runner.parallel, per_token=one) for one in (False, True)]
+
+    first, second = run_ranks(work, 2, detail=False)
+    assert [one.num_tokens.item() for one in (*first, *second)] == [15.0] * 4
+    # 1 / (tokens x 2 micro-batches x 2 ranks), and 1 / all tokens
+    assert first[0].factors.tolist() == [1 / 16, 1 / 24]
+    assert second[0].factors.tolist() == [1 / 20, 1 / 4]
+    assert torch.equal(second[1].factors, torch.full((2,), 1 / 15, dtype=torch.float64))
+
+
+class Texts:
+    """A dataset of packed samples."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 999:
+            raise InputError("a damaged file")
+        return packed_text(index, batch=1)[0].numpy()
+
+
+def test_an_evaluation_is_the_mean_over_the_tokens_that_count() -> None:
+    with runner_of(Layout(), variant_config("gpt2")) as runner:
+        shape = dict(num_iterations=2, num_microbatches=2, micro_batch_size=BATCH)
+        found = evaluate(runner, Texts(), rules=ALL, **shape)
+        (chunk,) = runner.model
+        total, count = 0.0, 0
+        for index in range(4 * BATCH):
+            batch = cut(torch.from_numpy(Texts()[index])[None], rules=ALL)
+            losses = chunk.loss(batch.tokens, batch.labels, batch.documents)
+            total += float((losses * batch.loss_mask).sum().detach())
+            count += int(batch.loss_mask.sum())
+    assert found is not None and found.loss == pytest.approx(total / count, rel=1e-12)
+
+
+def test_the_counts_are_those_of_the_masks_and_say_where_a_sample_cannot_be_read() -> None:
+    with tp_state(1) as parallel:
+        shape: dict[str, Any] = dict(
+            dataset=Texts(), micro_batch_size=BATCH, num_microbatches=2, parallel=parallel
+        )
+        batches = MicroBatches(consumed_samples=6, rules=ALL, **shape)
+        assert batches.counts() == [int(batches[number].loss_mask.sum()) for number in (0, 1)]
+        last = MicroBatches(consumed_samples=994, rules=ALL, where="iteration 7", **shape)
+        with pytest.raises(InputError, match="iteration 7, samples 997 to 999: a damaged file"):
+            last.counts()
+
+
+# --- runs ------------------------------------------------------------------------------------
+
+VARIANTS = [
+    "",
+    "--attention-dropout 0.1 --hidden-dropout 0.1",
+    "--attention-backend unfused",
+    "--window-size 4,0 --window-attn-skip-freq 2 --micro-batch-size 1",
+    "--position-embedding-type rope --attention-backend unfused --window-size 4,0",
+    "--bf16 --loss-chunk-size 7",
+]
+POLICIES = [
+    "*:full/1",
+    "*:full/3",
+    "*:core_attn",
+    "*:core_attn+layernorm+mlp",
+    "*:ops(matmul)",
+    "*:ops(attention)",
+    "*:none@host",
+    "*:full/1@host",
+]
+RUNS = list(product(VARIANTS, POLICIES))
+
+
+@pytest.mark.parametrize(("variant", "policy"), only(RUNS, 0, 4, 18))
+def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
+    variant: str, policy: str, tmp_path: Path
+) -> None:
+    """With --recompute-verify a run ends if a kept byte was not predicted, or lives on unseen."""
+    flags = f"{FLAGS} {variant} --recompute-verify --recompute-policy"
+    expected = metrics_of(f"{flags} *:none", tmp_path)
+    assert metrics_of(f"{flags} {policy}", tmp_path) == expected
+    assert len(expected) > 1
+
+
+LAYOUT_FLAGS = [
+    (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    (2, "--attention-backend unfused --context-parallel-size 2"),
+    (2, "--use-torch-fsdp2 --calculate-per-token-loss"),
+    (2, "--use-distributed-optimizer"),
+    (4, "--pipeline-model-parallel-size 4 --calculate-per-token-loss"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), only(LAYOUT_FLAGS, 1, 2))
+def test_a_run_has_the_same_losses_in_every_layout(ranks: int, layout: str, tmp_path: Path) -> None:
+    kept = ("--attention-backend unfused", "--calculate-per-token-loss")
+    same = " ".join(flag for flag in kept if flag in layout)
+    flags = f"{FLAGS} --global-batch-size 12"
+    expected = metrics_of(f"{flags} {same}", tmp_path)
+    path = tmp_path / "sharded.jsonl"
+
+    def work(rank: int, world_size: int) -> None:
+        run_to_end(config_of(f"{flags} {layout} --metrics-jsonl {path}"))
+
+    run_ranks(work, ranks, detail=False)
+    found = columns(path)
+    assert len(found) == len(expected) > 1
+    for want, have in zip(expected, found, strict=True):
+        assert have == pytest.approx(want, rel=2e-5)
+
+
+def test_each_flag_changes_a_run_and_no_flag_leaves_it_as_it_was(tmp_path: Path) -> None:
+    runs = {
+        flags: metrics_of(flags, tmp_path)
+        for flags in (
+            "",
+            "--calculate-per-token-loss",
+            "--eod-mask-loss",
+            "--eod-mask-loss --calculate-per-token-loss",
+            "--reset-position-ids",
+            "--reset-attention-mask",
+        )
+    }
+    assert runs[""] == runs.pop("--calculate-per-token-loss")
+    norms = [str(rows[0]["grad_norm"]) for rows in runs.values()]
+    assert len(set(norms)) == len(norms) == 5
+
+
+def test_a_dry_run_has_the_bytes_of_the_prediction() -> None:
+    for flags in ("", "--pipeline-model-parallel-size 2 --attention-backend unfused"):
+        config = config_of(f"{FLAGS} {flags}")
+        for rank in range(config.parallel.pipeline_model_parallel_size):
+            found = dry_run(config, rank, world_size=config.parallel.pipeline_model_parallel_size)
+            assert found.held_bytes == found.states.total
+            assert abs(found.peak_difference) < 0.02 * found.predicted_peak
+
+
+def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a")).save(str(path))
+    config = config_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path} {FLAGS}")
+    with pytest.raises(InputError, match="--eod-mask-loss and --reset-position-ids and --reset"):
+        document_rules(config)
+
+
+def test_settings_without_effect_are_told() -> None:
+    def told(flags: str) -> str:
+        return "\n".join(setting_notices(config_of(flags)))
+
+    assert "--calculate-per-token-loss has no effect without --eod-mask-loss" in told(
+        "--calculate-per-token-loss"
+    )
+    assert "--calculate" not in told("--calculate-per-token-loss --eod-mask-loss")
+    assert "--reset-position-ids has no effect with --position-embedding-type rope" in told(
+        "--reset-position-ids --position-embedding-type rope"
+    )
+    assert "--reset-attention-mask has little to do under --mock-data" in told(
+        "--reset-attention-mask"
+    )
+
+
+def test_a_mask_hides_whole_blocks_of_keys_from_long_sequences() -> None:
+    """A CPU kernel takes 512 keys at a time: of some queries it hides the first blocks."""
+    from megatron_lite.model.window import windowed_attention
+
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1300, 2, 1, 8, generator=random) for _ in range(3))
+    starts = torch.zeros(2, 1300, dtype=torch.int64)
+    starts[0, 700:], starts[1, 1:] = 700, 1
+    output = windowed_attention(query, key, value, reach=None, scale=1.0, document_starts=starts)
+
+    def alone(sample: int, start: int, stop: int) -> Tensor:
+        own = (one[start:stop, sample, 0].double() for one in (query, key, value))
+        q, k, v = own
+        scores = (q @ k.T).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    for sample, start, stop in ((0, 0, 700), (0, 700, 1300), (1, 0, 1), (1, 1, 1300)):
+        expected = alone(sample, start, stop)
+        assert torch.allclose(output[start:stop, sample, 0].double(), expected, atol=1e-5)
