@@ -87,7 +87,7 @@ def norm_after(
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     # Several ranks add the bias to the sum, which gives a tensor of its own.
     biased = model.add_bias_linear and sizes.tp_size > 1
-    branch = KeptTensor(f"{linear} output{' with its bias' if biased else ''}", hidden)
+    branch = KeptTensor(f"{linear} output{' with its bias' if biased else ''}", hidden, True)
     # Without dropout the gradient of the norm's output is that of the residual stream.
     frees_gradient = model.hidden_dropout > 0.0
     return Operation(
