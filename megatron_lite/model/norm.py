@@ -61,7 +61,8 @@ class Norm(nn.Module):
         self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.widens:
             weight = weight.to(hidden_states.dtype)
             bias = None if bias is None else bias.to(hidden_states.dtype)
