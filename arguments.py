@@ -11,25 +11,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
+import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_lite.config import alternatives, checks, flags, hf_file
+from megatron_lite.config.all_faults import Faults, Parser
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import (
     DATALOADER_TYPES,
+    TIKTOKEN_PATTERNS,
     TOKENIZER_TYPES,
     DataConfig,
     TokenizerConfig,
 )
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
+from megatron_lite.config.flag_help import help_on
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
-from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.lr_schedule_settings import (
     LR_DECAY_STYLES,
@@ -59,6 +64,7 @@ from megatron_lite.config.optimizer_settings import (
 )
 from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
 from megatron_lite.config.pattern_text import parse_pattern, parse_window
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
@@ -94,14 +100,16 @@ class ParsedArguments:
 def parse_args(argv: Sequence[str]) -> ParsedArguments:
     """Parses a command line, given without the name of the program.
 
-    Any fault in the command line prints one line on stderr and exits with status 2.
+    Faults in the command line are printed on stderr, all of them at once, and the program exits
+    with status 2.
     """
     parser = build_parser()
-    argv, notices = _rename_old_spellings(argv)
-    namespace, unread = parser.parse_known_args(argv)
-    if unread:
-        parser.error(_unread_message(unread, supported_flags(parser)))
-    given = vars(namespace)
+    argv, notices = _rename_old_spellings(argv, parser)
+    _print_help_on(argv)
+    read = parser.read(argv)
+    unknown, meant = flags.unread_faults(read.unread, supported_flags(parser))
+    faults = Faults([*read.faults, *unknown], {*read.failed, *map(_field_name, meant)})
+    given = vars(read.namespace)
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
@@ -113,16 +121,17 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     }
     first, *others = [name for name, is_given in printing.items() if is_given] or [""]
     if others:
-        parser.error(
+        faults.texts.append(
             f"{first} and {others[0]} each print something else and stop: leave one of them out"
         )
-    try:
+    dry_run = None
+    with faults.of():
         dry_run = take_dry_run(given)
-        notices += _without_effect(given)
-        notices += _translate_values(given)
-        config = _build_config(given, config_json, notices, hf_config)
-    except ValueError as error:
-        parser.error(str(error))
+    notices += _without_effect(given, faults)
+    notices += _translate_values(given, faults)
+    config = _build_config(given, config_json, notices, faults, hf_config)
+    if faults.texts or config is None:
+        parser.stop(faults.texts)
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
     notices += setting_notices(
         config, [name for name, value in given.items() if value is not False]
@@ -149,15 +158,6 @@ def supported_flags(parser: argparse.ArgumentParser) -> list[str]:
         if not action.dest.startswith("--")
         for name in action.option_strings
     ]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Prints the message as one line and exits with status 2.
-
-        argparse would print the usage first. With Megatron's many flags it would hide the message.
-        """
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class _Group:
@@ -199,20 +199,26 @@ class _Group:
             help=text + self._default(field),
         )
 
-    def switch(self, flag: str, text: str) -> None:
+    def switch(self, flag: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns its field on.
 
         `_translate_values` replaces the few switches that have no field.
         """
+        names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
-            flag, dest=_field_name(flag), action="store_true", default=argparse.SUPPRESS, help=text
+            *names,
+            dest=_field_name(flag),
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=text,
         )
 
-    def off_switch(self, flag: str, field: str, text: str) -> None:
+    def off_switch(self, flag: str, field: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns `field` off."""
         assert self._fields[field].default is True, field
+        names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
-            flag, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
+            *names, dest=field, action="store_false", default=argparse.SUPPRESS, help=text
         )
 
     def _default(self, field: str) -> str:
@@ -222,15 +228,17 @@ class _Group:
         return "" if default is None or default == () else f" (default: {default})"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Returns the parser of the whole command line.
 
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="pretrain_gpt.py",
-        description="Trains a GPT. Flags have Megatron-LM's names and meaning.",
+        description="Trains a GPT. Flags have Megatron-LM's names and meaning. --help refused and "
+        "--help ignored list the other flags of Megatron, by the reason.",
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.register("type", int, _whole_number)
@@ -276,6 +284,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_tokenizer_arguments(parser)
     _add_checkpoint_arguments(parser)
     _add_logging_arguments(parser)
+    _add_profiling_arguments(parser)
     _add_arguments_without_effect(parser)
     return parser
 
@@ -581,6 +590,12 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "INCREMENT at a time, while SAMPLES are consumed",
         nargs=3,
     )
+    group.value(
+        "--step-batch-size-schedule",
+        str,
+        "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
+        "'0:768 250B:1536'; the last one is --global-batch-size",
+    )
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
@@ -769,6 +784,21 @@ def _add_lr_schedule_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.value("--lr-wsd-decay-iters", int, "iterations of WSD's decay, at the end")
     group.value("--lr-wsd-decay-samples", int, "the same in samples, with --train-samples")
+    group.value(
+        "--decoupled-lr", float, "--lr of the word embedding and the output layer, if it differs"
+    )
+    group.value("--decoupled-min-lr", float, "their --min-lr; derived: --min-lr")
+    group.switch(
+        "--use-checkpoint-opt_param-scheduler",
+        "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
+        alias="--use-checkpoint-opt-param-scheduler",
+    )
+    group.switch(
+        "--override-opt_param-scheduler",
+        "a run that continues takes them from the flags, which is the default, and the log does "
+        "not list the differences",
+        alias="--override-opt-param-scheduler",
+    )
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
@@ -826,10 +856,26 @@ def _add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
         values=TOKENIZER_TYPES,
     )
     group.value(
-        "--tokenizer-model", str, "tokenizer.json or its directory, for HuggingFaceTokenizer"
+        "--tokenizer-model",
+        str,
+        "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
+        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
     )
     group.value("--vocab-file", str, "vocab.json, for GPT2BPETokenizer")
     group.value("--merge-file", str, "merges.txt, for GPT2BPETokenizer")
+    group.value(
+        "--tiktoken-pattern",
+        str,
+        "how TikTokenizer splits a text (v2 if omitted)",
+        values=TIKTOKEN_PATTERNS,
+    )
+    group.value("--tiktoken-num-special-tokens", int, "special tokens of TikTokenizer")
+    group.value(
+        "--tokenizer-special-tokens",
+        str,
+        "names of its first special tokens, if they are not the usual ones",
+        nargs="+",
+    )
     group.value("--vocab-size", int, "token ids before padding; derived from the tokenizer's files")
     group.value(
         "--make-vocab-size-divisible-by",
@@ -903,6 +949,36 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
     group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+    group.switch("--log-world-size-to-tensorboard", "number of ranks in TensorBoard")
+    group.off_switch(
+        "--no-log-loss-scale-to-tensorboard",
+        "log_loss_scale_to_tensorboard",
+        "no loss scale in TensorBoard",
+        alias="--disable-log-loss-scale-to-tensorboard",
+    )
+    group.value(
+        "--tensorboard-log-interval", int, "iterations between two points in TensorBoard and W&B"
+    )
+    group.value(
+        "--wandb-project",
+        str,
+        "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
+        "needs the package wandb",
+    )
+    group.value("--wandb-exp-name", str, "its name")
+    group.value("--wandb-save-dir", str, "its folder; derived: DIR/wandb of --save DIR")
+    group.value("--wandb-entity", str, "its owner")
+    group.value(
+        "--timing-log-level",
+        int,
+        "1: time the parts of a step; 2: and those of each micro-batch. Both wait for the GPU",
+    )
+    group.value(
+        "--timing-log-option",
+        str,
+        "times of the fastest and slowest rank, of the slowest, or of all",
+        values=TIMING_LOG_OPTIONS,
+    )
     group.switch(
         "--log-straggler",
         "name the slowest ranks, where they are slower than the others of their stage",
@@ -911,18 +987,41 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group.value("--straggler-ratio", float, "how many times the median's time a slow rank takes")
 
 
+def _add_profiling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _Group(parser, "profiling", ProfilingConfig)
+    group.switch(
+        "--profile", "profile some iterations, for Nsight Systems or with --use-pytorch-profiler"
+    )
+    group.value("--profile-step-start", int, "the iteration after which profiling begins")
+    group.value("--profile-step-end", int, "the last iteration that is profiled")
+    group.value("--profile-ranks", int, "global ranks to profile; all if omitted", nargs="+")
+    group.switch(
+        "--use-pytorch-profiler",
+        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
+    )
+    group.switch("--pytorch-profiler-collect-shapes", "shapes of tensors in the trace")
+    group.switch("--pytorch-profiler-collect-callstack", "Python's stack in the trace")
+    group.switch("--record-shapes", "operators with shapes for Nsight Systems")
+    group.switch("--nvtx-ranges", "operators for Nsight Systems")
+    group.switch(
+        "--record-memory-history",
+        "write CUDA's allocations to --memory-snapshot-path at each --log-interval",
+    )
+    group.value("--memory-snapshot-path", str, "file for them; _RANK is put before its last suffix")
+
+
 def _add_arguments_without_effect(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that are accepted and ignored, and the flags that allow only one value.
 
     Each is stored under its own spelling with the dashes, which no field has. `_without_effect`
     finds it by this name.
     """
-    for entry in flags.WITHOUT_EFFECT:
-        flag, _, metavar = entry.partition(" ")
-        if metavar:
-            parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
-        else:
+    for flag, ignored in flags.ignored_flags().items():
+        if ignored.nargs == 0:
             parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+        else:
+            nargs = None if ignored.nargs == 1 else ignored.nargs
+            parser.add_argument(flag, dest=flag, nargs=nargs, help=argparse.SUPPRESS)
     for flag in flags.ONLY_VALUE:
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
 
@@ -942,10 +1041,16 @@ def _field_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns `argv` with old spellings replaced, and a notice for each flag replaced."""
+def _rename_old_spellings(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], list[str]]:
+    """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
+
+    Underscores in the name of a flag are replaced by dashes.
+    """
     renamed, notices = [], []
-    for word in argv:
+    known = {*parser._option_string_actions, *flags.RENAMED, *flags.refused_flags()}
+    for word in (flags.dashed(word, known) for word in argv):
         name, equals, value = word.partition("=")
         if name in flags.RENAMED:
             notices.append(f"{name} is an old spelling, read as {flags.RENAMED[name]}")
@@ -956,131 +1061,155 @@ def _rename_old_spellings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return renamed, notices
 
 
-def _unread_message(unread: Sequence[str], supported: Sequence[str]) -> str:
-    flag = next((word.partition("=")[0] for word in unread if word.startswith("-")), None)
-    if flag is None:
-        return f"{unread[0]!r} follows no flag that takes it"
-    if reason := flags.refusal_reason(flag):
-        return f"Megatron's {flag} is not supported here: {reason}"
-    closest = flags.closest_flag(flag, supported)
-    return f"unknown flag {flag}: " + (
-        f"did you mean {closest}?" if closest else "--help lists the flags"
-    )
+def _print_help_on(argv: Sequence[str]) -> None:
+    """Prints the text and exits with status 0 if the words are `--help TOPIC`."""
+    for word, topic in itertools.pairwise(argv):
+        if word in ("-h", "--help") and (text := help_on(topic)) is not None:
+            print(text)
+            sys.exit(0)
 
 
-def _without_effect(given: dict[str, Any]) -> list[str]:
-    """Removes the flags without effect from `given` and returns a notice for each.
+def _without_effect(given: dict[str, Any], faults: Faults) -> list[str]:
+    """Removes the flags without effect from `given` and returns notices about them.
 
-    Raises ValueError if a flag that allows only one value has another value.
+    Adds a fault to `faults` for a flag that contradicts another, and for a flag that allows only
+    one value and has another value.
     """
-    notices = []
-    if "--accumulate-allreduce-grads-in-fp32" in given and given.get("grad_reduce_in_bf16"):
-        raise ValueError(
-            "--accumulate-allreduce-grads-in-fp32 contradicts --grad-reduce-in-bf16: leave one "
-            "of them out"
-        )
+    for flag in (
+        "--accumulate-allreduce-grads-in-fp32",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ):
+        if flag in given and given.get("grad_reduce_in_bf16"):
+            faults.texts.append(f"{flag} contradicts --grad-reduce-in-bf16: leave one of them out")
     if "--fsdp-reshard-after-forward" in given and not given.get(
         "torch_fsdp2_reshard_after_forward", True
     ):
-        raise ValueError(
+        faults.texts.append(
             "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward: "
             "leave one of them out"
         )
-    for entry, reason in flags.WITHOUT_EFFECT.items():
-        flag = entry.partition(" ")[0]
-        if given.pop(flag, None) is not None:
-            notices.append(f"{flag} has no effect here: {reason}")
+    ignored = [flag for flag in flags.ignored_flags() if given.pop(flag, None) is not None]
     for flag, only in flags.ONLY_VALUE.items():
-        if (value := given.pop(flag, only)) != only:
-            raise ValueError(
+        if not flags.is_only_value(flag, value := given.pop(flag, only)):
+            faults.texts.append(
                 f"Megatron's {flag} {value} is not supported here, only {only}: "
                 f"{flags.refusal_reason(flag)}"
             )
-    return notices
+    return flags.ignored_notices(ignored)
 
 
-def _translate_values(given: dict[str, Any]) -> list[str]:
+def _translate_values(given: dict[str, Any], faults: Faults) -> list[str]:
     """Replaces Megatron's other spellings of a field's value by that value in `given`.
 
-    Returns notices about them. Raises ValueError if two flags contradict each other, or if a text
-    cannot be parsed.
+    Returns notices about them. Adds a fault for two flags that contradict each other, and for a
+    text that cannot be parsed.
     """
     notices = []
     backend = given.get("attention_backend")
     if backend in MEGATRON_ATTENTION_BACKENDS:
         given["attention_backend"] = MEGATRON_ATTENTION_BACKENDS[backend]
         notices.append(f"--attention-backend {backend} is read as {given['attention_backend']}")
-    if len(types := given.get("cp_comm_type", [])) > 0:
-        if len(set(types)) > 1:
-            raise ValueError(
-                f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one "
-                "way here, give one"
-            )
-        given["cp_comm_type"] = types[0]
-    if (window := given.get("window_size")) is not None:
-        given["window_size"] = parse_window(window)
+    if given.get("eval_iters", 0) < 0:
+        notices.append(f"--eval-iters {given['eval_iters']} is read as 0: nothing is evaluated")
+        given["eval_iters"] = 0
+    if given.get("loss_scale") == 0:
+        del given["loss_scale"]
+        notices.append("--loss-scale 0 is read as a dynamic scale")
+    with faults.of("cp_comm_type"):
+        if len(types := given.get("cp_comm_type", [])) > 0:
+            if len(set(types)) > 1:
+                raise ValueError(
+                    f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one "
+                    "way here, give one"
+                )
+            given["cp_comm_type"] = types[0]
+    with faults.of("window_size"):
+        if (window := given.get("window_size")) is not None:
+            given["window_size"] = parse_window(window)
     for field in ("window_attn_skip_freq", "no_rope_freq"):
-        if (pattern := given.get(field)) is not None:
-            given[field] = parse_pattern(checks.flag(field), pattern)
-    if (
-        given.pop("use_rotary_position_embeddings", False)
-        and given.setdefault("position_embedding_type", "rope") != "rope"
-    ):
+        with faults.of(field):
+            if (pattern := given.get(field)) is not None:
+                given[field] = parse_pattern(checks.flag(field), pattern)
+    with faults.of("position_embedding_type"):
+        notices += _translate_position_embedding(given)
+    return notices
+
+
+def _translate_position_embedding(given: dict[str, Any]) -> list[str]:
+    """Replaces the two switches for a position embedding by the field, and returns notices.
+
+    Raises ValueError if they contradict --position-embedding-type.
+    """
+    use_rotary = given.pop("use_rotary_position_embeddings", False)
+    use_none = given.pop("no_position_embedding", False)
+    if use_rotary and given.setdefault("position_embedding_type", "rope") != "rope":
         raise ValueError(
             f"--use-rotary-position-embeddings contradicts --position-embedding-type "
             f"{given['position_embedding_type']}: leave one out"
         )
-    if given.pop("no_position_embedding", False):
-        kind = given.setdefault("position_embedding_type", "none")
-        if kind == "learned_absolute":
-            raise ValueError(
-                "--no-position-embedding contradicts --position-embedding-type "
-                "learned_absolute: leave one out"
-            )
-        notices.append(
-            f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"
+    if not use_none:
+        return []
+    kind = given.setdefault("position_embedding_type", "none")
+    if kind == "learned_absolute":
+        raise ValueError(
+            "--no-position-embedding contradicts --position-embedding-type "
+            "learned_absolute: leave one out"
         )
-    return notices
+    return [f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"]
 
 
 def _build_config(
-    given: dict[str, Any], config_json: str | None, notices: list[str], hf_config: str | None = None
-) -> RunConfig:
+    given: dict[str, Any],
+    config_json: str | None,
+    notices: list[str],
+    faults: Faults,
+    hf_config: str | None = None,
+) -> RunConfig | None:
     """Returns the RunConfig of the given fields, and of a file for all other fields.
 
     config_json, hf_config: the path of the file, or None.
 
-    Adds notices to `notices`. Raises ValueError for every fault.
+    Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
+    the rules between topics are checked if no topic breaks one. Returns None if there is a fault.
     """
     values: dict[str, dict[str, Any]] = {}
-    if hf_config is not None:
-        if config_json is not None:
-            raise ValueError("--config-json and --hf-config each describe the model: give one")
-        values = _values_of_hf(hf_config, given, notices)
-    elif config_json is not None:
-        values = _values_of_file(config_json)
-    classes = topics()
+    try:
+        if hf_config is not None:
+            if config_json is not None:
+                raise ValueError("--config-json and --hf-config each describe the model: give one")
+            values = _values_of_hf(hf_config, given, notices)
+        elif config_json is not None:
+            values = _values_of_file(config_json)
+    except ValueError as error:
+        faults.texts.append(str(error))
+        return None
     if values:
         notices += _take_out_replaced(values, given, str(config_json or hf_config))
-    for topic, config_class in classes.items():
-        names = {field.name for field in dataclasses.fields(config_class)}
+    built, missing = {}, []
+    for topic, config_class in topics().items():
+        fields = dataclasses.fields(config_class)
+        names = {field.name for field in fields}
         values[topic] = values.get(topic, {}) | {
             name: value for name, value in given.items() if name in names
         }
-    required = [
-        checks.flag(field.name)
-        for topic, config_class in classes.items()
-        for field in dataclasses.fields(config_class)
-        if field.default is dataclasses.MISSING and field.name not in values[topic]
-    ]
-    if required:
-        raise ValueError(
-            f"missing {', '.join(required)}: give {'it' if len(required) == 1 else 'them'} as "
+        unset = [
+            field.name
+            for field in fields
+            if field.default is dataclasses.MISSING and field.name not in values[topic]
+        ]
+        missing += [checks.flag(name) for name in unset if name not in faults.fields]
+        if not unset and not names & faults.fields:
+            with faults.of(*names):
+                built[topic] = config_class(**values[topic])
+    if missing:
+        faults.texts.append(
+            f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
             "flags, or a whole run with --config-json FILE"
         )
-    return RunConfig(
-        **{topic: config_class(**values[topic]) for topic, config_class in classes.items()}
-    )
+    if len(built) == len(topics()):
+        with faults.of():
+            return RunConfig(**built)
+    return None
 
 
 def _take_out_replaced(

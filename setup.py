@@ -30,6 +30,8 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "wandb": ["wandb"],
+        "tokenizers": ["sentencepiece", "tiktoken"],
         "test": [
             "pytest",
             "pytest-timeout",

@@ -17,6 +17,7 @@ from megatron_lite.config import flags
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
 from megatron_lite.config.optimizer_settings import OPTIMIZERS
+from tests.support.pairs import sampled
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = (
@@ -46,7 +47,7 @@ FAULTS = [
         "--train-iters and --train-samples both give the length of the run: set one",
     ),
     ("--global-batch-size 5", "--global-batch-size 5 is not divisible by --micro-batch-size 2"),
-    ("--save-interval 5", "--save-interval 5 needs --save DIR"),
+    ("--save-keep-last 5", "--save-keep-last 5 needs --save DIR"),
     ("--data-path a --mock-data", "--data-path and --mock-data are two sources of data: set one"),
     (
         "--position-embedding-type yarn",
@@ -151,32 +152,13 @@ FAULTS = [
         "--fp16 --fp16-lm-cross-entropy",
         "the precision of a run is float32, or --bf16 or --fp16 with float32 losses",
     ),
-    (
-        "--fp16 --loss-scale 8 --hysteresis 1",
-        "--hysteresis has no effect with --loss-scale 8.0, a constant: leave one out",
-    ),
-    *[
-        (
-            f"{precision} {flag} 8",
-            f"{flag} 8{end} needs --fp16: the loss of a float32 or --bf16 run is not scaled",
-        )
-        for precision in ("", "--bf16")
-        for flag, end in (
-            ("--loss-scale", ".0"),
-            ("--initial-loss-scale", ".0"),
-            ("--min-loss-scale", ".0"),
-            ("--loss-scale-window", ".0"),
-            ("--hysteresis", ""),
-        )
-    ],
-    ("--mamba-state-dim 128", "state-space and hybrid layers are not built"),
-    ("--img-h 224", "the model reads text; vision models are not built"),
+    ("--hybrid-layer-pattern M*M", "state-space and hybrid layers are not built"),
     ("--perform-rl-step", "does not do reinforcement learning"),
+    ("--use-megatron-fsdp", "data-parallel ranks share out optimizer states with"),
     (
-        "--data-parallel-sharding-strategy optim",
-        "data-parallel ranks share out optimizer states with",
+        "--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        "--ddp-reduce-scatter-with-fp32-accumulation contradicts --grad-reduce-in-bf16",
     ),
-    ("--tp-comm-overlap", "communication is not tuned further"),
     (
         "--recompute-granularity full",
         "--recompute-granularity full needs --recompute-method (uniform or block)",
@@ -193,9 +175,6 @@ FAULTS = [
         "--recompute-activations --recompute-granularity full",
         "--recompute-activations means --recompute-granularity selective",
     ),
-    ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity"),
-    ("--recompute-num-layers 2", "--recompute-num-layers 2 needs --recompute-granularity"),
-    ("--recompute-modules mlp", "--recompute-modules mlp needs --recompute-granularity"),
     (
         "--distribute-saved-activations",
         "--distribute-saved-activations needs --recompute-granularity",
@@ -222,10 +201,6 @@ FAULTS = [
             "--recompute-modules must be among core_attn, layernorm, mlp, activation, dropout, "
             "pointwise (got norm)"
         ),
-    ),
-    (
-        "--recompute-granularity full --recompute-method block --recompute-modules mlp",
-        "--recompute-modules mlp belongs to --recompute-granularity selective",
     ),
     (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
@@ -311,7 +286,7 @@ FAULTS = [
     ),
     # unknown flags: abbreviations are off, and the nearest known flag is named
     ("--num-layer 4", "unknown flag --num-layer: did you mean --num-layers?"),
-    ("--num_layers 4", "unknown flag --num_layers: did you mean --num-layers?"),
+    ("--num_layer 4", "unknown flag --num_layer: did you mean --num-layers?"),
     (
         "--tensor-parallel-size 2",
         "unknown flag --tensor-parallel-size: did you mean --tensor-model-parallel-size?",
@@ -336,6 +311,18 @@ def fault_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err.removeprefix("pretrain_gpt.py: error: ")
 
 
+def faults_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The faults of a command line that has several."""
+    with pytest.raises(SystemExit) as stop:
+        parse_args(words)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    first, *lines = err.splitlines()
+    assert first == f"pretrain_gpt.py: error: {len(lines)} faults in the command line:"
+    assert all(line.startswith("  - ") for line in lines), err
+    return [line.removeprefix("  - ") for line in lines]
+
+
 def parse(words: str) -> ParsedArguments:
     return parse_args(f"{RUN} {words}".split())
 
@@ -348,7 +335,8 @@ def test_a_fault_is_one_line_and_exit_status_2(
 
 
 def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fault_of(["--num-layers", "2", "--seq-length", "8"], capsys) == (
+    words = ["--num-layers", "2", "--seq-length", "8", "--vocab-size", "9"]
+    assert fault_of(words, capsys) == (
         "missing --hidden-size, --num-attention-heads, --max-position-embeddings, "
         "--micro-batch-size: give them as flags, or a "
         "whole run with --config-json FILE\n"
@@ -356,7 +344,8 @@ def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str])
 
 
 def test_no_flags_at_all_is_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fault_of([], capsys).startswith("missing --num-layers, ")
+    assert fault_of(["--vocab-size", "9"], capsys).startswith("missing --num-layers, ")
+    assert len(faults_of([], capsys)) == 2, "the vocabulary is missing too"
 
 
 @pytest.mark.parametrize(
@@ -370,19 +359,151 @@ def test_a_refused_flag_says_why(
     assert all(flags.refusal_reason(f"--{name}") == reason for name in names.split())
 
 
-@pytest.mark.parametrize("entry", flags.WITHOUT_EFFECT)
-def test_a_flag_without_effect_gives_one_notice_and_the_same_run(entry: str) -> None:
-    flag, _, metavar = entry.partition(" ")
-    parsed = parse(f"{flag} 1" if metavar else flag)
+@pytest.mark.parametrize(
+    "flag", [flag for flag, _ in sampled(list(flags.ignored_flags().items()), every=8)]
+)
+def test_a_flag_without_effect_gives_one_notice_and_the_same_run(flag: str) -> None:
+    ignored = flags.ignored_flags()[flag]
+    parsed = parse(flag if ignored.nargs == 0 else f"{flag} 1")
     assert parsed.config == parse("").config
-    assert parsed.notices == (f"{flag} has no effect here: {flags.WITHOUT_EFFECT[entry]}",)
+    assert parsed.notices == (f"{flag} has no effect {ignored.reason}",)
+
+
+def test_all_flags_without_effect_together_are_one_notice() -> None:
+    words = " ".join(
+        flag if ignored.nargs == 0 else f"{flag} 1"
+        for flag, ignored in flags.ignored_flags().items()
+    )
+    parsed = parse(words)
+    assert parsed.config == parse("").config
+    (notice,) = parsed.notices
+    assert notice.startswith(f"{len(flags.ignored_flags())} flags have no effect here")
+    assert all(flag in notice for flag in flags.ignored_flags())
 
 
 @pytest.mark.parametrize(("flag", "only"), flags.ONLY_VALUE.items())
 def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(
-    flag: str, only: str
+    flag: str, only: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse(f"{flag} {only}") == parse("")
+    if only in "01":
+        assert parse(f"{flag} {only}.0") == parse("")
+    assert f"not supported here, only {only}: " in fault_of([*RUN.split(), flag, "7"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "notice"),
+    [
+        (
+            "--save-interval 5",
+            "--save-interval has no effect without --save DIR: no checkpoint is written",
+        ),
+        (
+            "--save-retain-interval 5",
+            "--save-retain-interval has no effect without --save DIR: no checkpoint is written",
+        ),
+        ("--async-save", "--async-save has no effect without --save DIR: no checkpoint is written"),
+        *[
+            (flag, f"{flag} has no effect without --load DIR: no checkpoint is read")
+            for flag in ("--finetune", "--no-load-optim", "--no-load-rng")
+        ],
+        *[
+            (
+                f"{precision} {flag} 8",
+                f"{flag} has no effect without --fp16: the loss of a float32 or --bf16 run is not "
+                "scaled",
+            )
+            for precision in ("", "--bf16")
+            for flag in ("--loss-scale", "--initial-loss-scale", "--hysteresis")
+        ],
+        (
+            "--fp16 --loss-scale 8 --hysteresis 1",
+            "--hysteresis has no effect with --loss-scale 8.0, a constant",
+        ),
+        ("--fp16 --loss-scale 0", "--loss-scale 0 is read as a dynamic scale"),
+        ("--eval-iters -1", "--eval-iters -1 is read as 0: nothing is evaluated"),
+        *[
+            (
+                f"{flag} {value}",
+                f"{flag} has no effect without --recompute-granularity: nothing is recomputed",
+            )
+            for flag, value in (
+                ("--recompute-method", "uniform"),
+                ("--recompute-num-layers", "2"),
+                ("--recompute-modules", "mlp"),
+            )
+        ],
+        (
+            "--recompute-granularity full --recompute-method block --recompute-modules mlp",
+            "--recompute-modules has no effect with --recompute-granularity full, which rebuilds "
+            "whole layers",
+        ),
+    ],
+)
+def test_a_setting_that_megatron_does_not_read_gives_a_notice(words: str, notice: str) -> None:
+    assert parse(words).notices == (notice,)
+
+
+def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> None:
+    assert parse("--recompute-method uniform --recompute-num-layers 2").config == parse("").config
+    full = "--recompute-granularity full --recompute-method uniform"
+    assert parse(f"{full} --recompute-modules mlp").config == parse(full).config
+
+
+@pytest.mark.parametrize(
+    ("words", "today"),
+    [
+        ("--global_batch_size 4", "--global-batch-size 4"),
+        ("--global_batch_size=4", "--global-batch-size=4"),
+        ("--batch_size 4", "--micro-batch-size 4"),
+    ],
+)
+def test_underscores_in_a_flag_are_read_as_dashes(words: str, today: str) -> None:
+    assert parse(words).config == parse(today).config != parse("").config
+
+
+def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--num-layers two --seed one --hidden-siz 4 --num-experts 8 --moe-use-upcycling "
+        "--fp8-format hybrid --window-size x --mtp-num-layers 1 --lr -1 --xyz 3"
+    )
+    assert faults_of([*RUN.split(), *words.split()], capsys) == [
+        "argument --num-layers: invalid int value: 'two'",
+        "argument --seed: invalid int value: 'one'",
+        "unknown flag --hidden-siz: did you mean --hidden-size?",
+        "unknown flag --xyz: --help lists the flags",
+        "Megatron's --num-experts and --moe-use-upcycling are not supported here: "
+        + flags.refusal_reason("--num-experts"),
+        f"Megatron's --fp8-format is not supported here: {flags.refusal_reason('--fp8-format')}",
+        "Megatron's --mtp-num-layers 1 is not supported here, only 0: "
+        + flags.refusal_reason("--mtp-num-layers"),
+        "--window-size 'x': give two numbers, the tokens before and after a query that it reads, "
+        "such as 128,0",
+        "--lr must be at least 0.0 (got -1.0)",
+    ]
+
+
+def test_rules_of_several_topics_are_checked_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--hidden-dropout 2 --pipeline-model-parallel-size 0 --micro-batch-size 0 --lr nan"
+    assert len(faults_of([*RUN.split(), *words.split()], capsys)) == 4
+
+
+def test_a_fault_brings_no_other_fault_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--num-layers two --sequence-parallel --tensor-model-parallel-size x"
+    assert len(faults_of([*RUN.split(), *words.split()], capsys)) == 2
+
+
+@pytest.mark.parametrize("topic", ["refused", "ignored"])
+def test_help_lists_all_flags_that_set_no_field(
+    topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help", topic])
+    words = capsys.readouterr().out.split()
+    assert stop.value.code == 0
+    assert {"refused": {*flags.refused_flags()}, "ignored": {*flags.ignored_flags()}}[topic] <= set(
+        words
+    )
 
 
 @pytest.mark.parametrize(
@@ -698,7 +819,7 @@ def test_recompute_settings_that_do_little_are_one_notice(words: str, warning: s
 )
 def test_a_number_of_any_length_is_one_short_line(capsys, text, message):
     with pytest.raises(SystemExit, match="2"):
-        parse_args(["--num-layers", text])
+        parse_args([*RUN.split(), "--num-layers", text])
     error = capsys.readouterr().err
     assert error.startswith("pretrain_gpt.py: error: argument --num-layers: ") and message in error
     assert error.count("\n") == 1 and len(error) < 250

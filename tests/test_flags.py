@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from argparse import Action
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import flags
+from megatron_lite.config.detail_flags import DETAILS
+from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
 
 ON, OFF = "store_true", "store_false"
 
@@ -79,6 +83,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--micro-batch-size", int, None, "3"),
     ("--global-batch-size", int, None, "8"),
     ("--rampup-batch-size", int, None, "2 2 16"),
+    ("--step-batch-size-schedule", str, None, "0:2,4K:8"),
     ("--train-iters", int, None, "7"),
     ("--train-samples", int, None, "56"),
     ("--seed", int, 1234, "7"),
@@ -126,6 +131,12 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--lr-wsd-decay-style", str, "exponential", "minus_sqrt"),
     ("--lr-wsd-decay-iters", int, None, "3"),
     ("--lr-wsd-decay-samples", int, None, "30"),
+    ("--decoupled-lr", float, None, "0.01"),
+    ("--decoupled-min-lr", float, None, "0.001"),
+    ("--use-checkpoint-opt_param-scheduler", ON, False),
+    ("--use-checkpoint-opt-param-scheduler", ON, False),
+    ("--override-opt_param-scheduler", ON, False),
+    ("--override-opt-param-scheduler", ON, False),
     ("--seq-length", int, None, "4"),
     ("--data-path", str, None, "a b"),
     ("--mock-data", ON, False),
@@ -147,6 +158,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--vocab-file", str, None, "v.json"),
     ("--merge-file", str, None, "m.txt"),
     ("--vocab-size", int, None, "77"),
+    ("--tiktoken-pattern", str, None, "v1"),
+    ("--tiktoken-num-special-tokens", int, 1000, "10"),
+    ("--tokenizer-special-tokens", str, None, "<unk> <s> </s> <mask> <pad> <cls> <sep> <x>"),
     ("--make-vocab-size-divisible-by", int, 128, "64"),
     ("--save", str, None, "out"),
     ("--save-interval", int, None, "5"),
@@ -165,6 +179,27 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--log-validation-ppl-to-tensorboard", ON, False),
     ("--log-timers-to-tensorboard", ON, False),
     ("--log-memory-to-tensorboard", ON, False),
+    ("--log-world-size-to-tensorboard", ON, False),
+    ("--no-log-loss-scale-to-tensorboard", OFF, True),
+    ("--disable-log-loss-scale-to-tensorboard", OFF, True),
+    ("--tensorboard-log-interval", int, 1, "5"),
+    ("--wandb-project", str, None, "project"),
+    ("--wandb-exp-name", str, None, "name"),
+    ("--wandb-save-dir", str, None, "w"),
+    ("--wandb-entity", str, None, "me"),
+    ("--timing-log-level", int, 0, "2"),
+    ("--timing-log-option", str, "minmax", "all"),
+    ("--profile", ON, False),
+    ("--profile-step-start", int, 10, "3"),
+    ("--profile-step-end", int, 12, "13"),
+    ("--profile-ranks", int, None, "0 3"),
+    ("--use-pytorch-profiler", ON, False),
+    ("--pytorch-profiler-collect-shapes", ON, False),
+    ("--pytorch-profiler-collect-callstack", ON, False),
+    ("--record-shapes", ON, False),
+    ("--nvtx-ranges", ON, False),
+    ("--record-memory-history", ON, False),
+    ("--memory-snapshot-path", str, "snapshot.pickle", "s.pickle"),
     ("--log-straggler", ON, False),
     ("--straggler-minmax-count", int, 1, "2"),
 )
@@ -226,6 +261,8 @@ OTHER_DEFAULTS = {
     "--dataloader-type": "single",  # Megatron's, filled in after parsing there
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
+    "--profile-ranks": (),  # [] there
+    "--tokenizer-special-tokens": (),  # None there, and the usual ones all the same
     "--rampup-batch-size": (),  # None there, and a constant batch all the same
     "--no-load-optim": False,  # None there, and false all the same
     "--no-load-rng": False,
@@ -264,6 +301,8 @@ CONTEXT = {
     "--exit-signal": "--exit-signal-handler",
     "--train-samples": "--global-batch-size 8",
     "--rampup-batch-size": "--global-batch-size 8",
+    "--wandb-project": "--save out",
+    "--tokenizer-special-tokens": "--tokenizer-type TikTokenizer --tokenizer-model t.json",
     **dict.fromkeys(
         (
             "--loss-scale",
@@ -289,6 +328,7 @@ CONTEXT = {
 }
 # Flags that are illegal without each other come together, and so do the changes.
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "--step-batch-size-schedule": ("", {"global_batch_size": 8}),
     **dict.fromkeys(
         (
             "--muon-momentum",
@@ -352,7 +392,6 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
     "--merge-file": ("--vocab-file v", {"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}),
 }
-MEGATRON_SPELLINGS = 876  # of its 838 options
 
 
 def actions() -> dict[str, Action]:
@@ -422,6 +461,8 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         "--valid-data-path": "*",
         "--test-data-path": "*",
         "--recompute-modules": "+",
+        "--profile-ranks": "+",
+        "--tokenizer-special-tokens": "+",
         "--rampup-batch-size": 3,
         "--cp-comm-type": "+",
     }
@@ -443,6 +484,10 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
         "--valid-data-path": ("a", "b"),
         "--test-data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
+        "--profile-ranks": (0, 3),
+        "--tokenizer-special-tokens": (
+            *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<x>"),
+        ),
         "--rampup-batch-size": (2, 2, 16),
         "--window-size": (3, 0),
         "--window-attn-skip-freq": 2,
@@ -465,8 +510,12 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
 
 
 def test_a_flag_belongs_to_one_class_only() -> None:
-    accepted = [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
-    known = [*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()]
+    ignored = [
+        f"--{name.partition('=')[0]}"
+        for _, names in (*IGNORED_FAMILIES, *DETAILS)
+        for name in names.split()
+    ] + [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
+    known = [*supported_flags(build_parser()), *ignored, *flags.RENAMED, *flags.refused_flags()]
     assert sorted(known) == sorted(set(known))
     assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), (
         "the reason for the other values is in the table"
@@ -480,62 +529,30 @@ def test_a_flag_belongs_to_one_class_only() -> None:
     assert new <= set(supported_flags(build_parser()))
 
 
-def test_every_flag_of_megatron_is_known() -> None:
-    not_of_megatron = {
-        "-h",
-        "--help",
-        "--dump-config",
-        "--config-json",
-        "--hf-config",
-        "--local_rank",
-        "--allow-fresh-start",
-        "--metrics-jsonl",
-        "--save-keep-last",
-        "--no-load-fallback",
-        "--allow-changed-data",
-        "--loss-chunk-size",
-        "--memory-limit",
-        "--memory-budget",
-        "--machine",
-        "--log-peak-memory",
-        "--norm-impl",
-        "--parallel-residual",
-        "--norm-position",
-        "--qk-layernorm-scope",
-        "--optimizer-impl",
-        "--peak-tflops-per-gpu",
-        "--memory-timeline",
-        "--no-recompute-tail-skip",
-        "--recompute-verify",
-        "--explain-recompute",
-        "--dry-run-memory",
-        "--dry-run-ranks",
-        "--dry-run-world-size",
-        "--dry-run-device",
-        "--recompute-policy",
-        "--num-microbatches-with-partial-activation-checkpoints",
-        "--torch-compile",
-        "--activation-memory-budget",
-        "--contiguous-saved-activations",
-        "--fsdp-memory-efficient-wrapping",
-        "--fsdp-reshard-after-forward",
-        "--no-fsdp-reshard-after-forward",
-        "--max-skipped-updates",
-        "--skip-update-on-spike",
-        "--straggler-ratio",
-        # retired there
-        "--layernorm-epsilon",
-        "--DDP-impl",
-        "--data-impl",
-        "--no-contiguous-buffers-in-local-ddp",
-        "--no-async-tensor-model-parallel-allreduce",
-        "--no-query-key-layer-scaling",
-        "--activations-checkpoint-method",
-        "--activations-checkpoint-num-layers",
-        "--checkpoint-num-layers",
-        "--distribute-checkpointed-activations",
+def test_every_flag_of_every_release_of_megatron_is_known() -> None:
+    known = {
+        *supported_flags(build_parser()),
+        *flags.ignored_flags(),
+        *flags.RENAMED,
+        *flags.refused_flags(),
     }
-    accepted = {entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT}
-    known = {*supported_flags(build_parser()), *accepted, *flags.RENAMED, *flags.refused_flags()}
-    assert not_of_megatron <= known
-    assert len(known - not_of_megatron) == MEGATRON_SPELLINGS
+    assert megatron_flags().keys() - known == set()
+    assert {row[0] for row in MEGATRON} <= megatron_flags().keys()
+    assert not {row[0] for row in OURS} & megatron_flags().keys()
+
+
+def test_a_flag_without_effect_takes_as_many_values_as_in_megatron() -> None:
+    ours = {flag: ignored.nargs for flag, ignored in flags.ignored_flags().items()}
+    theirs = megatron_flags()
+    assert {flag: nargs for flag, nargs in ours.items() if flag in theirs} == {
+        flag: theirs[flag] for flag in ours if flag in theirs
+    }
+
+
+def megatron_flags() -> dict[str, int | str]:
+    """Every spelling of a flag in the releases v1.0 to 2026-08, with the number of its values.
+
+    The file has the first and the last release with the flag, too.
+    """
+    path = Path(__file__).parent / "command_lines" / "megatron_flags.json"
+    return {flag: nargs for flag, (nargs, *_) in json.loads(path.read_text()).items()}

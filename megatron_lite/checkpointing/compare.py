@@ -88,9 +88,14 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
         "data_cache_path",
         "max_skipped_updates",
         "check_weight_hash_across_dp_replicas_interval",
+        "use_checkpoint_opt_param_scheduler",
+        "override_opt_param_scheduler",
     }
+    topics = ["training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"]
+    if ours.lr_schedule.use_checkpoint_opt_param_scheduler:
+        topics.remove("lr_schedule")  # the run follows the checkpoint's
     lines = []
-    for topic in ("training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"):
+    for topic in topics:
         mine, theirs = asdict(getattr(ours, topic)), asdict(getattr(saved, topic))
         lines += [
             f"changed since the checkpoint: {flag(name)} {theirs[name]} -> {mine[name]}"

@@ -31,6 +31,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.parameters import parameter_count
 from megatron_lite.optim.loss_scale import LossScaleState
+from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.spike import MeanLossState
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
@@ -48,6 +49,7 @@ class Metadata:
     parameters: the layout of each parameter, by name.
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
     data: the identity of the data (data/identity.py).
+    schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
     missing: what a converted step does not hold, of "optimizer" (the optimizer states) and "rng"
         (the random-number streams). A run that loads it starts these anew.
     """
@@ -62,6 +64,7 @@ class Metadata:
     loss_scale: LossScaleState | None = None
     mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    schedule: LrSchedule | None = None
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -78,6 +81,7 @@ class Metadata:
                 "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
                 "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
                 "data": self.data,
+                "schedule": None if self.schedule is None else asdict(self.schedule),
                 **({"missing": list(self.missing)} if self.missing else {}),
             },
             indent=1,
@@ -130,6 +134,7 @@ class Metadata:
                 data=plain.as_object(plain.field(values, "data"), "data"),
                 loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
                 mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
+                schedule=LrSchedule.from_plain(values.get("schedule")),
                 missing=_missing(values.get("missing", [])),
             )
             parameters: dict[str, SavedLayout] = {}
@@ -146,7 +151,10 @@ class Metadata:
             raise damaged(path, error) from error
 
 
-_FIELDS = ("format", "progress", *AXES, "num_updates", "loss_scale", "mean_loss", "data", "missing")
+_FIELDS = (
+    *("format", "progress", *AXES, "num_updates"),
+    *("loss_scale", "mean_loss", "data", "schedule", "missing"),
+)
 PARTS = ("optimizer", "rng")
 
 

@@ -24,6 +24,7 @@ from megatron_lite.checkpointing.step_files import (
     shard_file,
 )
 from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
@@ -59,6 +60,7 @@ def take_snapshot(
     *,
     data: Mapping[str, Any],
     copy: bool,
+    schedule: LrSchedule | None = None,
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Returns the files that this rank writes for a step.
@@ -69,6 +71,7 @@ def take_snapshot(
     copy: whether to copy all tensors, so that later training steps do not change the snapshot.
     Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
     the next step.
+    schedule: the learning-rate schedule of the run.
     tokenizer: the contents of the tokenizer's files, which rank 0 writes; None: none.
     """
     metadata = Metadata(
@@ -80,6 +83,7 @@ def take_snapshot(
         num_updates=optimizer.num_updates,
         parameters=layouts_of(model),
         data=data,
+        schedule=schedule,
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
         mean_loss=None if optimizer.spikes is None else optimizer.spikes.state(),
     )

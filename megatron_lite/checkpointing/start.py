@@ -296,7 +296,7 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
             "Remove the file to start from scratch"
         )
-    if options.allow_fresh_start:
+    if options.allow_fresh_start or options.continues:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
         f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add "

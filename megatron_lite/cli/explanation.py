@@ -6,6 +6,7 @@ which takes seconds, for the last one only.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,8 +26,13 @@ from megatron_lite.plan.machine_choice import machine_for_policy
 def print_dry_run(
     config: RunConfig, notices: Sequence[str], launch: Launch, *, explain_recompute: bool
 ) -> None:
-    """Prints the explanation, on rank 0 only, or else the configuration as JSON on every rank."""
+    """Prints the explanation, on rank 0 only, or else the configuration as JSON on every rank.
+
+    The notices are a part of the explanation. Beside JSON they go to stderr, on rank 0 only.
+    """
     if not explain_recompute:
+        if launch.rank == 0 and notices:
+            print(*notices, sep="\n", file=sys.stderr)
         print(config.to_json())
     elif launch.rank == 0:
         print(*explanation(config, notices, launch.world_size), sep="\n")
@@ -94,7 +100,7 @@ def print_dry_run_memory(
         config, chosen = _with_policy(config, world_size)
         notices = [*notices, *chosen]
         ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
-        config.training.batch_schedule(config.parallel.data_parallel_size(world_size))
+        config.batch_schedule(config.parallel.data_parallel_size(world_size))
     except ValueError as error:
         raise InputError(str(error)) from error
     device = settings.dry_run_device or likely_device(config.parallel.distributed_backend)

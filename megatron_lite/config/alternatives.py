@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.data_settings import PER_SPLIT_PATHS
+from megatron_lite.config.data_settings import PER_SPLIT_PATHS, TIKTOKEN_FIELDS
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.policy import LayerAction, parse_policy
@@ -21,7 +21,10 @@ from megatron_lite.config.recompute import AUTO
 FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
 SELECTIVE = ("recompute_activations", "recompute_modules")
 LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+TOKENIZER = (
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+    *TIKTOKEN_FIELDS,
+)
 OVER_PIPELINE = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -49,6 +52,7 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("per_split_data_args_path",),
     ),
     (("bf16",), ("fp16",)),
+    (("global_batch_size", "rampup_batch_size"), ("step_batch_size_schedule",)),
     (("loss_scale",), LOSS_SCALE),
     tuple((name,) for name in SWITCHED_ACTIVATIONS),
     (("num_layers_per_virtual_pipeline_stage",), ("num_virtual_stages_per_pipeline_rank",)),

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag, require_at_least, require_not_empty
 
+# Flags of Megatron that do nothing without --save, and without --load.
+WITHOUT_SAVE = ("save_interval", "save_retain_interval", "async_save")
+WITHOUT_LOAD = ("finetune", "no_load_optim", "no_load_rng")
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -17,7 +21,8 @@ class CheckpointConfig:
         save_keep_last the last checkpoint stays too.
     async_save: whether training goes on while a checkpoint is written.
 
-    If neither save_keep_last nor save_retain_interval is given, all checkpoints stay.
+    If neither save_keep_last nor save_retain_interval is given, all checkpoints stay. The fields of
+    WITHOUT_SAVE and WITHOUT_LOAD do nothing without their directory, as in Megatron.
     """
 
     save: str | None = None
@@ -36,25 +41,15 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
         require_not_empty(self, "save", "load")
-        for field in ("save_interval", "save_retain_interval", "save_keep_last"):
-            if getattr(self, field) is not None and self.save is None:
-                raise ValueError(f"{flag(field)} {getattr(self, field)} needs --save DIR")
-        if self.async_save and self.save is None:
-            raise ValueError("--async-save needs --save DIR")
+        if self.save_keep_last is not None and self.save is None:
+            raise ValueError(f"--save-keep-last {self.save_keep_last} needs --save DIR")
         if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:
             raise ValueError(
                 f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
                 f"--save-interval {self.save_interval}: most of the iterations that it would keep "
                 "are not saved"
             )
-        for field in (
-            "allow_fresh_start",
-            "finetune",
-            "no_load_optim",
-            "no_load_rng",
-            "no_load_fallback",
-            "allow_changed_data",
-        ):
+        for field in ("allow_fresh_start", "no_load_fallback", "allow_changed_data"):
             if getattr(self, field) and self.load is None:
                 raise ValueError(f"{flag(field)} needs --load DIR")
 

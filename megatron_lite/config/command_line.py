@@ -22,6 +22,7 @@ OFF_SWITCHES: Mapping[str, str] = {
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
     "muon_split_qkv": "--muon-no-split-qkv",
+    "data_sharding": "--no-data-sharding",
 }
 
 

@@ -14,7 +14,20 @@ from megatron_lite.config.checks import (
 
 DATALOADER_TYPES = ("single", "cyclic")
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
-TOKENIZER_TYPES = ("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer")
+# Three names of Megatron's for a tokenizer of a SentencePiece model.
+SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TOKENIZER_TYPES = (
+    *("NullTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"),
+    *(*SENTENCEPIECE_TYPES, "TikTokenizer"),
+)
+# The file of --tokenizer-model that each type reads.
+MODEL_FILES = {
+    "HuggingFaceTokenizer": "a tokenizer.json or its folder",
+    **dict.fromkeys(SENTENCEPIECE_TYPES, "a SentencePiece model"),
+    "TikTokenizer": "a JSON list of tokens",
+}
+TIKTOKEN_PATTERNS = ("v1", "v2")
+TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +110,9 @@ class TokenizerConfig:
     tokenizer_type: None: GPT2BPETokenizer if one of its files is given, as in Megatron's
         pretrain_gpt.py, else NullTokenizer.
     vocab_size: None: the size is read from the tokenizer's files before the run starts.
+    tiktoken_pattern: how TikTokenizer splits a text. None: "v2".
+    tiktoken_num_special_tokens: its number of special tokens, which have the first ids.
+    tokenizer_special_tokens: the names of the first of them. An empty tuple: the usual seven.
     """
 
     tokenizer_type: str | None = None
@@ -105,9 +121,18 @@ class TokenizerConfig:
     merge_file: str | None = None
     vocab_size: int | None = None
     make_vocab_size_divisible_by: int = 128
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tokenizer_special_tokens: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "vocab_size", "make_vocab_size_divisible_by")
+        require_at_least(self, 1, "tiktoken_num_special_tokens")
+        if self.tiktoken_pattern is not None:
+            require_one_of(self, "tiktoken_pattern", TIKTOKEN_PATTERNS)
+        object.__setattr__(self, "tokenizer_special_tokens", tuple(self.tokenizer_special_tokens))
+        if self.tokenizer_special_tokens:
+            self._check_special_tokens()
         if self.tokenizer_type is None and self.tokenizer_model is not None:
             raise ValueError(
                 f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})"
@@ -120,10 +145,10 @@ class TokenizerConfig:
                 "--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "
                 "--tokenizer-type and its files)"
             )
-        if self.tokenizer_type == "HuggingFaceTokenizer" and self.tokenizer_model is None:
+        if self.tokenizer_type in MODEL_FILES and self.tokenizer_model is None:
             raise ValueError(
-                "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model (a "
-                "tokenizer.json or its folder)"
+                f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model "
+                f"({MODEL_FILES[self.tokenizer_type]})"
             )
         if self.tokenizer_type == "GPT2BPETokenizer" and (
             self.vocab_file is None or self.merge_file is None
@@ -131,7 +156,7 @@ class TokenizerConfig:
             raise ValueError(
                 "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
             )
-        if self.tokenizer_type != "HuggingFaceTokenizer" and self.tokenizer_model is not None:
+        if self.tokenizer_type not in MODEL_FILES and self.tokenizer_model is not None:
             raise ValueError(
                 f"--tokenizer-type {self.tokenizer_type} does not read --tokenizer-model: "
                 "leave it out"
@@ -141,6 +166,17 @@ class TokenizerConfig:
                 f"--tokenizer-type {self.tokenizer_type} does not read --vocab-file or "
                 "--merge-file: leave them out"
             )
+
+    def _check_special_tokens(self) -> None:
+        names = " ".join(self.tokenizer_special_tokens)
+        if self.tokenizer_type != "TikTokenizer":
+            raise ValueError(
+                f"--tokenizer-special-tokens {names} needs --tokenizer-type TikTokenizer: the "
+                "special tokens of other tokenizers are those of their files"
+            )
+        for name in ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"):
+            if name not in self.tokenizer_special_tokens:
+                raise ValueError(f"--tokenizer-special-tokens {names}: {name} is missing; name it")
 
     @property
     def true_vocab_size(self) -> int:

@@ -1,19 +1,31 @@
 """The answers to Megatron flags that set no field of a config.
 
 Such a flag has no effect, allows one value only, is an old spelling, or is refused. `arguments.py`
-adds the supported flags and takes all other answers from the tables of this module. The long table
-of refused flags, with the reasons, is in `megatron_flags.py`.
+adds the supported flags and takes all other answers from the tables of this module. The long tables
+have modules of their own:
+
+    megatron_flags    the refused flags, with the reasons
+    ignored_flags     flags without effect on results, by the reason
+    detail_flags      settings of features that are not built
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
+from megatron_lite.config.detail_flags import DETAILS
+from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 
+# With more ignored flags than this, one line names all of them, without the reasons.
+MOST_REASONS = 3
+
 # Flags that are accepted and ignored: the run is the same without them. A word after the flag
-# means that it takes a value. The text gives the reason.
+# means that it takes a value. The text gives the reason. Reasons that many flags share are in
+# `ignored_flags.py`.
 WITHOUT_EFFECT = {
     "--use-mcore-models": "there is one model implementation",
     "--transformer-impl NAME": "there is one layer implementation",
@@ -74,10 +86,6 @@ WITHOUT_EFFECT = {
     "--exit-on-missing-checkpoint": (
         "a missing checkpoint is an error unless --allow-fresh-start is given"
     ),
-    "--override-opt_param-scheduler": "the learning rate always follows the flags",
-    "--override-opt-param-scheduler": "the learning rate always follows the flags",
-    "--timing-log-level N": "there is one level of timing",
-    "--timing-log-option NAME": "there is one level of timing",
     "--no-barrier-with-level-1-timing": "timing adds no barriers",
     "--tensorboard-queue-size N": "TensorBoard buffers as it likes",
     "--logging-level N": "there is one level of logging",
@@ -94,13 +102,21 @@ WITHOUT_EFFECT = {
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE = {
     "--expert-model-parallel-size": "1",
-    "--expert-tensor-parallel-size": "1",
     "--num-distributed-optimizer-instances": "1",
     "--softmax-type": "vanilla",
-    "--cuda-graph-impl": "none",
     "--weight-decay-incr-style": "constant",
     "--muon-scalar-optimizer": "adam",
-    "--rerun-mode": "disabled",
+    "--tensor-parallel-num-weight-shards": "1",
+    "--glu-linear-offset": "0",
+    "--mtp-num-layers": "0",
+    "--rope-type": "rope",
+    "--exp-avg-dtype": "fp32",
+    "--exp-avg-sq-dtype": "fp32",
+    "--main-grads-dtype": "fp32",
+    "--main-params-dtype": "fp32",
+    "--mid-level-dataset-surplus": "0.005",
+    "--vocab-extra-ids": "0",
+    "--error-injection-rate": "0",
 }
 
 # Old spellings, with the flags that replace them.
@@ -109,13 +125,83 @@ RENAMED = {
     "--warmup": "--lr-warmup-fraction",
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--layernorm-epsilon": "--norm-epsilon",
+    "--min-scale": "--min-loss-scale",
+    "--encoder-num-layers": "--num-layers",
+    "--encoder-seq-length": "--seq-length",
     "--no-fsdp-reshard-after-forward": "--torch-fsdp2-no-reshard-after-forward",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt_param-scheduler",
+    "--override-lr-scheduler": "--override-opt_param-scheduler",
+    "--tiktoken-special-tokens": "--tokenizer-special-tokens",
     "--checkpoint-activations": "--recompute-granularity full --recompute-method uniform",
     "--activations-checkpoint-method": "--recompute-granularity full --recompute-method",
     "--activations-checkpoint-num-layers": "--recompute-num-layers",
     "--checkpoint-num-layers": "--recompute-num-layers",
     "--distribute-checkpointed-activations": "--distribute-saved-activations",
 }
+
+
+class Ignored(NamedTuple):
+    """A flag that is accepted and has no effect.
+
+    nargs: 0 for a switch, 1 for a flag with a value, "*" for a flag with several values.
+    reason: the rest of the sentence that begins with "--flag has no effect".
+    """
+
+    nargs: int | str
+    reason: str
+
+
+@cache
+def ignored_flags() -> Mapping[str, Ignored]:
+    """Returns all flags that are accepted and have no effect."""
+    flags = {}
+    for entry, reason in WITHOUT_EFFECT.items():
+        flag, _, metavar = entry.partition(" ")
+        flags[flag] = Ignored(1 if metavar else 0, f"here: {reason}")
+    for table in (
+        [(f"here: {reason}", names) for reason, names in IGNORED_FAMILIES],
+        [(f"without {feature}, which is not built", names) for feature, names in DETAILS],
+    ):
+        for reason, names in table:
+            for name in names.split():
+                flag, equals, several = name.partition("=")
+                nargs = (several or 1) if equals else 0
+                flags[f"--{flag}"] = Ignored(nargs, reason)
+    return flags
+
+
+def ignored_notices(given: Sequence[str]) -> list[str]:
+    """Returns a line for each of the given flags without effect, or one line for many of them."""
+    if len(given) > MOST_REASONS:
+        return [
+            f"{len(given)} flags have no effect here (--help ignored has the reasons): "
+            + ", ".join(given)
+        ]
+    return [f"{flag} has no effect {ignored_flags()[flag].reason}" for flag in given]
+
+
+def is_only_value(flag: str, value: str) -> bool:
+    """Returns whether `value` is the one that a flag of ONLY_VALUE allows.
+
+    Numbers are compared as numbers: 1.0 is 1.
+    """
+    only = ONLY_VALUE[flag]
+    try:
+        return value == only or float(value) == float(only)
+    except ValueError:
+        return False
+
+
+def dashed(word: str, known: Iterable[str]) -> str:
+    """Returns the word with dashes for the underscores of a flag's name, as in --num_layers.
+
+    A name that is a known flag as it stands, or that no known flag explains, is not changed.
+    """
+    name, equals, value = word.partition("=")
+    if not name.startswith("--") or "_" not in name or name in known:
+        return word
+    renamed = name.replace("_", "-")
+    return renamed + equals + value if renamed in known else word
 
 
 def refusal_reason(name: str) -> str | None:
@@ -141,8 +227,44 @@ def closest_flag(name: str, supported: Iterable[str]) -> str | None:
     supported flags with a loosely similar spelling.
     """
     supported = list(supported)
-    others = [*(entry.partition(" ")[0] for entry in WITHOUT_EFFECT), *refused_flags()]
+    others = [*ignored_flags(), *refused_flags()]
     for known, cutoff in ((supported, 0.75), (others, 0.8), (supported, 0.62)):
         if matches := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
             return matches[0]
     return None
+
+
+def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the faults of the words that no flag of the parser takes.
+
+    Also returns the supported flags that the unknown ones were probably meant to be.
+
+    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
+    """
+    names = list(dict.fromkeys(word.partition("=")[0] for word in unread if word.startswith("--")))
+    refused: dict[str, list[str]] = {}
+    unknown, meant = [], []
+    for name in names:
+        if reason := refusal_reason(name):
+            refused.setdefault(reason, []).append(name)
+            continue
+        closest = closest_flag(name, supported)
+        meant += [closest] if closest is not None else []
+        unknown.append(
+            f"unknown flag {name}: "
+            + (f"did you mean {closest}?" if closest else "--help lists the flags")
+        )
+    if unread and not names:
+        unknown = [f"{unread[0]!r} follows no flag that takes it"]
+    return [
+        *unknown,
+        *(
+            f"Megatron's {_listed(flags)} {'is' if len(flags) == 1 else 'are'} not supported "
+            f"here: {reason}"
+            for reason, flags in refused.items()
+        ),
+    ], meant
+
+
+def _listed(flags: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_not_empty
+from megatron_lite.config.checks import require_at_least, require_not_empty, require_one_of
+
+TIMING_LOG_LEVELS = (0, 1, 2)
+TIMING_LOG_OPTIONS = ("max", "minmax", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,13 @@ class LoggingConfig:
         tools/plot_memory.py draws it.
     log_straggler: whether the log names slow ranks (supervision/slow_rank.py).
     straggler_ratio: R. A rank is slow if it takes more than R times the median of its stage.
+    tensorboard_log_interval: TensorBoard and W&B get the figures of every so many iterations.
+    wandb_project: the project of an offline run of Weights & Biases. None: there is none.
+    wandb_save_dir: its folder. None: DIR/wandb of --save DIR.
+    timing_log_level: 1 times the parts of a step, and 2 the parts of each micro-batch, too
+        (training/timers.py).
+    timing_log_option: whether the log shows the smallest and largest time of a rank ("minmax"), the
+        largest ("max") or the times of all ranks ("all").
     straggler_minmax_count: the largest number of ranks that one log interval names.
     """
 
@@ -38,12 +48,28 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = False
     log_timers_to_tensorboard: bool = False
     log_memory_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = False
+    log_loss_scale_to_tensorboard: bool = True
+    tensorboard_log_interval: int = 1
+    wandb_project: str | None = None
+    wandb_exp_name: str | None = None
+    wandb_save_dir: str | None = None
+    wandb_entity: str | None = None
+    timing_log_level: int = 0
+    timing_log_option: str = "minmax"
     log_straggler: bool = False
     straggler_minmax_count: int = 1
     straggler_ratio: float = 1.2
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "log_interval", "straggler_minmax_count")
+        require_at_least(
+            self, 1, "log_interval", "tensorboard_log_interval", "straggler_minmax_count"
+        )
+        if self.timing_log_level not in TIMING_LOG_LEVELS:
+            raise ValueError(f"--timing-log-level must be 0, 1 or 2 (got {self.timing_log_level})")
+        require_one_of(self, "timing_log_option", TIMING_LOG_OPTIONS)
+        if self.wandb_project and self.wandb_exp_name == "":
+            raise ValueError("--wandb-exp-name is empty: give the name of the experiment")
         if not 1.0 < self.straggler_ratio < math.inf:
             raise ValueError(
                 f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})"

@@ -42,12 +42,6 @@ class LossScaleConfig:
                 f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale "
                 f"{self.initial_loss_scale}"
             )
-        dynamic = [name for name in self.changed() if name != "loss_scale"]
-        if self.loss_scale is not None and dynamic:
-            raise ValueError(
-                f"{flag(dynamic[0])} has no effect with --loss-scale {self.loss_scale}, a "
-                "constant: leave one out"
-            )
 
     def changed(self) -> list[str]:
         """Returns the names of the fields that do not have their default values."""

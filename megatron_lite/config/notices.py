@@ -14,9 +14,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lite.config import layer_pattern
+from megatron_lite.config.checkpoint_settings import WITHOUT_LOAD, WITHOUT_SAVE
 from megatron_lite.config.checks import flag
+from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.recompute_notices import recompute_notices, recompute_notices_on
+from megatron_lite.config.recompute_notices import (
+    recompute_notices,
+    recompute_notices_on,
+    unread_notices,
+)
 from megatron_lite.config.run import RunConfig
 
 WITHOUT_SHARING = (
@@ -26,6 +32,14 @@ WITHOUT_SHARING = (
     "use_distributed_optimizer",
     "use_torch_fsdp2",
 )
+# The flag that each setting of the profilers needs.
+PROFILING_FIELDS = {
+    "profile_step_start": "--profile",
+    "profile_step_end": "--profile",
+    "use_pytorch_profiler": "--profile",
+    "pytorch_profiler_collect_shapes": "--use-pytorch-profiler",
+    "pytorch_profiler_collect_callstack": "--use-pytorch-profiler",
+}
 STRAGGLER_FIELDS = ("straggler_minmax_count", "straggler_ratio")
 
 
@@ -75,6 +89,25 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         )
     if config.optimizer.muon_tp_mode == "blockwise" and parallel.tensor_model_parallel_size == 1:
         notices.append("--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1")
+    schedule = config.lr_schedule
+    if schedule.decoupled_min_lr is not None and schedule.decoupled_lr is None:
+        notices.append("--decoupled-min-lr has no effect without --decoupled-lr")
+    notices += [
+        f"{flag(name)} has no effect without {needed}"
+        for name, needed in PROFILING_FIELDS.items()
+        if name in given
+        and not (config.profiling.profile and getattr(config.profiling, _field(needed)))
+    ]
+    notices += [
+        f"{flag(name)} has no effect without --tokenizer-type TikTokenizer"
+        for name in TIKTOKEN_FIELDS
+        if name in given and config.tokenizer.tokenizer_type != "TikTokenizer"
+    ]
+    notices += [
+        f"{flag(name)} has no effect without --wandb-project"
+        for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
+        if name in given and not config.logging.wandb_project
+    ]
     notices += [
         f"{flag(name)} has no effect without --log-straggler"
         for name in STRAGGLER_FIELDS
@@ -82,9 +115,12 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
     ]
     return [
         *notices,
+        *_directory_notices(config),
+        *_loss_scale_notices(config),
         *layer_pattern.notices(model, config.data.seq_length),
         *_document_notices(config),
         *_bucket_notices(config),
+        *unread_notices(config, given),
         *recompute_notices(config),
     ]
 
@@ -96,12 +132,34 @@ def placement_notices(config: RunConfig, *, device: str, world_size: int) -> lis
     multiple of the ranks that hold one model.
     """
     notices = recompute_notices_on(config, device)
+    notices += _profiling_notices(config, device)
     if _dp_cp_size(config, world_size) == 1:
         notices += [
             f"{flag(name)} has no effect at data-parallel size 1: nothing is shared out or summed"
             for name in WITHOUT_SHARING
             if getattr(config.data_parallel, name)
         ]
+    return notices
+
+
+def _field(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _profiling_notices(config: RunConfig, device: str) -> list[str]:
+    if device == "cuda":
+        return []
+    notices = []
+    if config.profiling.profile and not config.profiling.use_pytorch_profiler:
+        notices.append(
+            f"--profile has no effect on {device}: Nsight Systems profiles CUDA; "
+            "--use-pytorch-profiler works here, too"
+        )
+    if config.profiling.record_memory_history:
+        notices.append(
+            f"--record-memory-history has no effect on {device}: it records CUDA's allocations; "
+            "--memory-timeline FILE works here, too"
+        )
     return notices
 
 
@@ -136,6 +194,39 @@ def _dp_cp_size(config: RunConfig, world_size: int) -> int:
     They are the data-parallel and context-parallel ranks.
     """
     return config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
+
+
+def _directory_notices(config: RunConfig) -> list[str]:
+    checkpoint, notices = config.checkpoint, []
+    for names, directory, effect in (
+        (WITHOUT_SAVE, checkpoint.save, "without --save DIR: no checkpoint is written"),
+        (WITHOUT_LOAD, checkpoint.load, "without --load DIR: no checkpoint is read"),
+    ):
+        if directory is None:
+            notices += [
+                f"{flag(name)} has no effect {effect}"
+                for name in names
+                if getattr(checkpoint, name)
+            ]
+    return notices
+
+
+def _loss_scale_notices(config: RunConfig) -> list[str]:
+    """Returns a notice for each loss-scale setting of a run whose loss is not scaled by it."""
+    changed = config.loss_scaling.changed()
+    if not config.training.fp16:
+        return [
+            f"{flag(name)} has no effect without --fp16: the loss of a float32 or --bf16 run is "
+            "not scaled"
+            for name in changed
+        ]
+    if config.loss_scaling.loss_scale is None:
+        return []
+    return [
+        f"{flag(name)} has no effect with --loss-scale {config.loss_scaling.loss_scale}, a constant"
+        for name in changed
+        if name != "loss_scale"
+    ]
 
 
 def _rotary_notices(model: ModelConfig, given: Collection[str]) -> list[str]:

@@ -43,10 +43,8 @@ REFUSED_OPTIMIZER_FLAGS: tuple[str, str] = (
         "the optimizer is AdamW, or Muon with AdamW for what is no matrix, on the device of the "
         "model; use --optimizer adam or muon"
     ),
-    """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype lion-beta1 lion-beta2
-     main-grads-dtype main-params-dtype muon-scalar-optimizer muon-use-syrk no-pin-cpu-grads
-     no-pin-cpu-params optimizer-cpu-offload optimizer-cuda-graph optimizer-offload-fraction
-     sgd-momentum use-precision-aware-optimizer use-torch-optimizer-for-cpu-offload""",
+    """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype main-grads-dtype
+     main-params-dtype muon-scalar-optimizer muon-use-syrk optimizer-cpu-offload""",
 )
 
 

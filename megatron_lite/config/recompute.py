@@ -101,15 +101,14 @@ class RecomputeConfig:
                     "given too: leave one of them out"
                 )
             object.__setattr__(self, "recompute_granularity", "selective")
-        # A setting that the granularity never reads would have no effect: it is refused.
+        # A setting that the granularity never reads is refused where Megatron refuses it, and else
+        # taken out: two runs that recompute the same then compare equal. A notice says it
+        # (config/recompute_notices.py).
         if self.recompute_granularity is None:
-            self._refuse_without(
-                "needs --recompute-granularity",
-                "recompute_method",
-                "recompute_num_layers",
-                "distribute_saved_activations",
-                "recompute_modules",
-            )
+            self._refuse_without("needs --recompute-granularity", "distribute_saved_activations")
+            object.__setattr__(self, "recompute_method", None)
+            object.__setattr__(self, "recompute_num_layers", None)
+            object.__setattr__(self, "recompute_modules", ())
         elif self.recompute_granularity == "selective":
             self._refuse_without(
                 "belongs to --recompute-granularity full (got selective)",
@@ -121,9 +120,7 @@ class RecomputeConfig:
                 self, "recompute_modules", self.recompute_modules or (CORE_ATTENTION,)
             )
         else:
-            self._refuse_without(
-                "belongs to --recompute-granularity selective (got full)", "recompute_modules"
-            )
+            object.__setattr__(self, "recompute_modules", ())
             if self.recompute_method is None:
                 raise ValueError(
                     "--recompute-granularity full needs --recompute-method "

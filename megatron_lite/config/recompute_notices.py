@@ -4,6 +4,8 @@ promises. Each notice is one line.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_lite.config.checks import flag
 from megatron_lite.config.operators import GROUPS, parse_entry
 from megatron_lite.config.policy_reach import check_policy_reaches
@@ -62,6 +64,27 @@ def recompute_notices(config: RunConfig) -> list[str]:
     if recompute.recompute_policy is not None and not recompute.is_to_be_chosen:
         notices += check_policy_reaches(recompute.policy, config.stage_lengths())
     return [*notices, *_longer_than_a_stage(config), *_partial_checkpointing_without_effect(config)]
+
+
+def unread_notices(config: RunConfig, given: Collection[str]) -> list[str]:
+    """Returns a notice for each recompute setting of the command line that nothing reads.
+
+    given: the fields that the command line sets.
+    """
+    granularity = config.recompute.recompute_granularity
+    if config.recompute.recompute_policy is not None or granularity == "selective":
+        return []  # the configuration refuses what they do not read
+    unread, reason = {
+        None: (
+            ("recompute_method", "recompute_num_layers", "recompute_modules"),
+            "without --recompute-granularity: nothing is recomputed",
+        ),
+        "full": (
+            ("recompute_modules",),
+            "with --recompute-granularity full, which rebuilds whole layers",
+        ),
+    }[granularity]
+    return [f"{flag(name)} has no effect {reason}" for name in unread if name in given]
 
 
 def recompute_notices_on(config: RunConfig, device: str) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import typing
 from dataclasses import dataclass, field
 
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_parallel import DataParallelConfig
@@ -26,6 +27,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
@@ -50,6 +52,7 @@ class RunConfig:
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
     def __post_init__(self) -> None:
         model, tp_size = self.model, self.parallel.tensor_model_parallel_size
@@ -76,16 +79,12 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
                 f"{model.max_position_embeddings}"
             )
-        if not self.training.fp16:
-            for name in self.loss_scaling.changed():
-                raise ValueError(
-                    f"{flag(name)} {getattr(self.loss_scaling, name)} needs --fp16: the loss of a "
-                    "float32 or --bf16 run is not scaled"
-                )
+        self.training.batch_steps(self.data.seq_length)
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
         self._check_data_parallel()
+        self._check_folders()
         by_samples = self.training.train_samples is not None
         schedule = self.lr_schedule
         if by_samples and (
@@ -103,6 +102,26 @@ class RunConfig:
                 "--lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters"
             )
 
+    def _check_folders(self) -> None:
+        """Raises ValueError if a log has no folder to go to."""
+        logging, save = self.logging, self.checkpoint.save
+        profiling = self.profiling
+        if (
+            profiling.profile
+            and profiling.use_pytorch_profiler
+            and logging.tensorboard_dir is None
+            and save is None
+        ):
+            raise ValueError(
+                "--use-pytorch-profiler writes its traces under --tensorboard-dir or --save: give "
+                "one of them"
+            )
+        if logging.wandb_project and logging.wandb_save_dir is None and save is None:
+            raise ValueError(
+                f"--wandb-project {logging.wandb_project} writes under --wandb-save-dir or --save: "
+                "give one of them"
+            )
+
     def check_complete_for_training(self) -> None:
         """Raises ValueError if the length of the run, the learning rate or the data is missing.
 
@@ -117,6 +136,13 @@ class RunConfig:
             missing.append("something to train on: give --data-path PREFIX or --mock-data")
         if missing:
             raise ValueError("training needs " + "; and ".join(missing))
+
+    def batch_schedule(self, data_parallel_size: int) -> BatchSchedule:
+        """Returns the schedule of the batch size over the run.
+
+        Raises ValueError if one of its sizes does not divide over ranks and micro-batches.
+        """
+        return self.training.batch_schedule(data_parallel_size, seq_length=self.data.seq_length)
 
     def most_in_flight(self, num_microbatches: int) -> int:
         """Returns the largest number of forwards that wait for their backward at once.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
-from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
 from megatron_lite.config.byte_size import parse_bytes
-from megatron_lite.config.checks import require_at_least, require_one_of, require_within
+from megatron_lite.config.checks import require_at_least, require_one_of, require_within, resolve
+from megatron_lite.config.json_text import shown
 
 LANGUAGE_MODEL_SEED = 1234
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -19,6 +21,8 @@ class TrainingConfig:
 
     rampup_batch_size: (start, increment, samples) of a batch size that grows to global_batch_size.
         An empty tuple: the batch size is constant.
+    step_batch_size_schedule: steps such as "0:16 2.4B:320": the numbers of consumed tokens at which
+        the batch gets another size. None: no steps. The last size is the global batch size.
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
         NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
         float32 weights.
@@ -38,6 +42,7 @@ class TrainingConfig:
     micro_batch_size: int
     global_batch_size: int | None = None
     rampup_batch_size: tuple[int, ...] = ()
+    step_batch_size_schedule: str | None = None
     train_iters: int | None = None
     train_samples: int | None = None
     seed: int = LANGUAGE_MODEL_SEED
@@ -99,6 +104,8 @@ class TrainingConfig:
                 f"--global-batch-size {self.global_batch_size} is not divisible by "
                 f"--micro-batch-size {self.micro_batch_size}"
             )
+        if self.step_batch_size_schedule is not None:
+            self._check_steps(self.step_batch_size_schedule)
         if self.train_samples is not None and self.global_batch_size is None:
             raise ValueError(
                 "--train-samples needs --global-batch-size: the number of iterations follows "
@@ -108,6 +115,18 @@ class TrainingConfig:
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         if self.rampup_batch_size:
             self._check_rampup()
+
+    def _check_steps(self, text: str) -> None:
+        steps = parse_steps(text)
+        resolve(self, "global_batch_size", steps[-1][1])
+        name = f"--step-batch-size-schedule {shown(repr(text))}"
+        if self.global_batch_size != steps[-1][1]:
+            raise ValueError(
+                f"{name} ends with a batch of {steps[-1][1]} samples, and --global-batch-size is "
+                f"{self.global_batch_size}: leave --global-batch-size out"
+            )
+        if self.rampup_batch_size:
+            raise ValueError(f"{name} and --rampup-batch-size are two schedules: set one")
 
     def _check_rampup(self) -> None:
         name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
@@ -155,13 +174,23 @@ class TrainingConfig:
             )
         return batch // step
 
-    def batch_schedule(self, data_parallel_size: int) -> BatchSchedule:
+    def batch_schedule(
+        self, data_parallel_size: int, *, seq_length: int | None = None
+    ) -> BatchSchedule:
         """Returns the schedule of the batch size over the run.
 
-        Raises ValueError if one of its sizes does not divide over ranks and micro-batches.
+        seq_length: the tokens of a sample. The steps of --step-batch-size-schedule count tokens;
+            the other schedules do not need it.
+
+        Raises ValueError if one of its sizes does not divide over ranks and micro-batches. Of
+        --step-batch-size-schedule only the last size must: a run that continues with more ranks may
+        have passed the smaller ones.
         """
         self.num_microbatches(data_parallel_size)
         full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
+        if self.step_batch_size_schedule is not None:
+            assert seq_length is not None
+            return BatchSchedule.in_steps(self.batch_steps(seq_length), samples_per_microbatch=step)
         if not self.rampup_batch_size:
             return BatchSchedule.constant(full, samples_per_microbatch=step)
         start, increment, samples = self.rampup_batch_size
@@ -180,6 +209,24 @@ class TrainingConfig:
             ramp_samples=samples,
         )
 
+    def batch_steps(self, seq_length: int) -> tuple[tuple[int, int], ...]:
+        """Returns (samples, size) of each step of --step-batch-size-schedule.
+
+        Raises ValueError if two steps are at the same sample.
+        """
+        text = self.step_batch_size_schedule
+        if text is None:
+            return ()
+        steps = tuple((tokens // seq_length, size) for tokens, size in parse_steps(text))
+        for (samples, _), (following, _) in itertools.pairwise(steps):
+            if samples == following:
+                raise ValueError(
+                    f"--step-batch-size-schedule {shown(repr(text))}: two steps are at sample "
+                    f"{samples} of --seq-length {seq_length} tokens; give steps that are further "
+                    "apart"
+                )
+        return steps
+
     def num_iterations(self, batches: BatchSchedule, *, done: int = 0, consumed: int = 0) -> int:
         """Returns the length of the run in iterations.
 
@@ -194,6 +241,8 @@ class TrainingConfig:
                 name = (
                     "start of --rampup-batch-size"
                     if self.rampup_batch_size
+                    else "first batch of --step-batch-size-schedule"
+                    if batches.steps
                     else "--global-batch-size"
                 )
                 raise ValueError(

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import TokenizerConfig
+from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 
 # The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
 READ_FILES: dict[str, dict[str, str]] = {
     "NullTokenizer": {},
     "HuggingFaceTokenizer": {"tokenizer_model": "tokenizer.json"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
+    **{kind: {"tokenizer_model": "tokenizer.model"} for kind in SENTENCEPIECE_TYPES},
+    "TikTokenizer": {"tokenizer_model": "tiktoken.json"},
 }
 # Files that other libraries read, if they lie beside a tokenizer.json.
 BESIDE = (

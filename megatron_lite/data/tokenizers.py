@@ -1,11 +1,14 @@
-"""Turns text into token ids and back, with three tokenizers that have Megatron's names.
+"""Turns text into token ids and back, with tokenizers that have Megatron's names.
 
     NullTokenizer          text that is token ids already, with spaces between them
     HuggingFaceTokenizer   a tokenizer.json, or its folder, as `save_pretrained` writes it
     GPT2BPETokenizer       GPT-2's vocab.json and merges.txt
+    Llama2Tokenizer        a SentencePiece model (sentencepiece_tokenizer.py)
+    TikTokenizer           a JSON list of tokens (tiktoken_tokenizer.py)
 
-All files are local; nothing is ever downloaded. The last two tokenizers use the `tokenizers`
-library. It is imported only when it is needed, so that a run on prepared data works without it.
+All files are local; nothing is ever downloaded. All but the first use a library: `tokenizers`,
+`sentencepiece` or `tiktoken`. It is imported only when it is needed, so that a run on prepared data
+works without it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_lite.config.checks import InputError, chosen
-from megatron_lite.config.data_settings import TokenizerConfig
+from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 
 if TYPE_CHECKING:
     import tokenizers
@@ -68,10 +71,32 @@ def _null(config: TokenizerConfig) -> Tokenizer:
     return NullTokenizer(config.vocab_size)
 
 
+def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
+    from megatron_lite.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    assert config.tokenizer_model is not None
+    return SentencePieceTokenizer(config.tokenizer_model)
+
+
+def _tiktoken(config: TokenizerConfig) -> Tokenizer:
+    from megatron_lite.data.tiktoken_tokenizer import TikTokenizer
+
+    assert config.tokenizer_model is not None
+    return TikTokenizer(
+        config.tokenizer_model,
+        pattern=config.tiktoken_pattern,
+        vocab_size=config.vocab_size,
+        num_special_tokens=config.tiktoken_num_special_tokens,
+        special_tokens=config.tokenizer_special_tokens,
+    )
+
+
 TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "HuggingFaceTokenizer": _hugging_face,
     "GPT2BPETokenizer": _gpt2_bpe,
     "NullTokenizer": _null,
+    **dict.fromkeys(SENTENCEPIECE_TYPES, _sentencepiece),
+    "TikTokenizer": _tiktoken,
 }
 
 
@@ -195,7 +220,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def __init__(self, path: str) -> None:
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        _require_files("--tokenizer-model", file)
+        require_files("--tokenizer-model", file)
 
         def load() -> tokenizers.Tokenizer:
             from tokenizers import Tokenizer
@@ -216,8 +241,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     """
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
-        _require_files("--vocab-file", vocab_file)
-        _require_files("--merge-file", merge_file)
+        require_files("--vocab-file", vocab_file)
+        require_files("--merge-file", merge_file)
 
         def load() -> tokenizers.Tokenizer:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -232,7 +257,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         )
 
 
-def _require_files(flag: str, path: str) -> None:
+def require_files(flag: str, path: str) -> None:
+    """Raises InputError unless the path is a file."""
     if not os.path.isfile(path):
         raise InputError(
             f"{flag} {path}: no such file (tokenizers are read from local files, never downloaded)"

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.pieces import Layout, Piece
+from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel.apex import fused_adam, require
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 
 STATES = ("exp_avg", "exp_avg_sq")
-Group = Mapping[str, Any]  # "params" and "weight_decay", as torch.optim takes them
+# "params" and "weight_decay", as torch.optim takes them, and "at_an_end" for LearningRates.
+Group = Mapping[str, Any]
 
 
 class AdamW:
@@ -34,7 +36,7 @@ class AdamW:
         self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
     ) -> None:
         pieces = list(pieces)
-        groups = _weight_decay_groups(pieces, config.weight_decay)
+        groups = _groups(pieces, config.weight_decay)
         self._kernel = adam_update(groups, config, device) if groups else None
         self.states = {piece.name: self._new_states(piece.master) for piece in pieces}
 
@@ -53,10 +55,10 @@ class AdamW:
         """See UpdateRule."""
         return STATES
 
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """See UpdateRule."""
         if self._kernel is not None:
-            self._kernel.step(learning_rate, skipped)
+            self._kernel.step(rates, skipped)
 
     def set_num_updates(self, number: int) -> None:
         """See UpdateRule."""
@@ -70,13 +72,20 @@ class AdamW:
         return states
 
 
-def _weight_decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, object]]:
+def _groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, object]]:
+    """Returns the pieces that share a weight decay and a learning rate."""
     groups: list[dict[str, object]] = [
         {
-            "params": [piece.master for piece in pieces if piece.decays],
-            "weight_decay": weight_decay,
-        },
-        {"params": [piece.master for piece in pieces if not piece.decays], "weight_decay": 0.0},
+            "params": [
+                piece.master
+                for piece in pieces
+                if (piece.decays, piece.at_an_end) == (decays, at_an_end)
+            ],
+            "weight_decay": weight_decay if decays else 0.0,
+            "at_an_end": at_an_end,
+        }
+        for decays in (True, False)
+        for at_an_end in (False, True)
     ]
     return [group for group in groups if group["params"]]
 
@@ -90,7 +99,7 @@ class AdamUpdate(Protocol):
         Call it once for each master, before the first step.
         """
 
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """Makes one update, or none if `skipped` (0-d float32) is 1."""
 
     def set_num_updates(self, number: int) -> None:
@@ -127,10 +136,10 @@ class TorchAdamW:
         step = torch.zeros((), dtype=torch.float32, device=master.device)
         self._adam.state[master] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """See AdamUpdate."""
         for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = rates.of(at_an_end=group["at_an_end"])
         self._adam.found_inf = skipped  # type: ignore[attr-defined]
         self._adam.step()
 
@@ -179,10 +188,11 @@ class ApexFusedAdam:
         assert master.dtype == torch.float32, master.dtype
         self._of[master].state[master] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """See AdamUpdate."""
         for adam in self._adams:
-            adam.param_groups[0]["lr"].fill_(learning_rate)
+            group = adam.param_groups[0]
+            group["lr"].fill_(rates.of(at_an_end=group["at_an_end"]))
             adam.step(grad_scaler=_Skipping(skipped))
         self._last_skipped.copy_(skipped)
 

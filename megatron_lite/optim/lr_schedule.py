@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from megatron_lite.config import plain
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.lr_schedule_settings import (
+    LR_DECAY_STYLES,
+    WSD_DECAY_STYLES,
+    LrScheduleConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +23,9 @@ class LrSchedule:
 
     An iteration uses the samples consumed before it, so the first one runs at `warmup_init` (0 by
     default), as in Megatron.
+
+    decoupled_max_lr, decoupled_min_lr: the same two rates of the word embedding and the output
+        layer. None: they have no rates of their own.
     """
 
     max_lr: float
@@ -28,6 +36,8 @@ class LrSchedule:
     decay_samples: float
     wsd_style: str
     wsd_samples: float
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     @classmethod
     def build(
@@ -76,7 +86,72 @@ class LrSchedule:
             decay_samples=decay,
             wsd_style=config.lr_wsd_decay_style,
             wsd_samples=wsd,
+            decoupled_max_lr=config.decoupled_lr,
+            decoupled_min_lr=None
+            if config.decoupled_lr is None
+            else config.min_lr
+            if config.decoupled_min_lr is None
+            else config.decoupled_min_lr,
         )
+
+    @classmethod
+    def from_plain(cls, values: object) -> LrSchedule | None:
+        """Reads a JSON object; None for null. ValueError: it is not a schedule."""
+        if values is None:
+            return None
+        try:
+            found = plain.as_object(values, "schedule")
+            plain.check_names(found, [field.name for field in fields(cls)], "schedule")
+            styles = {"style": LR_DECAY_STYLES, "wsd_style": WSD_DECAY_STYLES}
+            for name, known in styles.items():
+                if plain.field(found, name) not in known:
+                    raise ValueError(f"{name} must be one of {', '.join(known)}")
+            numbers = {
+                field.name: None
+                if field.name.startswith("decoupled") and found.get(field.name) is None
+                else _rate(found, field.name)
+                for field in fields(cls)
+                if field.name not in styles
+            }
+            return cls(**{name: found[name] for name in styles}, **numbers)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"no learning-rate schedule: {error}") from error
+
+    def taken_from(self, saved: LrSchedule) -> LrSchedule:
+        """Returns the schedule of a run that continues with the schedule of its checkpoint.
+
+        As in Megatron, this schedule keeps its `warmup_init` and its WSD decay, and takes all else
+        from `saved`. A schedule without a WSD decay takes that, too.
+        ValueError: the WSD decay is longer than the time after the warm-up.
+        """
+        taken = replace(saved, warmup_init=min(self.warmup_init, saved.max_lr))
+        if self.wsd_samples:
+            taken = replace(taken, wsd_style=self.wsd_style, wsd_samples=self.wsd_samples)
+        if taken.style == "WSD" and taken.wsd_samples > taken.decay_samples - taken.warmup_samples:
+            raise ValueError(
+                f"--lr-wsd-decay-iters ({taken.wsd_samples} samples) is longer than what follows "
+                f"the warm-up of the checkpoint's schedule "
+                f"({taken.decay_samples - taken.warmup_samples:g} samples)"
+            )
+        return taken
+
+    def changed_from(self, saved: LrSchedule) -> list[str]:
+        """Returns each value that differs, such as "max_lr 0.1 -> 0.2"."""
+        return [
+            f"{field.name} {getattr(saved, field.name)} -> {getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(saved, field.name) != getattr(self, field.name)
+        ]
+
+    def decoupled_at(self, consumed_samples: int) -> float | None:
+        """Returns the learning rate of the word embedding and the output layer.
+
+        Returns None if it is the same as that of all other weights.
+        """
+        if self.decoupled_max_lr is None or self.decoupled_min_lr is None:
+            return None
+        own = replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr)
+        return own.at(consumed_samples)
 
     def at(self, consumed_samples: int) -> float:
         """Returns the learning rate of the iteration that starts after `consumed_samples`."""
@@ -107,6 +182,16 @@ class LrSchedule:
             self.style,
             (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples),
         )
+
+
+def _rate(values: dict[str, object], name: str) -> float:
+    """Returns a learning rate or a length. ValueError: it is negative or no number.
+
+    A whole number stays one, since a length that was a whole number is printed as one.
+    """
+    if plain.finite(values, name) < 0.0:
+        raise ValueError(f"{name} must be at least 0 (got {values[name]})")
+    return values[name]  # type: ignore[return-value]
 
 
 def _decay(style: str, progress: float) -> float:

@@ -29,6 +29,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.adam_update import AdamW
 from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
 from megatron_lite.optim.pieces import Layout, Piece
+from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
@@ -78,9 +79,10 @@ class Muon:
         return (MOMENTUM,) if parameter in self._matrices else self._adam.state_names(parameter)
 
     @torch.no_grad()
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
-        """See UpdateRule."""
-        self._adam.step(learning_rate, skipped)
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
+        """See UpdateRule. The matrices are those of layers, so they have the rate of all."""
+        learning_rate = rates.every
+        self._adam.step(rates, skipped)
         stays = skipped.bool()
         for name, spec in self._matrices.items():
             piece = self._pieces.get(name)

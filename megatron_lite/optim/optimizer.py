@@ -28,11 +28,12 @@ from megatron_lite.optim.muon_update import Muon
 from megatron_lite.optim.pieces import Layout, Piece
 from megatron_lite.optim.replicated import Replicated
 from megatron_lite.optim.spike import SpikeGuard
-from megatron_lite.optim.update_rule import UpdateRule
+from megatron_lite.optim.update_rule import LearningRates, UpdateRule
 from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timed import Timed, not_timed
 
 # By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
 # which the rank has no piece.
@@ -65,6 +66,7 @@ class Optimizer:
         "master", each float32. A parameter of which this rank has no piece has no entry.
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
+    timed: times the parts of `step`, by the names of training/timers.py.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Optimizer:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
         self.loss_scale, self.spikes = loss_scale, spikes
+        self.timed: Timed = not_timed
         self.layout: Layout = choose_layout(model, parallel, data_parallel or DataParallelConfig())
         self._pieces = list(self.layout.pieces)
         new_rule = chosen("--optimizer", config.optimizer, RULES)
@@ -113,14 +116,23 @@ class Optimizer:
         """
         self.layout.gradients.sync_next_backward(parameters)
 
-    def step(self, learning_rate: float, loss: Tensor | None = None) -> OptimizerStep:
+    def step(
+        self,
+        learning_rate: float,
+        loss: Tensor | None = None,
+        *,
+        decoupled_learning_rate: float | None = None,
+    ) -> OptimizerStep:
         """Reduces and clips the gradients and updates the weights.
 
         It changes no weight if the global norm is not finite or the loss is a spike.
+        decoupled_learning_rate: the rate of the word embedding and the output layer; None: the
+            rate of all other weights.
         loss: 0-d, already summed over the data-parallel and pipeline ranks. If the run looks for
             spikes, the step issues one all-reduce of it over the TP group.
         """
-        self.layout.gradients.reduce_()
+        with self.timed("all-grads-sync"):
+            self.layout.gradients.reduce_()
         grads = [piece.grad for piece in self._pieces]
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, self.loss_scale.inverse())
@@ -139,10 +151,14 @@ class Optimizer:
         # A norm that is not finite spoils the gradients here. That is harmless: the rule skips the
         # step, and the next step begins with new gradients.
         if self._clip_grad > 0.0 and grads:
-            torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
-        self._rule.step(learning_rate, skipped)
+            with self.timed("optimizer-clip-main-grad"):
+                torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+        with self.timed("optimizer-inner-step"):
+            self._rule.step(LearningRates(learning_rate, decoupled_learning_rate), skipped)
         self._updates += 1.0 - skipped
-        self.layout.publish()
+        sharded = self.layout.shard_group is not None
+        with self.timed("params-all-gather" if sharded else "optimizer-copy-main-to-model-params"):
+            self.layout.publish()
         return OptimizerStep(grad_norm, skipped, piece_norms, self.layout.gradients.own_norm)
 
     def finish(self) -> None:

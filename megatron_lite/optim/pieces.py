@@ -23,6 +23,9 @@ from torch.distributed import ProcessGroup
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 
+# The weights that --decoupled-lr is for, by the ends of their names.
+ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -32,6 +35,7 @@ class Piece:
         shape if the piece is the whole parameter. Its `.grad` is the gradient, which is complete
         after the layout's `reduce_`.
     decays: whether weight decay applies.
+    at_an_end: whether it belongs to the word embedding or the output layer (--decoupled-lr).
     """
 
     name: str
@@ -40,6 +44,7 @@ class Piece:
     stop: int
     master: Tensor
     decays: bool
+    at_an_end: bool = False
 
     @property
     def grad(self) -> Tensor:
@@ -146,6 +151,7 @@ def new_piece(
         stop=stop,
         master=master,
         decays=parameter.dim() > 1 and not name.endswith(".bias"),
+        at_an_end=name.endswith(ENDS),
     )
 
 

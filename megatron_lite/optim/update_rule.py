@@ -11,9 +11,24 @@ never waits for the device, and a skipped step changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class LearningRates(NamedTuple):
+    """The learning rates of one step.
+
+    every: that of all weights, except those that have one of their own.
+    ends: that of the word embedding and the output layer (--decoupled-lr); None: `every`.
+    """
+
+    every: float
+    ends: float | None = None
+
+    def of(self, *, at_an_end: bool) -> float:
+        """Returns the rate of a weight."""
+        return self.ends if at_an_end and self.ends is not None else self.every
 
 
 class UpdateRule(Protocol):
@@ -32,7 +47,7 @@ class UpdateRule(Protocol):
         They are the same on every rank, whether it has a piece of the parameter or not.
         """
 
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """Makes one update, or none if `skipped` (0-d float32) is 1.
 
         Every rank must call this, also one without pieces: a rule may issue collectives.

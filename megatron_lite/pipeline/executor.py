@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.stages import Stage
+from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.pipeline.handoff import arrive, depart, run_backward
 from megatron_lite.pipeline.links import Arriving, Direction, Links
 from megatron_lite.pipeline.order import Action
@@ -36,6 +37,7 @@ def run_actions(
     stages: Sequence[Stage],
     links: Links,
     overlap: bool = True,
+    timed: Timed = not_timed,
     before_backward: Callable[[Action], None] | None = None,
     after: Callable[[Action], None] | None = None,
 ) -> list[Tensor]:
@@ -46,6 +48,8 @@ def run_actions(
 
     stages: this rank's stages, by model chunk.
     overlap: whether a rank receives the input of an action while the action before it computes.
+    timed: times each backward, by the names of training/timers.py. The time in which a backward
+        waits for its gradient counts.
     before_backward: called with each backward action before it runs.
     after: called with each action when it is done.
     """
@@ -65,7 +69,8 @@ def run_actions(
         else:
             if before_backward is not None:
                 before_backward(action)
-            run.backward(action)
+            with timed("backward-compute"):
+                run.backward(action)
         if after is not None:
             after(action)
     links.wait_sent()

@@ -86,7 +86,7 @@ def refusal(problem: Problem, num_ranks: int) -> str:
         )
         recompute = problem.recompute or base.recompute
         config = replace(base, parallel=parallel, training=training, recompute=recompute)
-        config.training.batch_schedule(parallel.data_parallel_size(num_ranks))
+        config.batch_schedule(parallel.data_parallel_size(num_ranks))
     except ValueError as error:
         return str(error)
     return (
@@ -107,8 +107,10 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
                         training = replace(
                             base.training, micro_batch_size=size, loss_chunk_size=chunk
                         )
-                        # A batch-size ramp must divide over the ranks from its start on.
-                        training.batch_schedule(dp_size)
+                        # Every batch must divide over the ranks, from the start of the run on.
+                        batches = training.batch_schedule(dp_size, seq_length=base.data.seq_length)
+                        if any(size % batches.samples_per_microbatch for size in batches.sizes):
+                            continue
                         yield replace(
                             base,
                             parallel=parallel,

@@ -31,7 +31,12 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import TOKENIZER_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import (
+    MODEL_FILES,
+    TIKTOKEN_PATTERNS,
+    TOKENIZER_TYPES,
+    TokenizerConfig,
+)
 from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
@@ -79,6 +84,9 @@ def preprocess(args: argparse.Namespace) -> None:
             vocab_file=args.vocab_file,
             merge_file=args.merge_file,
             vocab_size=args.vocab_size,
+            tiktoken_pattern=args.tiktoken_pattern,
+            tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
+            tokenizer_special_tokens=tuple(args.tokenizer_special_tokens),
         )
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -312,10 +320,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
     add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    add("--tokenizer-model", help="HuggingFaceTokenizer: a tokenizer.json, or its folder")
+    add(
+        "--tokenizer-model", help="; ".join(f"{name}: {file}" for name, file in MODEL_FILES.items())
+    )
+    add("--tiktoken-pattern", choices=TIKTOKEN_PATTERNS, help="TikTokenizer: how it splits a text")
+    add("--tiktoken-num-special-tokens", type=int, default=1000, help="TikTokenizer: their number")
+    add("--tokenizer-special-tokens", nargs="+", default=[], help="TikTokenizer: the first names")
     add("--vocab-file", help="GPT2BPETokenizer: vocab.json")
     add("--merge-file", help="GPT2BPETokenizer: merges.txt")
-    add("--vocab-size", type=int, help="NullTokenizer: the number of ids")
+    add("--vocab-size", type=int, help="NullTokenizer and TikTokenizer: the number of ids")
     add(
         "--append-eod",
         action="store_true",

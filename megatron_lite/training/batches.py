@@ -16,6 +16,7 @@ from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.training.documents import DocumentRules, document_starts
 
 
@@ -99,6 +100,7 @@ class MicroBatches:
     Each is read when it is indexed. A sample that cannot be read raises InputError, whose message
     starts with `where`. Tensor- and context-parallel ranks read the same samples; all of them but
     the first raise PeerError, so that one rank reports the fault.
+    timed: times the reading, by the name of training/timers.py.
     """
 
     dataset: SampleDataset
@@ -107,6 +109,7 @@ class MicroBatches:
     num_microbatches: int
     parallel: ParallelState
     where: str = "evaluation"
+    timed: Timed = not_timed
     rules: DocumentRules | None = None
 
     def __len__(self) -> int:
@@ -114,7 +117,7 @@ class MicroBatches:
 
     def __getitem__(self, number: int) -> MicroBatch:
         parallel, indices = self.parallel, self._indices(number)
-        with self._told(indices):
+        with self._told(indices), self.timed("batch-generator"):
             return fetch(
                 self.dataset,
                 indices,

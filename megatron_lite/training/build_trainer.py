@@ -38,6 +38,7 @@ from megatron_lite.training.documents import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.saved_schedule import followed_schedule
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -132,7 +133,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
     start = find_start(config.checkpoint, parallel)
     done = start.progress
     try:
-        batches = training.batch_schedule(parallel.dp_size)
+        batches = config.batch_schedule(parallel.dp_size)
         # Counts from the checkpoint's progress: the run may continue with another batch size.
         num_iterations = training.num_iterations(
             batches, done=done.iteration, consumed=done.consumed_samples
@@ -153,6 +154,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
             train_samples=training.train_samples or train_samples,
             batches=batches,
         )
+        schedule, config, followed = followed_schedule(config, schedule, start, parallel)
     except ValueError as error:
         raise InputError(str(error)) from error
     rules = document_rules(config)
@@ -182,7 +184,12 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         ),
         tokenizer=_tokenizer_contents(config, parallel),
         rules=rules,
-        notices=(accumulation, *_predicted_peak(config, parallel, batches), *notices.in_log),
+        notices=(
+            accumulation,
+            *_predicted_peak(config, parallel, batches),
+            *notices.in_log,
+            *followed,
+        ),
         pulse=pulse,
     )
 
@@ -207,7 +214,7 @@ def _predicted_peak(
         config,
         device=parallel.device.type,
         dp_cp_size=parallel.dp_cp_size,
-        num_microbatches=batches.num_microbatches(batches.full),
+        num_microbatches=batches.num_microbatches(batches.largest),
     )
     save = save_peak(config, peak, device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
     lines = [
@@ -227,7 +234,7 @@ def _predicted_peak(
 def _check_batches(
     config: RunConfig, parallel: ParallelState, batches: BatchSchedule, sizes: Sequence[int]
 ) -> None:
-    """Raises ValueError for a batch that the virtual stages of a pipeline cannot take.
+    """Raises ValueError for a batch that the ranks or the pipeline's virtual stages cannot take.
 
     sizes: the global batch sizes of the iterations that this run still has.
     Evaluations take the full batch, also if the run ends within the ramp.
@@ -239,12 +246,21 @@ def _check_batches(
         )
     ramp = " ".join(map(str, config.training.rampup_batch_size))
     unit = batches.samples_per_microbatch * parallel.pp_size
+    name, change = f"--rampup-batch-size {ramp}", "a START and an INCREMENT"
+    if batches.steps:
+        name = f"--step-batch-size-schedule '{config.training.step_batch_size_schedule}'"
+        change = "sizes"
     for batch_size in sizes:
+        if batch_size % batches.samples_per_microbatch:
+            raise ValueError(
+                f"{name}: a batch of {batch_size} samples, which this run still has, is not "
+                f"divisible by --micro-batch-size {config.training.micro_batch_size} x "
+                f"data-parallel size {parallel.dp_size} = {batches.samples_per_microbatch}"
+            )
         check_num_microbatches(
             batches.num_microbatches(batch_size),
             size=parallel.pp_size,
             num_chunks=num_chunks,
-            remedy=f"--rampup-batch-size {ramp} has a batch of {batch_size} samples; give a START "
-            "and an INCREMENT "
+            remedy=f"{name} has a batch of {batch_size} samples; give {change} "
             f"that are multiples of {unit}, or leave the virtual stages out",
         )

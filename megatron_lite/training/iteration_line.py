@@ -70,6 +70,9 @@ def iteration_line(
         if throughput
         else None,
         f"learning rate: {last.learning_rate:.6E}",
+        f"decoupled learning rate: {last.decoupled_learning_rate:.6E}"
+        if last.decoupled_learning_rate is not None
+        else None,
         f"global batch size: {last.global_batch_size:5d}",
         f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
         f"loss scale: {last.loss_scale:.1f}",

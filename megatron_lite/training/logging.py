@@ -9,9 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
@@ -34,7 +36,14 @@ from megatron_lite.training.metrics import IterationRecord, MetricsFile
 from megatron_lite.training.run_summary import RunSummary, write_summary
 from megatron_lite.training.skipped import SkippedUpdate
 from megatron_lite.training.tensorboard import ScalarFile
+from megatron_lite.training.timers import Times
+from megatron_lite.training.wandb_run import WandbRun
 
+# The scalars that TensorBoard also gets over the consumed samples, as in Megatron.
+BY_SAMPLES = (
+    *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size"),
+    *("grad-norm", "num-zeros", "params-norm"),
+)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
 
 
@@ -43,6 +52,7 @@ class RunLog:
 
     start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
     skipped_batches: the file for skipped updates. The first skipped update creates it.
+    wandb: gets the same scalars as TensorBoard; the log closes it.
     keep_last: --save-keep-last, which also limits how many earlier versions of these files stay.
     """
 
@@ -55,8 +65,10 @@ class RunLog:
         start: Progress,
         skipped_batches: str | None = None,
         keep_last: int | None = None,
+        wandb: WandbRun | None = None,
     ) -> None:
         self._config = config
+        self._wandb, self._consumed = wandb, start.consumed_samples
         self._facts = facts
         self._enabled = enabled
         self._interval: list[IterationRecord] = []
@@ -67,6 +79,8 @@ class RunLog:
         self._tensorboard: ScalarFile | None = None
         self._skipped_batches, self._keep_last = skipped_batches, keep_last
         self._skipped_rows: MetricsFile | None = None
+        if wandb is not None:
+            self._stack.callback(wandb.close)
         if not enabled:
             return
         if skipped_batches is not None and os.path.exists(skipped_batches):
@@ -168,12 +182,12 @@ class RunLog:
             return
         if self._metrics is not None:
             self._warn(self._metrics.write(record))
-        if self._tensorboard is not None:
-            self._warn(
-                *_write_scalars(self._tensorboard, record, extras, self._facts, self._config),
-                self._by_samples.add_scalar(
-                    "lm loss vs samples", record.lm_loss, record.consumed_samples
-                ),
+        self._consumed = record.consumed_samples
+        if record.iteration % self._config.tensorboard_log_interval == 0:
+            self._write_scalars(
+                record.iteration,
+                scalars_of(record, extras, self._facts, self._config),
+                by_samples=BY_SAMPLES,
             )
         if self._progress is not None:
             self._progress.update(
@@ -236,29 +250,55 @@ class RunLog:
         )
         rule = "-" * len(text)
         self.line(f"{rule}\n{text}\n{rule}")
-        if self._tensorboard is not None:
-            self._warn(self._tensorboard.add_scalar(f"lm loss {name}", result.loss, iteration))
-            if self._config.log_validation_ppl_to_tensorboard:
-                self._warn(
-                    self._tensorboard.add_scalar(
-                        f"lm loss {name} ppl", result.perplexity, iteration
-                    )
-                )
+        scalars = {f"lm loss {name}": result.loss}
+        if self._config.log_validation_ppl_to_tensorboard:
+            scalars[f"lm loss {name} ppl"] = result.perplexity
+        self._write_scalars(iteration, scalars, by_samples=scalars)
+
+    def times(self, times: Times | None, iteration: int) -> None:
+        """Prints the timers of --timing-log-level, and writes the slowest rank's to TensorBoard."""
+        if times is None:
+            return
+        self.line(str(times))
+        if self._config.log_timers_to_tensorboard:
+            self._write_scalars(
+                iteration, {f"{name}-time": max(ms) / 1000.0 for name, ms in times.ranks.items()}
+            )
+
+    def _write_scalars(
+        self,
+        iteration: int,
+        scalars: Mapping[str, float | None],
+        *,
+        by_samples: Collection[str] = (),
+    ) -> None:
+        """Writes the scalars that are not None to TensorBoard and W&B.
+
+        by_samples: those that TensorBoard also gets over the consumed samples.
+        """
+        known = {name: value for name, value in scalars.items() if value is not None}
+        if self._wandb is not None:
+            self._warn(self._wandb.log({**known, "samples vs steps": self._consumed}, iteration))
+        if self._tensorboard is None:
+            return
+        for name, value in known.items():
+            self._warn(self._tensorboard.add_scalar(name, value, iteration))
+            if name in by_samples:
+                self._warn(self._by_samples.add_scalar(f"{name} vs samples", value, self._consumed))
 
 
-def _write_scalars(
-    writer: ScalarFile,
-    record: IterationRecord,
-    extras: LogExtras,
-    facts: RunFacts,
-    config: LoggingConfig,
-) -> list[str | None]:
+def scalars_of(
+    record: IterationRecord, extras: LogExtras, facts: RunFacts, config: LoggingConfig
+) -> dict[str, float | None]:
+    """Returns the scalars of an iteration by Megatron's names; None if one is not asked for."""
     full_ms = full_batch_ms([record], facts)
-    scalars: dict[str, float | None] = {
+    return {
         "learning-rate": record.learning_rate,
+        "decoupled-learning-rate": record.decoupled_learning_rate,
         "batch-size": record.global_batch_size,
         "lm loss": record.lm_loss,
-        "loss-scale": record.loss_scale,
+        "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
+        "world-size": facts.world_size if config.log_world_size_to_tensorboard else None,
         "grad-norm": record.grad_norm,
         "num-zeros": extras.num_zeros,
         "params-norm": extras.params_norm,
@@ -267,10 +307,19 @@ def _write_scalars(
         if config.log_timers_to_tensorboard
         else None,
         "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
+        **(memory_scalars(facts.device) if config.log_memory_to_tensorboard else {}),
         **utilization([record], facts),
     }
-    return [
-        writer.add_scalar(name, value, record.iteration)
-        for name, value in scalars.items()
-        if value is not None
-    ]
+
+
+def memory_scalars(device: torch.device) -> dict[str, float | None]:
+    """Returns Megatron's figures of CUDA's allocator; none on a CPU, which has no allocator."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+        "mem-allocated-count": stats["allocation.all.current"],
+    }

@@ -45,6 +45,7 @@ from megatron_lite.training.observe import (
     TimelineRecorder,
 )
 from megatron_lite.training.predictions import Predictions
+from megatron_lite.training.profiler import Profiler
 from megatron_lite.training.run_facts import run_facts
 from megatron_lite.training.skipped import (
     SkippedUpdates,
@@ -54,6 +55,8 @@ from megatron_lite.training.skipped import (
 )
 from megatron_lite.training.started_step import StartedStep
 from megatron_lite.training.step import TrainingError, train_step
+from megatron_lite.training.timers import Timers
+from megatron_lite.training.wandb_run import WandbRun
 
 
 @dataclass(kw_only=True)
@@ -93,6 +96,8 @@ class Trainer:
     _skipped: SkippedUpdates = field(init=False)
     _replicas: ReplicaCheck | None = field(default=None, init=False)
     _slow_ranks: SlowRanks | None = field(default=None, init=False)
+    _timers: Timers = field(init=False)
+    _profiler: Profiler = field(init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
     _clock: float = field(default=0.0, init=False)
     _saved_at: int = field(default=-1, init=False)
@@ -108,12 +113,16 @@ class Trainer:
             self.parallel,
             self.model,
             self.optimizer,
-            num_microbatches=self.batches.num_microbatches(self.batches.full),
+            num_microbatches=self.batches.num_microbatches(self.batches.largest),
         )
         self._timeline_is_due = self.config.logging.memory_timeline is not None
         self._make_guards()
 
     def _make_guards(self) -> None:
+        self._timers = Timers(self.config.logging, self.parallel)
+        if self._timers.run:
+            self.optimizer.timed = self._runner.timed = self._timers
+        self._profiler = Profiler(self.config, self.parallel)
         scaling = self.optimizer.loss_scale
         self._skipped = SkippedUpdates(
             self.config,
@@ -154,6 +163,8 @@ class Trainer:
             timed = self._slow_ranks.listening() if self._slow_ranks is not None else nullcontext()
             with memory_budget(self.config.recompute.activation_memory_budget), timed:
                 finished = self._train(log, exits)
+            for line in self._profiler.close():
+                log.line(line)
             if self._timeline_is_due:
                 log.line(
                     "no memory timeline: --memory-timeline records the second iteration, and "
@@ -229,6 +240,7 @@ class Trainer:
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
         learning_rate, batch_size = self.schedule.at(before), self.batches.at(before)
+        decoupled_learning_rate = self.schedule.decoupled_at(before)
         batches = MicroBatches(
             dataset=self.datasets.train,
             consumed_samples=before,
@@ -236,6 +248,7 @@ class Trainer:
             micro_batch_size=self.config.training.micro_batch_size,
             parallel=self.parallel,
             where=f"iteration {self.progress.iteration + 1}",
+            timed=self._timers,
             rules=self.rules,
         )
         measured = self.activation_bytes is not None or self.config.training.torch_compile
@@ -244,6 +257,7 @@ class Trainer:
         )
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
+        self._profiler.begin(iteration)
         with (
             self._predictions.step(iteration),
             self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext(),
@@ -253,11 +267,15 @@ class Trainer:
                 self.optimizer,
                 batches,
                 learning_rate=learning_rate,
+                decoupled_learning_rate=decoupled_learning_rate,
                 observer=meter or self._timeline_recorder(),
+                timed=self._timers,
                 masked=masked_mean_of(
                     batches, per_token=self.config.training.calculate_per_token_loss
                 ),
             )
+        for line in self._profiler.end(iteration):
+            log.line(line)
         if meter is not None:
             self._compare_bytes(meter, log)
         if (line := self._predictions.peak_line()) is not None:
@@ -275,6 +293,7 @@ class Trainer:
             self.optimizer.num_zeros_in_grad()
             if logged and logging.log_num_zeros_in_grad
             else None,
+            decoupled_learning_rate,
         )
 
     def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
@@ -329,6 +348,8 @@ class Trainer:
         if self._slow_ranks is not None and step.iteration % self.config.logging.log_interval == 0:
             for line in self._slow_ranks.lines():
                 log.line(line)
+        if self._timers.run and step.iteration % self.config.logging.log_interval == 0:
+            log.times(self._timers.report(self.config.logging.log_interval), step.iteration)
 
     def _compare_replicas(self) -> None:
         if self._replicas is not None and (fault := self._replicas.fault()) is not None:
@@ -384,6 +405,7 @@ class Trainer:
             self.progress,
             data=self.datasets.identity,
             copy=self.saver.copies,
+            schedule=self.schedule,
             tokenizer=self.tokenizer,
         )
         self.saver.save(snapshot, log.line)
@@ -411,4 +433,7 @@ class Trainer:
             start=self.progress,
             skipped_batches=skipped_batches_path(config),
             keep_last=config.checkpoint.save_keep_last,
+            wandb=WandbRun(config)
+            if config.logging.wandb_project and self.parallel.rank == 0
+            else None,
         )

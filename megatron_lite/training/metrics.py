@@ -28,6 +28,8 @@ class IterationRecord:
     lm_loss: the mean over the global batch, in nats per token.
     grad_norm: the global 2-norm before clipping.
     learning_rate, loss_scale: the ones that this iteration used.
+    decoupled_learning_rate: that of the word embedding and the output layer. None without
+        --decoupled-lr; a row then has no such field.
     tokens_per_second: the tokens of all ranks.
     skipped: 1 if no weight was changed, else 0.
     nan: 1 if the loss is NaN or infinite, else 0.
@@ -51,6 +53,7 @@ class IterationRecord:
     activation_bytes_measured: int | None = None
     activation_host_bytes_predicted: int | None = None
     activation_host_bytes_measured: int | None = None
+    decoupled_learning_rate: float | None = None
 
 
 class MetricsFile:
@@ -95,6 +98,7 @@ class MetricsFile:
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(record).items()
+            if value is not None or key != "decoupled_learning_rate"
         }
         return self._file.append(
             (json.dumps(row) + "\n").encode(), what=f"iteration {record.iteration}"

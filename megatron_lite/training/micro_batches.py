@@ -19,6 +19,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.pipeline.executor import run_actions
 from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
@@ -66,6 +67,7 @@ class StageRunner:
         self._everywhere = everywhere
         self._chunks = list(model)
         self._steps: dict[int, _Step] = {}  # by number of micro-batches
+        self.timed: Timed = not_timed
         if links is not None and most_microbatches is not None:
             self._reserve(most_microbatches)
 
@@ -79,9 +81,9 @@ class StageRunner:
         """
         if parallel.pp_size == 1:
             return cls(model, parallel)
-        batches = config.training.batch_schedule(parallel.dp_size)
+        batches = config.batch_schedule(parallel.dp_size)
         most = (
-            batches.num_microbatches(batches.full)
+            batches.num_microbatches(batches.largest)
             if config.training.global_batch_size is not None
             else None
         )
@@ -148,11 +150,9 @@ class StageRunner:
             losses = []
             for number in range(len(batches)):
                 before_backward(number, chunk)
-                losses.append(
-                    (observer if number == 0 else Observer()).micro_batch(
-                        chunk, partial(loss_of, number)
-                    )
-                )
+                seeing = observer if number == 0 else Observer()
+                seeing.timed = self.timed
+                losses.append(seeing.micro_batch(chunk, partial(loss_of, number)))
             return self._sum(losses)
         step = self._step_of(len(batches))
         self._reserve(len(batches))
@@ -177,7 +177,8 @@ class StageRunner:
                 everywhere=self._everywhere,
             )
             del hidden_states  # `run` holds the only reference that this function still needs
-            return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
+            with self.timed("forward-compute"):
+                return observer.forward(chunk, plan, run) if action.microbatch == 0 else run()
 
         losses = run_actions(
             step.actions,
@@ -185,6 +186,7 @@ class StageRunner:
             stages=[chunk.stage for chunk in self._chunks],
             links=self.links,
             overlap=self._overlap,
+            timed=self.timed,
             after=after,
             before_backward=lambda action: before_backward(
                 action.microbatch, self._chunks[action.chunk]

@@ -26,6 +26,7 @@ from megatron_lite.memory.predict.kept_tensors import (
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.plan import RecomputePlan
 
@@ -72,12 +73,19 @@ class ActivationBytes:
 
 
 class Observer:
-    """Runs a micro-batch. Subclasses also measure it; this class does not."""
+    """Runs a micro-batch. Subclasses also measure it; this class does not.
+
+    timed: times forward and backward, by the names of training/timers.py.
+    """
+
+    timed: Timed = staticmethod(not_timed)
 
     def micro_batch(self, model: GPTModel, loss_fn: Callable[[], Tensor]) -> Tensor:
         """Runs forward and backward through a whole model. Returns the loss, detached."""
-        loss = self.forward(model, model.decoder.plan, loss_fn)
-        loss.backward()
+        with self.timed("forward-compute"):
+            loss = self.forward(model, model.decoder.plan, loss_fn)
+        with self.timed("backward-compute"):
+            loss.backward()
         return loss.detach()
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:

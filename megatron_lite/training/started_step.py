@@ -24,6 +24,7 @@ class StartedStep(NamedTuple):
     result: StepResult
     params_norm: Tensor | None
     num_zeros: Tensor | None
+    decoupled_learning_rate: float | None = None
 
     @property
     def samples(self) -> range:
@@ -51,6 +52,7 @@ class StartedStep(NamedTuple):
             lm_loss=figures.loss,
             grad_norm=figures.grad_norm,
             learning_rate=self.learning_rate,
+            decoupled_learning_rate=self.decoupled_learning_rate,
             loss_scale=figures.loss_scale,
             iteration_ms=seconds * 1000.0,
             tokens_per_second=self.batch_size * seq_length / seconds,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.training.batches import Batches
 from megatron_lite.training.loss_mask import MaskedMean
 from megatron_lite.training.micro_batches import StageRunner
@@ -62,7 +63,9 @@ def train_step(
     batches: Batches,
     *,
     learning_rate: float,
+    decoupled_learning_rate: float | None = None,
     observer: Observer | None = None,
+    timed: Timed = not_timed,
     masked: MaskedMean | None = None,
 ) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
@@ -70,26 +73,32 @@ def train_step(
     The loss is the mean over micro-batches and over the ranks of `dp_cp_group`. These ranks hold
     equally many tokens, so the gradients are those of the global batch.
     Two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
+    decoupled_learning_rate: the rate of the word embedding and the output layer; None: the same.
     observer: looks at the first micro-batch.
+    timed: times the two halves of the step, by the names of training/timers.py.
     masked: how the losses of micro-batches with a loss mask become one. The loss is then the mean
         over the tokens of the global batch that count.
     """
     optimizer.zero_grad()
     parallel = runner.parallel
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
-    loss = runner.train(
-        batches,
-        loss_factor=1.0 / (len(batches) * parallel.dp_cp_size),
-        observer=observer or Observer(),
-        mask_factors=None if masked is None else masked.factors,
-        loss_scale=scale,
-        before_last=optimizer.sync_next_backward,
-    )
+    with timed("forward-backward"):
+        loss = runner.train(
+            batches,
+            loss_factor=1.0 / (len(batches) * parallel.dp_cp_size),
+            observer=observer or Observer(),
+            mask_factors=None if masked is None else masked.factors,
+            loss_scale=scale,
+            before_last=optimizer.sync_next_backward,
+        )
     own_loss = loss.clone()
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
     if masked is not None:
         loss = loss / masked.num_tokens.to(loss.dtype)
-    update = optimizer.step(learning_rate, loss)
+    with timed("optimizer"):
+        update = optimizer.step(
+            learning_rate, loss, decoupled_learning_rate=decoupled_learning_rate
+        )
     return StepResult(
         loss,
         update.grad_norm,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
 from megatron_lite.config.training import TrainingConfig
 
 
@@ -198,3 +198,66 @@ def test_a_run_shorter_than_its_first_batch_is_refused() -> None:
         ValueError, match=r"--train-samples 3 is less than one start of --rampup-batch-size \(4\)"
     ):
         training.num_iterations(training.batch_schedule(1))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> BatchSchedule:
+    """Sizes that grow and shrink, at samples that no batch needs to begin with."""
+    samples = sorted(draw(st.sets(st.integers(1, 300), max_size=5)))
+    sizes = [draw(st.integers(1, 20)) for _ in range(len(samples) + 1)]
+    return BatchSchedule.in_steps(
+        tuple(zip((0, *samples), sizes, strict=True)), samples_per_microbatch=1
+    )
+
+
+@given(steps(), st.integers(0, 400), st.integers(0, 60), st.integers(0, 1000))
+def test_a_schedule_in_steps_is_that_of_a_loop_over_samples(
+    schedule: BatchSchedule, consumed: int, iterations: int, samples: int
+) -> None:
+    size_at, size = [], 0
+    for sample in range(1800):
+        size = dict(schedule.steps).get(sample, size)
+        size_at.append(size)
+    assert [schedule.at(sample) for sample in range(500)] == size_at[:500]
+    after, sizes = consumed, []
+    for _ in range(iterations):
+        sizes.append(size_at[after])
+        after += sizes[-1]
+    assert schedule.consumed_after(iterations, consumed=consumed) == after
+    assert schedule.sizes_from(consumed, num_iterations=iterations) == tuple(dict.fromkeys(sizes))
+    within, after = 0, consumed
+    while after + size_at[after] <= samples:
+        within, after = within + 1, after + size_at[after]
+    assert schedule.iterations_within(samples, consumed=consumed) == within
+    assert schedule.largest == max(size for _, size in schedule.steps)
+
+
+def test_the_steps_of_nvidias_175b_example() -> None:
+    text = "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"
+    training = TrainingConfig(
+        micro_batch_size=1, global_batch_size=1536, step_batch_size_schedule=text
+    )
+    assert parse_steps(text.replace(" ", ", ")) == (
+        (0, 16),
+        (2_400_000_000, 320),
+        (4_800_000_000, 624),
+        (7_200_000_000, 928),
+        (9_600_000_000, 1232),
+        (12_000_000_000, 1536),
+    )
+    schedule = training.batch_schedule(8, seq_length=2048)
+    assert schedule.steps[1] == (1_171_875, 320)
+    assert [schedule.at(samples) for samples in (0, 1_171_874, 1_171_875, 10**9)] == [
+        16,
+        16,
+        320,
+        1536,
+    ]
+    assert training == TrainingConfig(micro_batch_size=1, step_batch_size_schedule=text)
+
+
+def test_two_steps_at_one_sample_are_refused() -> None:
+    training = TrainingConfig(micro_batch_size=1, step_batch_size_schedule="0:4 100:8 101:12")
+    with pytest.raises(ValueError, match="two steps are at sample 25 of --seq-length 4 tokens"):
+        training.batch_schedule(1, seq_length=4)
+    assert training.batch_schedule(1, seq_length=1).sizes == (4, 8, 12)

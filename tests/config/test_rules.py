@@ -18,6 +18,7 @@ from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 
@@ -34,6 +35,7 @@ SMALLEST: dict[type, dict[str, Any]] = {
     LrScheduleConfig: {},
     CheckpointConfig: {},
     LoggingConfig: {},
+    ProfilingConfig: {},
     TrainingConfig: {"micro_batch_size": 2},
     DataConfig: {"seq_length": 8},
     TokenizerConfig: {"vocab_size": 99},
@@ -272,6 +274,93 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--rampup-batch-size 4 2 9 needs --global-batch-size",
         {"rampup_batch_size": (4, 2, 9), "global_batch_size": 6},
     ),
+    *[
+        (
+            TrainingConfig,
+            {"step_batch_size_schedule": text, **others},
+            message,
+            {"step_batch_size_schedule": "0:4 1K:8"},
+        )
+        for text, others, message in (
+            ("", {}, "the first batch has no size; begin with 0:SAMPLES"),
+            ("1K:8", {}, "the first batch has no size; begin with 0:SAMPLES"),
+            ("0:4 1K", {}, "'1K' is no TOKENS:SAMPLES; give steps such as '0:768 250B:1536'"),
+            ("0:4 1Q:8", {}, "'1Q:8' is no TOKENS:SAMPLES"),
+            ("0:4 -1:8", {}, "'-1:8' is no TOKENS:SAMPLES"),
+            ("0:0", {}, "a batch of 0 samples; give at least 1"),
+            ("0:0.4", {}, "a batch of 0 samples; give at least 1"),
+            (" ".join(["0:4"] * 10_001), {}, "10001 steps are too many, give at most 10000"),
+            (
+                "0:4 1K:8",
+                {"global_batch_size": 4},
+                "ends with a batch of 8 samples, and --global-batch-size is 4: leave "
+                "--global-batch-size out",
+            ),
+            (
+                "0:4 1K:8",
+                {"rampup_batch_size": (4, 2, 9)},
+                "--rampup-batch-size are two schedules: set one",
+            ),
+        )
+    ],
+    (
+        LrScheduleConfig,
+        {"decoupled_lr": -1.0},
+        "--decoupled-lr must be at least 0",
+        {"decoupled_lr": 0.5},
+    ),
+    (
+        LrScheduleConfig,
+        {"decoupled_lr": 0.1, "decoupled_min_lr": 0.2},
+        "--decoupled-min-lr 0.2 is above --decoupled-lr 0.1",
+        {"decoupled_lr": 0.1, "decoupled_min_lr": 0.1},
+    ),
+    (
+        LrScheduleConfig,
+        {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": True},
+        "--override-opt_param-scheduler that of the flags: set one",
+        {"use_checkpoint_opt_param_scheduler": True},
+    ),
+    *[
+        (ProfilingConfig, {"profile": True, **fault}, message, {"profile": True})
+        for fault, message in (
+            ({"profile_step_start": -1}, "--profile-step-start must be at least 0"),
+            ({"profile_step_start": 12}, "--profile-step-end 12 must be above"),
+            ({"profile_ranks": (0, -1)}, "--profile-ranks 0 -1: give numbers of ranks"),
+            ({"memory_snapshot_path": ""}, "--memory-snapshot-path is empty"),
+        )
+    ],
+    *[
+        (LoggingConfig, fault, message, {})
+        for fault, message in (
+            ({"timing_log_level": 3}, "--timing-log-level must be 0, 1 or 2 (got 3)"),
+            ({"timing_log_option": "min"}, "--timing-log-option must be one of max, minmax, all"),
+            ({"tensorboard_log_interval": 0}, "--tensorboard-log-interval must be at least 1"),
+            ({"wandb_project": "p", "wandb_exp_name": ""}, "--wandb-exp-name is empty"),
+        )
+    ],
+    *[
+        (TokenizerConfig, {"tokenizer_type": kind, **fault}, message, {})
+        for kind, fault, message in (
+            ("Llama2Tokenizer", {}, "needs --tokenizer-model (a SentencePiece model)"),
+            ("TikTokenizer", {}, "needs --tokenizer-model (a JSON list of tokens)"),
+            (
+                "TikTokenizer",
+                {"tokenizer_model": "t", "tiktoken_pattern": "v3"},
+                "--tiktoken-pattern must be one of v1, v2 (got 'v3')",
+            ),
+            (
+                "TikTokenizer",
+                {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
+                "--tokenizer-special-tokens <s>: <unk> is missing; name it",
+            ),
+            (
+                "HuggingFaceTokenizer",
+                {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
+                "needs --tokenizer-type TikTokenizer",
+            ),
+        )
+    ],
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),

@@ -228,7 +228,7 @@ WITHOUT_CHANGE = {
     ),
 }
 # The topics without a field that a step's memory depends on.
-TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging")
+TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging", "profiling")
 # Why the other fields are in no run of this file.
 NOT_RUN = {
     "norm_impl": "apex runs on GPUs alone",
@@ -243,6 +243,7 @@ NOT_RUN = {
     "distributed_timeout_minutes": "a time limit",
     "distributed_timeout_seconds_after_init": "a time limit",
     "rampup_batch_size": "a smaller batch at first: --global-batch-size",
+    "step_batch_size_schedule": "other batches at first: --global-batch-size",
     "train_iters": "the length of a run",
     "train_samples": "the length of a run",
     "eval_interval": "an evaluation is no step",
@@ -270,6 +271,9 @@ NOT_RUN = {
     "tokenizer_model": "gives the vocabulary's size alone",
     "vocab_file": "gives the vocabulary's size alone",
     "merge_file": "gives the vocabulary's size alone",
+    "tiktoken_pattern": "splits texts",
+    "tiktoken_num_special_tokens": "gives the vocabulary's size alone",
+    "tokenizer_special_tokens": "names token ids",
 }
 SCALARS_BYTES = 512
 

@@ -175,6 +175,8 @@ def test_the_ranks_together_compute_the_figure(
         for name, plan in plans(config.num_layers).items()
         if not {"layernorm", "activation"} & plan.segments[0].regions
     }
+    # One rank computes the figure of every plan in another test.
+    named = dict(list(named.items())[:: 2 * tp_size - 1])
 
     def work(rank: int, world_size: int) -> list[int]:
         return [

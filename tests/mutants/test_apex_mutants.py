@@ -18,6 +18,7 @@ from megatron_lite.model.attention import SelfAttention
 from megatron_lite.optim import adam_update
 from megatron_lite.optim.adam_update import ApexFusedAdam
 from megatron_lite.optim.grad_buffer import GradBuffer
+from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.tensor_parallel import column_linear, linear_cross_entropy, row_linear
 from megatron_lite.training import apex_kernels as kernels
@@ -129,9 +130,9 @@ def all_groups_share_one_fused_adam(patch: Patch) -> None:
             group["step"] = self._last_skipped + number
 
     @replaces("step", ApexFusedAdam)
-    def step(_: Any, self: ApexFusedAdam, learning_rate: float, skipped: Tensor) -> None:
+    def step(_: Any, self: ApexFusedAdam, rates: LearningRates, skipped: Tensor) -> None:
         for group in self._adams[0].param_groups:
-            group["lr"].fill_(learning_rate)
+            group["lr"].fill_(rates.every)
         self._adams[0].step(grad_scaler=adam_update._Skipping(skipped))
         self._last_skipped.copy_(skipped)
 
@@ -140,8 +141,8 @@ def all_groups_share_one_fused_adam(patch: Patch) -> None:
 
 
 @replaces("step", ApexFusedAdam)
-def the_learning_rate_stays_at_zero(real, self, learning_rate, skipped):
-    return real(self, 0.0, skipped)
+def the_learning_rate_stays_at_zero(real, self, rates, skipped):
+    return real(self, LearningRates(0.0), skipped)
 
 
 @replaces("norm_statistics", norm_statistics, all_heads_norm)

@@ -215,7 +215,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_the_other_implementation(
         return calls[KERNEL]
 
     counts = [work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size, detail=False)
-    assert counts == [(4 + 2 + 2) * 2] * tp_size  # iterations by apex, groups
+    assert counts == [(4 + 2 + 2) * 3] * tp_size  # iterations by apex, groups
 
 
 def test_without_apex_it_is_an_error() -> None:

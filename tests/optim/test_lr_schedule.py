@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -180,6 +181,94 @@ def test_every_style_equals_megatron_core(style, wsd_style):
                 optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-20
             )
             oracle.step(6)
+
+
+def megatrons_scheduler(config, groups, *, decay=120, **options):
+    """OptimizerParamScheduler of a run of 20 iterations of 6 samples."""
+    return pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler(
+        SimpleNamespace(param_groups=groups),
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters * 6,
+        lr_decay_steps=decay,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=120,
+        wd_incr_style="constant",
+        wsd_decay_steps=24,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+        **options,
+    )
+
+
+@STYLES
+@pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
+@pytest.mark.parametrize("low", [None, 0.002])
+def test_the_decoupled_rate_equals_megatron_core(style, wsd_style, low):
+    for config in configs(style, wsd_style):
+        config = dataclasses.replace(config, decoupled_lr=0.03, decoupled_min_lr=low)
+        own = {"max_lr": 0.03} | ({} if low is None else {"min_lr": low})
+        groups = [{}, own]
+        decay = (config.lr_decay_iters or 20) * 6
+        oracle = megatrons_scheduler(config, groups, decay=decay)
+        lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
+        for consumed in range(0, 41 * 6, 6):
+            assert [lr.at(consumed), lr.decoupled_at(consumed)] == pytest.approx(
+                [group["lr"] for group in groups], rel=1e-12, abs=1e-20
+            )
+            oracle.step(6)
+
+
+@STYLES
+@pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
+def test_a_schedule_taken_from_a_checkpoint_equals_megatron_core(style, wsd_style):
+    """What the checkpoint has: rates, warm-up, decay and style. What the flags keep: the rate at
+    the start of the warm-up, and the WSD decay."""
+    for saved in configs(style, wsd_style):
+        config = LrScheduleConfig(
+            lr=0.5,
+            lr_decay_style="WSD",
+            lr_wsd_decay_iters=4,
+            lr_wsd_decay_style="linear",
+            lr_warmup_init=1e-4,
+        )
+        decay = (saved.lr_decay_iters or 20) * 6
+        groups = [{}]
+        state = megatrons_scheduler(saved, [{}], decay=decay).state_dict()
+        oracle = megatrons_scheduler(config, groups, use_checkpoint_opt_param_scheduler=True)
+        oracle.load_state_dict(state)
+        built = [
+            LrSchedule.build(one, train_samples=120, batches=BatchSchedule.constant(6))
+            for one in (config, saved)
+        ]
+        lr = built[0].taken_from(built[1])
+        for consumed in range(0, 41 * 6, 6):
+            assert lr.at(consumed) == pytest.approx(groups[0]["lr"], rel=1e-12, abs=1e-20)
+            oracle.step(6)
+
+
+def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
+    stored = schedule(lr=0.1, min_lr=1 / 3e5, lr_warmup_fraction=0.07, decoupled_lr=0.3)
+    read = LrSchedule.from_plain(json.loads(json.dumps(dataclasses.asdict(stored))))
+    assert read == stored and LrSchedule.from_plain(None) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_lr": -1.0}, "max_lr must be at least 0"),
+        ({"max_lr": None}, "max_lr must be a finite number"),
+        ({"decoupled_max_lr": "1"}, "decoupled_max_lr must be a finite number"),
+        ({"style": "odd"}, "style must be one of constant, linear"),
+        ({"style": ["WSD"]}, "style must be one of constant, linear"),
+        ({"more": 1}, "has no field 'more'"),
+    ],
+)
+def test_a_damaged_schedule_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LrSchedule.from_plain({**dataclasses.asdict(schedule()), **changes})
 
 
 @STYLES

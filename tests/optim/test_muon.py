@@ -16,6 +16,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
 from tests.support import apex
 from tests.support.equality import difference, variant_config
@@ -271,12 +272,12 @@ def test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device(
         optimizer.zero_grad()
         model.loss(1).backward()
         with _Reads():
-            optimizer._rule.step(0.1, torch.ones(()))
+            optimizer._rule.step(LearningRates(0.1), torch.ones(()))
         assert all(
             torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
         )
         with _Reads():
-            optimizer._rule.step(0.1, torch.zeros(()))
+            optimizer._rule.step(LearningRates(0.1), torch.zeros(()))
         assert not any(
             torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
         )

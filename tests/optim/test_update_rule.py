@@ -18,6 +18,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.optim import optimizer
 from megatron_lite.optim.optimizer import RULES, Optimizer
 from megatron_lite.optim.pieces import Layout
+from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 from tests.optim.test_muon import Prescribed, step
@@ -51,13 +52,13 @@ class HeavyBall:
         return ("velocity",) if len(self._specs[parameter].global_shape) > 1 else ()
 
     @torch.no_grad()
-    def step(self, learning_rate: float, skipped: Tensor) -> None:
+    def step(self, rates: LearningRates, skipped: Tensor) -> None:
         made = 1.0 - skipped
         for piece in self._pieces:
             moved = piece.grad.clone()
             for velocity in self.states[piece.name].values():
                 moved = velocity.copy_(torch.lerp(velocity, 0.9 * velocity + piece.grad, made))
-            piece.master.sub_(moved * learning_rate * made)
+            piece.master.sub_(moved * rates.every * made)
 
     def set_num_updates(self, number: int) -> None:
         """Counts nothing."""

@@ -108,18 +108,18 @@ def cases(
 ) -> list[tuple[tuple[int, bool], torch.dtype | str, str, str]]:
     """(TP size, sequence parallel), precision, model and policy of a covering part of the grid.
 
-    More ranks run fewer models: they are slow. In a default run each policy has two ranks with
-    sequence parallelism or without it, by turns.
+    More ranks run fewer models: they are slow. On four ranks, and in a default run on two, each
+    policy has sequence parallelism or not, by turns.
     """
     found = []
     for tp_size, sequence_parallel, precision in settings:
         number_of_models = (
             1 if tp_size == 4 or (tp_size == 2 and precision != torch.float32) else len(MODELS)
         )
-        if tp_size == 2 and not FULL_GRIDS:
-            number_of_models = 1
+        if tp_size == 2:
+            number_of_models = min(number_of_models, 2 if FULL_GRIDS else 1)
         named = list(policies(can_split=tp_size > 1 and not sequence_parallel))
-        if tp_size == 2 and len(settings) > 1 and not FULL_GRIDS:
+        if tp_size == 4 or (tp_size == 2 and len(settings) > 1 and not FULL_GRIDS):
             named = named[sequence_parallel::2]
         found += [
             ((tp_size, sequence_parallel), precision, model, policy)

@@ -54,13 +54,13 @@ def some(cases: Iterable[Case]) -> list[Case]:
     return cases if FULL_GRIDS else [cases[number] for number in sorted(covering(cases))]
 
 
-def sampled(cases: Iterable[Any], *, every: int) -> list[Any]:
-    """Returns each `every`-th case, or all of them with FULL_GRIDS.
+def sampled(cases: Iterable[Any], *, every: int, at_most: int = 1) -> list[Any]:
+    """Returns each `every`-th case, or each `at_most`-th with FULL_GRIDS, which is usually all.
 
     It is for a long list of similar neighbours that one test walks through. `every` should have no
     factor in common with the lengths of the axes, so that each setting appears.
     """
-    return list(cases)[:: 1 if FULL_GRIDS else every]
+    return list(cases)[:: at_most if FULL_GRIDS else every]
 
 
 def thirds(cases: Iterable[Case]) -> list[Any]:

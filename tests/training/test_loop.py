@@ -222,6 +222,7 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
                 log_timers_to_tensorboard=True,
                 log_memory_to_tensorboard=True,
                 log_validation_ppl_to_tensorboard=True,
+                log_world_size_to_tensorboard=True,
             ),
         )
     )
@@ -230,6 +231,15 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
     assert [event.step for event in by_samples.Scalars("lm loss vs samples")] == list(
         range(4, 81, 4)
     )
+    assert set(by_samples.Tags()["scalars"]) == {
+        f"{name} vs samples"
+        for name in (
+            *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size", "grad-norm"),
+            *("num-zeros", "params-norm", "lm loss validation", "lm loss validation ppl"),
+            *("lm loss test", "lm loss test ppl"),
+        )
+    }
+    assert [event.step for event in by_samples.Scalars("lm loss validation vs samples")] == [40, 80]
     assert {
         "learning-rate",
         "batch-size",

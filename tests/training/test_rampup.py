@@ -213,3 +213,45 @@ def test_a_run_resumed_in_the_middle_of_the_ramp_leaves_the_same_bytes(tmp_path:
     assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
     expected = step_bytes(whole, 7)
     assert expected and step_bytes(parts, 7) == expected
+
+
+def _in_steps(rank: int, world_size: int, folder: Path) -> str:
+    """Trains over batches of 2, 2, 6, 4 and 4 samples with two ranks, and goes on from the third.
+
+    Returns why a batch of 3 samples is refused.
+    """
+    length = tiny_run().data.seq_length
+    text = f"0:2 {4 * length}:6 {10 * length}:4"
+    whole = tiny_run(
+        metrics=folder / "whole", training=dict(step_batch_size_schedule=text, train_iters=5)
+    )
+    whole = replace(whole, lr_schedule=LrScheduleConfig(lr=0.01, lr_decay_style="constant"))
+    run_to_end(whole)
+    first = replace(
+        whole,
+        training=replace(whole.training, exit_interval=2),
+        checkpoint=CheckpointConfig(save=str(folder / "saved")),
+        logging=replace(whole.logging, metrics_jsonl=str(folder / "parts")),
+    )
+    run_to_end(first)
+    # the batch of 3 samples has passed
+    later = text.replace("0:2", "0:3")
+    run_to_end(
+        replace(
+            first,
+            training=replace(whole.training, step_batch_size_schedule=later),
+            checkpoint=CheckpointConfig(load=str(folder / "saved")),
+        )
+    )
+    with pytest.raises(InputError) as fault:
+        run_to_end(replace(whole, training=replace(whole.training, step_batch_size_schedule=later)))
+    return str(fault.value)
+
+
+def test_a_batch_that_changes_in_steps_is_resumed_in_the_middle(tmp_path: Path) -> None:
+    for message in run_ranks(_in_steps, 2, tmp_path, detail=False):
+        assert "a batch of 3 samples, which this run still has, is not divisible by" in message
+    whole = rows(tmp_path / "whole")
+    assert [row["global_batch_size"] for row in whole] == [2, 2, 6, 4, 4]
+    assert [row["consumed_samples"] for row in whole] == [2, 4, 10, 14, 18]
+    assert rows(tmp_path / "parts") == whole

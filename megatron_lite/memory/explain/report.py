@@ -232,12 +232,17 @@ def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
 
     ValueError: that part is not a whole number of micro-batches.
     """
-    config.training.batch_schedule(dp_size)
+    config.batch_schedule(dp_size)
     batch = config.training.global_batch_size
     batch_of_rank = None if batch is None else batch // dp_size
     return replace(
         config,
-        training=replace(config.training, global_batch_size=batch_of_rank, rampup_batch_size=()),
+        training=replace(
+            config.training,
+            global_batch_size=batch_of_rank,
+            rampup_batch_size=(),
+            step_batch_size_schedule=None,
+        ),
     )
 
 

@@ -1,0 +1,88 @@
+"""The learning-rate schedule of a run that continues: that of its flags or of its checkpoint.
+
+Megatron stops if the two differ and no flag says which one to follow. Here the flags decide, and
+the log lists the differences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.start import Start
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.lr_schedule import LrSchedule
+from megatron_lite.parallel.state import ParallelState
+
+
+class Followed(NamedTuple):
+    """The schedule that a run follows, the configuration with its weight decay, and log lines."""
+
+    schedule: LrSchedule
+    config: RunConfig
+    notices: tuple[str, ...] = ()
+
+
+def followed_schedule(
+    config: RunConfig, schedule: LrSchedule, start: Start, parallel: ParallelState
+) -> Followed:
+    """Returns the schedule to follow. Every rank must call this.
+
+    schedule: that of the flags.
+    ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
+    """
+    step, metadata, options = start.step, start.metadata, config.checkpoint
+    if step is None or metadata is None or options.finetune or options.no_load_optim:
+        return Followed(schedule, config)
+    if "optimizer" in metadata.missing:  # a converted checkpoint, without a schedule
+        return Followed(schedule, config)
+    settings = config.lr_schedule
+    if not settings.use_checkpoint_opt_param_scheduler:
+        notices = () if metadata.schedule is None else _differences(schedule, metadata.schedule)
+        return Followed(schedule, config, () if settings.override_opt_param_scheduler else notices)
+    saved = parallel.together("--load", lambda: read_config(step))
+    taken = schedule.taken_from(metadata.schedule or _schedule_of(saved, metadata, step))
+    weight_decay = saved.optimizer.weight_decay
+    changed = taken.changed_from(schedule)
+    if weight_decay != config.optimizer.weight_decay:
+        changed.append(f"weight_decay {config.optimizer.weight_decay} -> {weight_decay}")
+        optimizer = replace(config.optimizer, weight_decay=weight_decay)
+        config = replace(config, optimizer=optimizer)
+    return Followed(
+        taken,
+        config,
+        (
+            "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow "
+            "the checkpoint"
+            + (f" (flags -> checkpoint: {', '.join(changed)})" if changed else ", as the flags do"),
+        ),
+    )
+
+
+def _differences(schedule: LrSchedule, saved: LrSchedule) -> tuple[str, ...]:
+    changed = schedule.changed_from(saved)
+    if not changed:
+        return ()
+    return (
+        "the learning rate follows the flags, which differ from the checkpoint (checkpoint -> "
+        f"flags, lengths in samples: {', '.join(changed)}); "
+        "--use-checkpoint-opt_param-scheduler follows the checkpoint",
+    )
+
+
+def _schedule_of(saved: RunConfig, metadata: Metadata, step: Path) -> LrSchedule:
+    """Returns the schedule of a checkpoint that does not hold it, by the flags of its run."""
+    try:
+        batches = saved.batch_schedule(metadata.dp_size)
+        length = saved.training.train_samples
+        if length is None:
+            length = batches.consumed_after(saved.training.num_iterations(batches))
+        return LrSchedule.build(saved.lr_schedule, train_samples=length, batches=batches)
+    except ValueError as error:
+        raise InputError(
+            f"--use-checkpoint-opt_param-scheduler: {step} does not tell its schedule ({error}): "
+            "leave the flag out, and give --lr and the like"
+        ) from error

@@ -1,0 +1,66 @@
+"""How many command lines of public launch scripts start here unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from arguments import parse_args
+
+FOLDER = Path(__file__).parent
+# Of each file, the command lines that must at least reach a RunConfig.
+LEAST = {"scripts": 44, "scripts_held_back": 15, "nvidia_gpt_tests": 64}
+
+
+class Failure(NamedTuple):
+    source: str
+    faults: str
+
+
+def command_lines(name: str) -> list[tuple[str, list[str]]]:
+    rows = json.loads((FOLDER / f"{name}.json").read_text())
+    return [(row["source"], row["arguments"]) for row in rows]
+
+
+@cache
+def failures(name: str) -> list[Failure]:
+    """The command lines of a file that do not start, with the faults as they are printed."""
+    found = []
+    for source, arguments in command_lines(name):
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed):
+            try:
+                parse_args(arguments)
+            except SystemExit as stop:
+                assert stop.code == 2
+                found.append(Failure(source, printed.getvalue()))
+    return found
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_most_command_lines_of_public_scripts_start(name: str) -> None:
+    failed, count = failures(name), len(command_lines(name))
+    report = "" if "held_back" in name else "\n".join(map(str, failed))
+    assert count - len(failed) >= LEAST[name], report
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_a_command_line_that_does_not_start_says_why(name: str) -> None:
+    for source, faults in failures(name):
+        assert faults.startswith("pretrain_gpt.py: error: "), source
+        assert "unknown flag" not in faults, source
+
+
+def test_the_corpus_is_large_and_varied() -> None:
+    sources = [
+        source for name in ("scripts", "scripts_held_back") for source, _ in command_lines(name)
+    ]
+    assert len(sources) == len(set(sources)) >= 100
+    repositories = {source.partition(":")[0].partition("@")[0] for source in sources}
+    assert len(repositories) >= 30

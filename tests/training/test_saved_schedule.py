@@ -1,0 +1,126 @@
+"""A run that continues follows the schedule of its flags, or that of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpointing.metadata import Metadata
+from megatron_lite.checkpointing.step_files import METADATA, step_directory
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.lr_schedule import LrSchedule
+from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+
+FIRST = dict(lr=0.01, lr_decay_style="linear", lr_warmup_iters=1, lr_decay_iters=9, min_lr=0.001)
+OTHER = dict(lr=0.5, lr_decay_style="cosine", lr_warmup_iters=3)
+
+
+def _run(
+    folder: Path,
+    name: str,
+    schedule: dict[str, Any],
+    *,
+    iterations: int,
+    load: str | None = None,
+    weight_decay: float = 0.1,
+    **checkpoint: Any,
+) -> RunConfig:
+    config = tiny_run(
+        training=dict(train_iters=iterations, eval_iters=0), metrics=folder / f"{name}.jsonl"
+    )
+    config = replace(
+        config,
+        lr_schedule=LrScheduleConfig(**schedule),
+        optimizer=replace(config.optimizer, weight_decay=weight_decay),
+        checkpoint=CheckpointConfig(
+            save=str(folder / name), load=load and str(folder / load), **checkpoint
+        ),
+    )
+    run_to_end(config)
+    return config
+
+
+def _rates(folder: Path, name: str) -> list[float]:
+    return [row["learning_rate"] for row in rows(folder / f"{name}.jsonl")]
+
+
+def test_a_run_that_takes_the_checkpoints_schedule_equals_the_uninterrupted_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through two restarts, of which the second finds the schedule of the first run."""
+    _run(tmp_path, "whole", FIRST, iterations=6)
+    _run(tmp_path, "first", FIRST, iterations=2)
+    taking = dict(OTHER, use_checkpoint_opt_param_scheduler=True)
+    _run(tmp_path, "second", taking, iterations=4, load="first", weight_decay=0.7)
+    _run(tmp_path, "third", taking, iterations=6, load="second", weight_decay=0.3)
+    assert step_bytes(tmp_path / "third", 6) == step_bytes(tmp_path / "whole", 6)
+    whole = _rates(tmp_path, "whole")
+    assert _rates(tmp_path, "second") + _rates(tmp_path, "third") == whole[2:]
+    printed = capsys.readouterr().out
+    assert (
+        "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow the "
+        "checkpoint (flags -> checkpoint: max_lr 0.5 -> 0.01, min_lr 0.0 -> 0.001, style cosine -> "
+        "linear, warmup_samples 12 -> 4, decay_samples 16 -> 36, weight_decay 0.7 -> 0.1)"
+    ) in printed
+    assert "changed since the checkpoint: --lr " not in printed
+
+
+def test_a_run_follows_its_flags_and_tells_how_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(tmp_path, "first", FIRST, iterations=2)
+    _run(tmp_path, "flags", OTHER, iterations=6, load="first")
+    line = (
+        "the learning rate follows the flags, which differ from the checkpoint (checkpoint -> "
+        "flags, lengths in samples: max_lr 0.01 -> 0.5, min_lr 0.001 -> 0.0, style linear -> "
+        "cosine, warmup_samples 4 -> 12, decay_samples 36 -> 24); "
+        "--use-checkpoint-opt_param-scheduler follows the checkpoint"
+    )
+    assert line in capsys.readouterr().out
+    overriding = dict(OTHER, override_opt_param_scheduler=True)
+    _run(tmp_path, "override", overriding, iterations=6, load="first")
+    assert "differ from the checkpoint" not in capsys.readouterr().out
+    _run(tmp_path, "same", FIRST, iterations=6, load="first")
+    assert "differ from the checkpoint" not in capsys.readouterr().out
+    assert _rates(tmp_path, "override") == _rates(tmp_path, "flags") != _rates(tmp_path, "same")
+
+
+@pytest.mark.parametrize("option", ["finetune", "no_load_optim"])
+def test_a_run_without_the_optimizers_state_follows_its_flags(tmp_path: Path, option: str) -> None:
+    _run(tmp_path, "first", FIRST, iterations=2)
+    taking = dict(OTHER, use_checkpoint_opt_param_scheduler=True)
+    _run(tmp_path, "taking", taking, iterations=4, load="first", **{option: True})
+    _run(tmp_path, "flags", OTHER, iterations=4, load="first", **{option: True})
+    assert _rates(tmp_path, "taking") == _rates(tmp_path, "flags")
+
+
+def test_a_checkpoint_without_a_schedule_tells_it_by_its_flags(tmp_path: Path) -> None:
+    _run(tmp_path, "first", FIRST, iterations=2)
+    step = step_directory(tmp_path / "first", 2)
+    metadata = json.loads((step / METADATA).read_text())
+    stored = metadata.pop("schedule")
+    assert Metadata.read(step).schedule == LrSchedule.from_plain(stored)
+    read = Metadata.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Metadata, "read", lambda step: replace(read(step), schedule=None))
+        taking = dict(OTHER, use_checkpoint_opt_param_scheduler=True)
+        _run(tmp_path, "taking", taking, iterations=4, load="first")
+    _run(tmp_path, "flags", FIRST, iterations=4, load="first")
+    assert _rates(tmp_path, "taking") == _rates(tmp_path, "flags")
+
+
+def test_a_wsd_decay_that_the_checkpoints_schedule_has_no_room_for_is_refused(
+    tmp_path: Path,
+) -> None:
+    _run(tmp_path, "first", dict(FIRST, lr_decay_style="WSD", lr_wsd_decay_iters=3), iterations=2)
+    wsd = dict(lr=0.5, lr_decay_style="WSD", lr_wsd_decay_iters=12)
+    with pytest.raises(InputError, match=r"\(48 samples\) is longer than what follows the warm-up"):
+        taking = dict(wsd, use_checkpoint_opt_param_scheduler=True)
+        _run(tmp_path, "taking", taking, iterations=20, load="first")

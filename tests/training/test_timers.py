@@ -1,0 +1,93 @@
+"""The timers of --timing-log-level: Megatron's text, and no clock at level 0."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.training import timers
+from megatron_lite.training.timers import LEVELS, Times
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, run_to_end, tiny_run
+
+TIMES = {"forward-backward": [1.5, 12.25], "optimizer": [0.0, 3.0], "batch-generator": [7.0, 6.0]}
+
+
+@pytest.mark.parametrize("option", ["minmax", "max", "all"])
+@pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
+def test_the_text_is_that_of_megatron_core(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = pytest.importorskip("megatron.core.timers").Timers(2, option)
+    seconds = torch.tensor(list(TIMES.values())).T / 1000.0
+    monkeypatch.setattr(oracle, "_get_elapsed_time_all_ranks", lambda *_: seconds)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert str(Times(TIMES, option)) == oracle.get_all_timers_string(list(TIMES), 1.0)
+
+
+def _run(
+    rank: int, world_size: int, folder: Path, level: int, option: str, pp_size: int
+) -> dict[str, bool]:
+    config = tiny_run(metrics=folder / f"{level}", training=dict(train_iters=5, eval_iters=0))
+    read: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        now = timers.Timers._now
+        patch.setattr(timers.Timers, "_now", lambda self: read.append(now(self)) or read[-1])
+        run_to_end(
+            replace(
+                config,
+                logging=replace(
+                    config.logging,
+                    timing_log_level=level,
+                    timing_log_option=option,
+                    tensorboard_dir=str(folder / f"tb{level}"),
+                    log_timers_to_tensorboard=True,
+                ),
+                parallel=ParallelConfig(
+                    pipeline_model_parallel_size=pp_size, distributed_backend="gloo"
+                ),
+            )
+        )
+    return {"reads a clock": bool(read)}
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+def test_each_level_shows_its_timers_and_changes_no_figure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], pp_size: int
+) -> None:
+    for level in (0, 1, 2):
+        found = run_ranks(_run, 2, tmp_path, level, "minmax", pp_size, detail=False)
+        assert [one["reads a clock"] for one in found] == [level > 0] * 2
+        names = re.findall(
+            r"^    (\S+) \.+: \(\d+\.\d\d, \d+\.\d\d\)$", capfd.readouterr().out, re.M
+        )
+        absent = {"params-all-gather"}
+        assert names == [
+            name for name, least in LEVELS.items() if least <= level and name not in absent
+        ]
+        assert rows(tmp_path / str(level)) == rows(tmp_path / "0")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb2")).Reload()
+    assert [event.step for event in events.Scalars("forward-backward-time")] == [5]
+    # the parts of the longest rank are within the whole
+    whole = events.Scalars("forward-backward-time")[0].value
+    assert 0.0 < events.Scalars("forward-compute-time")[0].value < whole
+
+
+def test_the_times_are_those_of_an_iteration_and_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_lite.parallel.state import parallel_state
+
+    config = replace(tiny_run().logging, timing_log_level=1, timing_log_option="all")
+    clock = iter([10.0, 10.25, 20.0, 20.75, 30.0, 30.5])
+    with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
+        measured = timers.Timers(config, parallel)
+        monkeypatch.setattr(timers.Timers, "_now", lambda _: next(clock))
+        for _ in range(2):
+            with measured("optimizer"), measured("forward-compute"):
+                pass
+        assert measured.report(4) == ({"optimizer": [250.0]}, "all")
+        assert measured.report(4) is None
