@@ -412,6 +412,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
     )
+    group.switch("--fp32-residual-connection", "residual stream in float32 under --bf16 and --fp16")
     group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
     group.value("--attention-dropout", float, "dropout of attention probabilities")
     group.value("--init-method-std", float, "standard deviation of the initial weights")

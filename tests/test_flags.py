@@ -50,6 +50,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--untie-embeddings-and-output-weights", ON, False),
     ("--attention-backend", str, "auto", "unfused"),
     ("--attention-softmax-in-fp32", ON, False),
+    ("--fp32-residual-connection", ON, False),
     ("--hidden-dropout", float, 0.1, "0.0"),
     ("--attention-dropout", float, 0.1, "0.25"),
     ("--init-method-std", float, 0.02, "0.006"),

@@ -103,7 +103,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "and master weights"
         ),
         """disable-bf16-reduced-precision-matmul embedding-weights-in-fp32 fp16-lm-cross-entropy
-         fp32-residual-connection output-logit-dtype""",
+         output-logit-dtype""",
     ),
     REFUSED_OPTIMIZER_FLAGS,
     (

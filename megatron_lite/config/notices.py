@@ -69,6 +69,11 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
             "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"
         )
     notices += _rotary_notices(model, given)
+    if model.fp32_residual_connection and config.training.precision == "fp32":
+        notices.append(
+            "--fp32-residual-connection has no effect without --bf16 or --fp16: all of the run is "
+            "in float32"
+        )
     tokens = (
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )

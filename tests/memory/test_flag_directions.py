@@ -101,6 +101,7 @@ ONE_RANK = (
     Flip("untie_embeddings_and_output_weights", UNTIED),
     Flip("attention_backend", UNFUSED),
     Flip("attention_softmax_in_fp32", "--attention-softmax-in-fp32", f"{SMALL} --bf16 {UNFUSED}"),
+    Flip("fp32_residual_connection", "--fp32-residual-connection", f"{SMALL} --bf16"),
     Flip("hidden_dropout", "--hidden-dropout 0.1"),
     Flip("attention_dropout", "--attention-dropout 0.1"),
     Flip("micro_batch_size", "--micro-batch-size 3"),

@@ -24,7 +24,7 @@ from megatron_lite.description.operations import (
     Operation,
     document_starts,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import activation_terms, first_reader, layer_terms
@@ -50,7 +50,7 @@ def stage_passages(
 
     gathers: the weights that FSDP2 gathers; None without it.
     """
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    hidden = residual_bytes(model, sizes)
     ids = ID_BYTES * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
     segments = list(_runs(model, plan, layers, sizes, gathers))
