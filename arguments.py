@@ -33,6 +33,7 @@ from megatron_lite.config.data_settings import (
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.flag_help import help_on
+from megatron_lite.config.host_parts import MEGATRON_PARTS
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
@@ -411,6 +412,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
     )
+    group.switch("--fp32-residual-connection", "residual stream in float32 under --bf16 and --fp16")
     group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
     group.value("--attention-dropout", float, "dropout of attention probabilities")
     group.value("--init-method-std", float, "standard deviation of the initial weights")
@@ -568,6 +570,18 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
         int,
         "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
     )
+    group.value(
+        "--cpu-offloading-num-layers",
+        int,
+        "keep what so many first layers of each stage save in host memory: the policy "
+        "'0-N:none@host'",
+    )
+    group.switch(
+        "--fine-grained-activation-offloading",
+        "keep what --offload-modules of every layer save in host memory: the policy "
+        "'*:none@host(..)'",
+    )
+    group.value("--offload-modules", str, "the modules", values=MEGATRON_PARTS, nargs="+")
     group.switch(
         "--recompute-verify",
         "compare replays with their forward, and predicted with measured bytes; slow",

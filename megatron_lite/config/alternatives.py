@@ -38,6 +38,8 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("recompute_policy",),
         ("recompute_granularity", *FULL, *SELECTIVE),
+        ("cpu_offloading_num_layers",),
+        ("fine_grained_activation_offloading", "offload_modules"),
         ("torch_compile", "activation_memory_budget"),
     ),
     (("train_iters",), ("train_samples",)),

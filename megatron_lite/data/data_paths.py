@@ -29,7 +29,7 @@ def read_data_paths(data: DataConfig) -> DataPath | SplitPaths:
     if data.per_split_data_args_path is not None:
         return _read_splits(data.per_split_data_args_path)
     if data.train_data_path:
-        words = [getattr(data, name) for name in PER_SPLIT_PATHS]
+        words = (data.train_data_path, data.valid_data_path, data.test_data_path)
         train, valid, test = (
             parse_data_path(some, flag(name)) if some else None
             for name, some in zip(PER_SPLIT_PATHS, words, strict=True)

@@ -18,6 +18,7 @@ from megatron_lite.data.blend_index import kept_blend_index
 from megatron_lite.data.data_paths import read_data_paths
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.identity import DataIdentity, identity_of_files, identity_of_mock
+from megatron_lite.data.index_cache import kept_arrays
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.data.splits import Splits, normalized, split_documents
@@ -82,7 +83,9 @@ class _OpenedPrefix:
 
     def __init__(self, prefix: str, data: DataConfig, vocab_size: int, seed: int) -> None:
         self.prefix, self._data, self._vocab_size, self._seed = prefix, data, vocab_size, seed
-        self.indexed = IndexedDataset(prefix)
+        self.indexed = IndexedDataset(
+            prefix, keep=functools.partial(kept_arrays, data.data_cache_path, prefix)
+        )
         whole = (0, len(self.indexed))
         self.splits = (
             Splits(whole, whole, whole)

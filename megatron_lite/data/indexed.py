@@ -14,6 +14,7 @@ at that point, rather than garbage tokens later. gpt_dataset.py builds samples f
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import functools
@@ -22,6 +23,7 @@ import hashlib
 import itertools
 import os
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -29,6 +31,7 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync_file, sync_folder
+from megatron_lite.data.kept_checksum import Keep, kept_checksum
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -45,6 +48,10 @@ FLOAT_DTYPES = {6: "float64", 7: "float32"}
 FIX = "copy the pair again, or write it again with python -m megatron_lite.tools.preprocess_data"
 
 
+CHUNK = 1 << 20  # sequences that are checked at once, in a few arrays of 8 bytes each
+KEPT_FROM = 1 << 26  # bytes of an .idx; a smaller one is checked and hashed in 0.1 s
+
+
 def token_dtype(vocab_size: int) -> np.dtype:
     """Returns the type in which Megatron stores ids of this vocabulary.
 
@@ -57,11 +64,16 @@ class IndexedDataset:
     """The sequences of token ids of one pair of files, read only.
 
     `get` returns views of the file and copies nothing. The constructor raises InputError for every
-    fault of the two files that it can find.
+    fault of the two files that it can find. It takes a few dozen MiB besides the map, however many
+    sequences there are.
+
+    keep: `index_cache.kept_arrays` for a folder of the cache. If it is given, a large .idx is
+    checked and hashed by one process of a node alone (kept_checksum.py).
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, keep: Keep | None = None) -> None:
         self.prefix = prefix
+        self._sha256: str | None = None
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
                 raise InputError(
@@ -86,7 +98,11 @@ class IndexedDataset:
         self.sequence_lengths: np.ndarray = index[ends[0] : ends[1]].view("<i4")
         self._offsets: np.ndarray = index[ends[1] : ends[2]].view("<i8")
         self.document_indices: np.ndarray = index[ends[2] : ends[3]].view("<i8")
-        self._check_index()
+        if keep is None or size < KEPT_FROM:
+            self._check_index()
+        else:
+            self._sha256 = kept_checksum(self.idx_path, index_file, self._checked_sum, keep)
+        self._check_size()
         is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
         self.tokens: np.ndarray = (
             np.empty(0, self.dtype)
@@ -139,7 +155,8 @@ class IndexedDataset:
 
     def document_of(self, sequence: int) -> int:
         """Returns the number of the document to which a sequence belongs, counted from 0."""
-        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        # np.searchsorted would copy the array, which is not aligned.
+        return bisect.bisect_right(self.document_indices, sequence) - 1
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -147,7 +164,7 @@ class IndexedDataset:
 
         A sample index depends on nothing else of the dataset.
         """
-        return f"{self.tokens.nbytes}-{hashlib.sha256(self._index.data).hexdigest()}"
+        return f"{self.tokens.nbytes}-{self._sha256 or self._checksum()}"
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
         with open(self.idx_path, "rb") as file:
@@ -175,22 +192,33 @@ class IndexedDataset:
         return TOKEN_DTYPES[code], sequences, documents
 
     def _check_index(self) -> None:
-        lengths, documents, count = self.sequence_lengths, self.document_indices, len(self)
-        if count and lengths.min() < 0:
-            sequence = int(np.argmax(lengths < 0))
-            raise self._fault(
-                self.idx_path, f"length {lengths[sequence]} of sequence {sequence}", "a length >= 0"
-            )
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        starts = ends - lengths.astype(np.int64) * self.dtype.itemsize
-        if not np.array_equal(self._offsets, starts):
-            sequence = int(np.argmax(self._offsets != starts))
-            raise self._fault(
-                self.idx_path,
-                f"offset {self._offsets[sequence]} of sequence {sequence}",
-                f"{starts[sequence]}, where the sequence before it ends",
-            )
-        unordered = (np.diff(documents) < 0).any()
+        """Compares all arrays of the .idx with each other, in parts. Sets the size of the .bin."""
+        position = 0
+        for first in range(0, len(self), CHUNK):
+            lengths = self.sequence_lengths[first : first + CHUNK].astype(np.int64)
+            if lengths.min() < 0:
+                place = int(np.argmax(lengths < 0))
+                raise self._fault(
+                    self.idx_path,
+                    f"length {lengths[place]} of sequence {first + place}",
+                    "a length >= 0",
+                )
+            ends = position + np.cumsum(lengths) * self.dtype.itemsize
+            starts = ends - lengths * self.dtype.itemsize
+            offsets = self._offsets[first : first + CHUNK]
+            if not np.array_equal(offsets, starts):
+                place = int(np.argmax(offsets != starts))
+                raise self._fault(
+                    self.idx_path,
+                    f"offset {offsets[place]} of sequence {first + place}",
+                    f"{starts[place]}, where the sequence before it ends",
+                )
+            position = int(ends[-1])
+        documents, count = self.document_indices, len(self)
+        unordered = any(
+            (np.diff(documents[first : first + CHUNK + 1]) < 0).any()
+            for first in range(0, len(documents), CHUNK)
+        )
         if documents[0] != 0 or documents[-1] != count or unordered:
             raise self._fault(
                 self.idx_path,
@@ -198,11 +226,27 @@ class IndexedDataset:
                 f"{', not in order' if unordered else ''}",
                 f"indices in ascending order from 0 to {count}, the number of sequences",
             )
-        size, expected = os.path.getsize(self.bin_path), int(ends[-1]) if count else 0
+
+    def _check_size(self) -> None:
+        """Compares the .bin with the end of the last sequence of a checked .idx."""
+        last = len(self) - 1
+        expected = (
+            int(self._offsets[last]) + int(self.sequence_lengths[last]) * self.dtype.itemsize
+            if len(self)
+            else 0
+        )
+        size = os.path.getsize(self.bin_path)
         if size != expected:
             raise self._fault(
                 self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them"
             )
+
+    def _checked_sum(self) -> str:
+        self._check_index()
+        return self._checksum()
+
+    def _checksum(self) -> str:
+        return hashlib.sha256(self._index.data).hexdigest()
 
     def _fault(self, path: str, found: str, expected: str) -> InputError:
         return InputError(f"{path}: found {found}, expected {expected}: {FIX}")
@@ -222,8 +266,7 @@ class IndexedDatasetWriter:
         self.prefix = prefix
         self.dtype = np.dtype(dtype)
         self._code = next(code for code, known in TOKEN_DTYPES.items() if known == self.dtype)
-        self._lengths: list[int] = []
-        self._document_indices = [0]
+        self._lengths, self._document_indices = array("i"), array("q", [0])
         os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
         _remove_remains(prefix)
         self._bin_tmp, self._idx_tmp = (

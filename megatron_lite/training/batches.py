@@ -18,6 +18,7 @@ from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.training.documents import DocumentRules, document_starts
+from megatron_lite.training.sample_order import SampleOrder
 
 
 class SampleDataset(Protocol):
@@ -78,7 +79,7 @@ def cut(
     # `select` copies even where a slice is contiguous (a batch of one sample). Backward saves the
     # tokens, and a view would keep the storage of the whole sample alive.
     spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)
-    batch = MicroBatch(*(select(part, spans, 1) for part in (samples[:, :-1], samples[:, 1:])))
+    batch = MicroBatch(select(samples[:, :-1], spans, 1), select(samples[:, 1:], spans, 1))
     if rules is None:
         return batch
     if rules.mask_loss:
@@ -100,6 +101,8 @@ class MicroBatches:
     Each is read when it is indexed. A sample that cannot be read raises InputError, whose message
     starts with `where`. Tensor- and context-parallel ranks read the same samples; all of them but
     the first raise PeerError, so that one rank reports the fault.
+
+    order: the samples of a micro-batch; the default reads them in their order.
     timed: times the reading, by the name of training/timers.py.
     """
 
@@ -109,6 +112,7 @@ class MicroBatches:
     num_microbatches: int
     parallel: ParallelState
     where: str = "evaluation"
+    order: SampleOrder = microbatch_indices
     timed: Timed = not_timed
     rules: DocumentRules | None = None
 
@@ -140,20 +144,30 @@ class MicroBatches:
                 counts.append(sum(int(np.count_nonzero(one != self.rules.eod)) for one in tokens))
         return counts
 
-    def _indices(self, number: int) -> range:
+    def _indices(self, number: int) -> Sequence[int]:
         parallel = self.parallel
-        return microbatch_indices(
-            self.consumed_samples, self.micro_batch_size, parallel.dp_rank, parallel.dp_size, number
-        )
+        with self._told(()):
+            return self.order(
+                self.consumed_samples,
+                self.micro_batch_size,
+                parallel.dp_rank,
+                parallel.dp_size,
+                number,
+            )
 
     @contextmanager
-    def _told(self, indices: range) -> Iterator[None]:
-        """Adds to an InputError where in the run these samples were to be read."""
+    def _told(self, indices: Sequence[int]) -> Iterator[None]:
+        """Adds to an InputError where in the run the samples were to be read."""
         parallel = self.parallel
         try:
             yield
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
-            raise kind(
-                f"{self.where}, samples {indices.start} to {indices.stop - 1}: {error}"
-            ) from error
+            samples = f", {_named(indices)}" if indices else ""
+            raise kind(f"{self.where}{samples}: {error}") from error
+
+
+def _named(indices: Sequence[int]) -> str:
+    if isinstance(indices, range):
+        return f"samples {indices.start} to {indices.stop - 1}"
+    return "samples " + ", ".join(map(str, indices))

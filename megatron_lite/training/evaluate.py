@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.sample_order import SampleOrder
 
 
 class Evaluation(NamedTuple):
@@ -29,6 +31,7 @@ def evaluate(
     num_iterations: int,
     num_microbatches: int,
     micro_batch_size: int,
+    order: SampleOrder = microbatch_indices,
     where: str = "evaluation",
     stops: Callable[[], bool] = lambda: False,
     rules: DocumentRules | None = None,
@@ -38,6 +41,7 @@ def evaluate(
     Every evaluation of a run sees the same samples. Dropout is off and no random number is drawn,
     so an evaluation does not change the training after it.
     Two all-reduces of the 0-d sum: over `dp_cp_group` and over `pp_group`.
+    order: the samples of a micro-batch.
     where: the beginning of messages about faults in the data.
     stops: called before each batch. It must return the same on all ranks; True ends the evaluation.
     rules: what the ends of documents mean; None: nothing. With a loss mask the mean is over the
@@ -57,6 +61,7 @@ def evaluate(
             micro_batch_size=micro_batch_size,
             num_microbatches=num_microbatches,
             where=where,
+            order=order,
             rules=rules,
         )
         if masks:

@@ -13,6 +13,7 @@ from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.sample_order import sample_order
 from megatron_lite.training.step import TrainingError
 
 
@@ -48,12 +49,12 @@ class Evaluations:
             return None
         if dataset is None:
             data = self._config.data
-            reason = (
+            without = (
                 "no data is given for it"
                 if data.is_per_split
                 else f"--split {data.split!r} leaves no documents for it"
             )
-            log.line(f"no {name} loss: {reason}")
+            log.line(f"no {name} loss: {without}")
             return None
         reason, where = None, f"iteration {iteration} ({name} loss)"
 
@@ -72,6 +73,7 @@ class Evaluations:
             num_iterations=training.eval_iters,
             num_microbatches=self._batches.num_microbatches(self._batches.full),
             micro_batch_size=training.micro_batch_size,
+            order=sample_order(self._config.data, len(dataset)),
             where=where,
             stops=stops,
             rules=self._rules,

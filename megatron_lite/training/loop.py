@@ -47,6 +47,7 @@ from megatron_lite.training.observe import (
 from megatron_lite.training.predictions import Predictions
 from megatron_lite.training.profiler import Profiler
 from megatron_lite.training.run_facts import run_facts
+from megatron_lite.training.sample_order import SampleOrder, sample_order
 from megatron_lite.training.skipped import (
     SkippedUpdates,
     StepFigures,
@@ -92,6 +93,7 @@ class Trainer:
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
     _evaluations: Evaluations = field(init=False)
+    _order: SampleOrder = field(init=False)
     _predictions: Predictions = field(init=False)
     _skipped: SkippedUpdates = field(init=False)
     _replicas: ReplicaCheck | None = field(default=None, init=False)
@@ -105,6 +107,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
+        self._order = sample_order(self.config.data, len(self.datasets.train))
         self._evaluations = Evaluations(
             self.config, self._runner, self.batches, self.pulse, self.rules
         )
@@ -130,6 +133,7 @@ class Trainer:
             self.optimizer.layout.pieces,
             self.datasets.train,
             loss_scale_minimum=None if scaling is None else scaling.minimum,
+            order=self._order,
         )
         if self.config.training.check_weight_hash_across_dp_replicas_interval is not None:
             self._replicas = ReplicaCheck(self.model, self.optimizer, self.parallel)
@@ -248,6 +252,7 @@ class Trainer:
             micro_batch_size=self.config.training.micro_batch_size,
             parallel=self.parallel,
             where=f"iteration {self.progress.iteration + 1}",
+            order=self._order,
             timed=self._timers,
             rules=self.rules,
         )
@@ -274,8 +279,8 @@ class Trainer:
                     batches, per_token=self.config.training.calculate_per_token_loss
                 ),
             )
-        for line in self._profiler.end(iteration):
-            log.line(line)
+        for notice in self._profiler.end(iteration):
+            log.line(notice)
         if meter is not None:
             self._compare_bytes(meter, log)
         if (line := self._predictions.peak_line()) is not None:

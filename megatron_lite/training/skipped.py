@@ -22,9 +22,11 @@ import torch
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.blend import Dataset
+from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.optim.pieces import Piece
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import by_rank, gather_texts
+from megatron_lite.training.sample_order import SampleOrder
 from megatron_lite.training.step import StepResult, Traces, TrainingError
 
 SKIPPED_BATCHES = "skipped_batches.jsonl"
@@ -93,6 +95,7 @@ class SkippedUpdates:
     """Judges the skipped updates of a run.
 
     loss_scale_minimum: the lowest loss scale of a float16 run. None for any other run.
+    order: the samples of a micro-batch.
     """
 
     def __init__(
@@ -103,12 +106,23 @@ class SkippedUpdates:
         dataset: Dataset,
         *,
         loss_scale_minimum: float | None,
+        order: SampleOrder = microbatch_indices,
     ) -> None:
-        self._config = config.training
+        self._config, self._order = config.training, order
         self._parallel = parallel
         self._pieces = pieces
         self._dataset = dataset
         self._minimum = loss_scale_minimum
+
+    def _read_at(self, samples: range) -> list[int]:
+        """Returns the samples that all data-parallel ranks read in an iteration."""
+        micro_batch_size, dp_size = self._config.micro_batch_size, self._parallel.dp_size
+        return [
+            sample
+            for rank in range(dp_size)
+            for number in range(len(samples) // (micro_batch_size * dp_size))
+            for sample in self._order(samples.start, micro_batch_size, rank, dp_size, number)
+        ]
 
     def judge(
         self,
@@ -148,7 +162,9 @@ class SkippedUpdates:
             loss_scale=figures.loss_scale,
             mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
             found_on=by_rank(origins),
-            documents=_documents(self._dataset, samples) if self._parallel.rank == 0 else {},
+            documents=_documents(self._dataset, self._read_at(samples))
+            if self._parallel.rank == 0
+            else {},
         )
 
     def check(self, update: SkippedUpdate) -> None:

@@ -1,14 +1,27 @@
 from __future__ import annotations
 
+import functools
 import os
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_lite.data import indexed as indexed_module
+from megatron_lite.data import kept_checksum
+from megatron_lite.data.index_cache import kept_arrays
+from megatron_lite.data.indexed import (
+    HEADER,
+    MAGIC,
+    IndexedDataset,
+    IndexedDatasetWriter,
+    token_dtype,
+)
+from megatron_lite.data.kept_checksum import Keep
 
 DOCUMENTS = [[5, 1, 4], [2], [9, 8, 7, 6, 3]]
 
@@ -289,3 +302,98 @@ def test_an_id_that_does_not_fit_is_refused_not_wrapped(
         writer.add_document([1])
         writer.add_document(kind([3, token]))
     assert list(tmp_path.iterdir()) == []
+
+
+def _kept(folder: Path) -> Keep:
+    return functools.partial(kept_arrays, str(folder), "no/prefix")
+
+
+def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed_module, "KEPT_FROM", 0)
+    monkeypatch.setattr(kept_checksum, "SETTLED_S", -1e9)
+
+
+def test_a_large_index_is_checked_and_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _settled(monkeypatch)
+    prefix, keep = write(tmp_path / "data", DOCUMENTS), _kept(tmp_path / "kept")
+    expected = IndexedDataset(prefix).fingerprint
+    assert IndexedDataset(prefix, keep=keep).fingerprint == expected
+    for name in ("_check_index", "_checksum"):
+        monkeypatch.setattr(IndexedDataset, name, lambda self: pytest.fail("again"))
+    again = IndexedDataset(prefix, keep=keep)
+    assert again.fingerprint == expected
+    assert [again.get(number).tolist() for number in range(3)] == DOCUMENTS
+
+
+def test_an_index_that_changes_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its size, its inode and its time of modification stay the same."""
+    _settled(monkeypatch)
+    prefix, keep = write(tmp_path / "data", DOCUMENTS), _kept(tmp_path / "kept")
+    IndexedDataset(prefix, keep=keep)
+    before = os.stat(prefix + ".idx")
+    time.sleep(0.05)  # a tick of the file system's clock
+    with open(prefix + ".idx", "r+b") as file:
+        file.seek(34)
+        file.write(b"\x02")
+    os.utime(prefix + ".idx", ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = os.stat(prefix + ".idx")
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (
+        before.st_ino,
+        before.st_size,
+        before.st_mtime_ns,
+    )
+    with pytest.raises(InputError, match="offset .* of sequence 1, expected"):
+        IndexedDataset(prefix, keep=keep)
+
+
+def test_a_shorter_bin_is_found_although_the_index_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _settled(monkeypatch)
+    prefix, keep = write(tmp_path / "data", DOCUMENTS), _kept(tmp_path / "kept")
+    IndexedDataset(prefix, keep=keep)
+    os.truncate(prefix + ".bin", 4)
+    with pytest.raises(InputError, match=r"data\.bin: found 4 bytes"):
+        IndexedDataset(prefix, keep=keep)
+
+
+def test_the_checksum_of_a_young_index_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_module, "KEPT_FROM", 0)
+    monkeypatch.setattr(kept_checksum, "SETTLED_S", 1e9)
+    IndexedDataset(write(tmp_path / "data", DOCUMENTS), keep=_kept(tmp_path / "kept"))
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_a_corrupt_pair_is_refused_in_parts_of_every_size(
+    tmp_path: Path, name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_module, "CHUNK", chunk)
+    idx, tokens, message = CORRUPTIONS[name]
+    with pytest.raises(InputError, match=message):
+        IndexedDataset(write_bytes(tmp_path / "data", idx, tokens))
+
+
+def test_the_check_takes_the_memory_of_one_part(tmp_path: Path) -> None:
+    """4 million sequences of no tokens in a file with holes: whole arrays would take 32 MB each."""
+    count = 1 << 22
+    with open(tmp_path / "data.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 4, count, 2))
+        file.truncate(HEADER.size + 12 * count + 8)
+        file.seek(0, os.SEEK_END)
+        file.write(count.to_bytes(8, "little"))
+    (tmp_path / "data.bin").write_bytes(b"")
+    tracemalloc.start()
+    try:
+        assert len(IndexedDataset(str(tmp_path / "data"))) == count
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 6 * 8 * indexed_module.CHUNK, most

@@ -56,8 +56,16 @@ def megatron_datasets(
     config = gpt_dataset.GPTDatasetConfig(
         random_seed=seed,
         sequence_length=data.seq_length,
-        blend=get_blend_from_list(list(data.data_path)),
-        split=data.split,
+        blend=get_blend_from_list(list(data.data_path)) if data.data_path else None,
+        blend_per_split=(
+            [
+                get_blend_from_list(list(words)) if words else None
+                for words in (data.train_data_path, data.valid_data_path, data.test_data_path)
+            ]
+            if data.is_per_split
+            else None
+        ),
+        split=None if data.is_per_split else data.split,
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -171,6 +179,53 @@ def test_training_validation_and_test_tokens_agree(
             assert mine[number][1:].tolist() == item["labels"].tolist()
             compared += 1
     assert compared >= sum(num_samples)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"train": "one", "valid": "two", "test": "three"},
+        {"train": "5 one", "valid": "1 two 2 three"},
+        {"train": "0.2 one 0.7 two 0.1 three", "valid": "one", "test": "two three"},
+        {"train": "one two", "test": "three"},
+    ],
+)
+def test_tokens_of_splits_with_data_of_their_own_agree(
+    tmp_path: Path, words: dict[str, str]
+) -> None:
+    prefixes = {
+        name: write(tmp_path / name, seed=seed, documents=documents)
+        for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())
+    }
+    data = DataConfig(
+        seq_length=16,
+        **{
+            f"{split}_data_path": tuple(prefixes.get(word, word) for word in text.split())
+            for split, text in words.items()
+        },
+    )
+    num_samples = (300, 40, 30)
+    ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
+    theirs = megatron_datasets(data, seed=9, num_samples=num_samples)
+    for mine, reference in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
+        assert (mine is None) == (reference is None)
+        if mine is None or reference is None:
+            continue
+        for number in range(min(len(mine), len(reference))):
+            assert mine[number][:-1].tolist() == reference[number]["tokens"].tolist()
+
+
+def test_the_blend_of_a_cyclic_run_is_as_long_as_theirs(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / name, seed=3, documents=90) for name in ("one", "two")]
+    data = DataConfig(
+        seq_length=16,
+        data_path=("1", prefixes[0], "6", prefixes[1]),
+        split="1",
+        dataloader_type="cyclic",
+    )
+    ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=(100, 0, 0))
+    theirs = megatron_datasets(data, seed=9, num_samples=(100, 0, 0))[0]
+    assert len(ours.train) == len(theirs) == 15 + 86
 
 
 def test_one_weighted_prefix_asks_for_the_surplus_too(tmp_path: Path) -> None:

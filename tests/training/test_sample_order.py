@@ -1,0 +1,122 @@
+"""`--dataloader-type cyclic` reads what Megatron's random sampler reads, from any point on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import DataConfig
+from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.training.sample_order import CyclicOrder, sample_order
+from tests.support.runs import rows, run_to_end, tiny_run
+
+
+def walked(
+    total: int, consumed: int, micro: int, rank: int, ranks: int, *, sharded: bool
+) -> Iterator[list[int]]:
+    """The rule as a walk: each epoch lists this rank's samples, and cuts them into micro-batches.
+
+    The walk goes on after an epoch with what a run reads that is resumed there.
+    """
+    step = micro * ranks
+    whole = total - total % step
+    while True:
+        epoch, done = divmod(consumed, whole)
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        if sharded:
+            size = total // step * micro
+            order = torch.randperm(size, generator=generator).tolist()
+            mine = [rank * size + number for number in order[done // ranks :]]
+        else:
+            order = torch.randperm(total // micro * micro, generator=generator).tolist()
+            mine = order[done:][rank::ranks]
+        for start in range(0, (whole - done) // ranks, micro):
+            yield mine[start : start + micro]
+        consumed = (epoch + 1) * whole
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(
+    ("total", "micro", "ranks"), [(23, 2, 3), (24, 2, 3), (7, 1, 1), (50, 4, 2), (31, 2, 4)]
+)
+def test_every_rank_reads_what_the_walk_reads_from_every_point(
+    total: int, micro: int, ranks: int, sharded: bool
+) -> None:
+    order, step = CyclicOrder(total, sharded=sharded), micro * ranks
+    for consumed in range(0, 4 * total, step):
+        consumed -= consumed % step
+        for rank in range(ranks):
+            expected = list(islice(walked(total, consumed, micro, rank, ranks, sharded=sharded), 5))
+            assert [order(consumed, micro, rank, ranks, number) for number in range(5)] == expected
+            # the same from a resume at each of the micro-batches
+            assert [
+                order(consumed + number * step, micro, rank, ranks, 0) for number in range(5)
+            ] == expected
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_epoch_reads_every_sample_once_and_the_next_one_in_another_order(sharded: bool) -> None:
+    order = CyclicOrder(24, sharded=sharded)
+    epochs = [
+        [
+            sample
+            for number in range(4)
+            for rank in range(3)
+            for sample in order(24 * epoch, 2, rank, 3, number)
+        ]
+        for epoch in range(3)
+    ]
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_without_sharding_a_global_batch_does_not_depend_on_the_data_parallel_size() -> None:
+    def batch(ranks: int, sharded: bool) -> list[int]:
+        order = CyclicOrder(48, sharded=sharded)
+        return sorted(
+            sample
+            for rank in range(ranks)
+            for number in range(12 // (2 * ranks))
+            for sample in order(60, 2, rank, ranks, number)
+        )
+
+    assert batch(1, False) == batch(2, False) == batch(3, False)
+    assert batch(1, True) != batch(2, True)
+
+
+def test_a_resume_within_a_step_and_too_little_data_are_errors() -> None:
+    order = CyclicOrder(24, sharded=True)
+    with pytest.raises(InputError, match=r"18 consumed samples are no multiple of .* 4 x 2 data-"):
+        order(18, 4, 0, 2, 0)
+    with pytest.raises(InputError, match="24 samples of the data are fewer"):
+        order(0, 25, 0, 1, 0)
+
+
+def test_the_type_chooses_the_order() -> None:
+    data = DataConfig(seq_length=8, mock_data=True)
+    assert sample_order(data, 10) is microbatch_indices
+    cyclic = sample_order(replace(data, dataloader_type="cyclic"), 10)
+    assert isinstance(cyclic, CyclicOrder)
+
+
+def test_a_resumed_run_reads_the_samples_that_it_would_have_read(tmp_path: Path) -> None:
+    def run(name: str, *, stop: int | None = None, load: bool = False) -> list[dict[str, object]]:
+        config = tiny_run(
+            metrics=tmp_path / f"{name}.jsonl",
+            training=dict(train_iters=6, exit_interval=stop),
+            checkpoint=dict(save=str(tmp_path / name), load=str(tmp_path / name) if load else None),
+            learning_rate=1e-2,
+        )
+        run_to_end(replace(config, data=replace(config.data, dataloader_type="cyclic")))
+        return rows(tmp_path / f"{name}.jsonl")
+
+    whole = run("whole")
+    run("parts", stop=3)
+    assert run("parts", load=True) == whole and len(whole) == 6
