@@ -30,6 +30,7 @@ ARGUMENTS = """
     normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu bias_gelu_fusion
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights attention_softmax_in_fp32
     window_size window_attn_skip_freq hidden_dropout attention_dropout init_method_std
+    fp32_residual_connection
 """
 
 
