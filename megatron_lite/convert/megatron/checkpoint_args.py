@@ -18,6 +18,8 @@ from megatron_lite.convert.megatron.pickles import Record
 MODEL_FIELDS = {field.name: field for field in fields(ModelConfig)}
 # They change how a layer is computed, not what: the converted model has this project's defaults.
 NOT_TAKEN = frozenset(("attention_backend", "norm_impl"))
+# Fields that Megatron-LM has no argument for, with the only value that its models have.
+ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
 # Spellings of older releases. The newer one is read first.
 OLDER_NAMES = {"norm_epsilon": "layernorm_epsilon", "max_position_embeddings": "seq_length"}
 
@@ -89,7 +91,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
             )
     values: dict[str, Any] = {}
     for name, field in MODEL_FIELDS.items():
-        if name in NOT_TAKEN:
+        if name in NOT_TAKEN or name in ONLY_HERE:
             continue
         value = args.get(name)
         if value is None and name in OLDER_NAMES:

@@ -64,7 +64,7 @@ class DistTarget:
     def write(self, source: WeightSource, advance: Callable[[int], None]) -> None:
         """Writes all that the source has. The directory appears complete, or not at all."""
         described = source.described
-        written_args.check_adam(described, "megatron-dist")
+        written_args.check_exact(described, "megatron-dist")
         newest = written_args.newest(described)
         with complete_folder(self._path) as folder:
             step = folder / written_args.folder_of(newest)

@@ -48,7 +48,7 @@ class LegacyTarget:
         Raises InputError if the model does not divide over the parallel sizes.
         """
         described = source.described
-        written_args.check_adam(described, "megatron")
+        written_args.check_exact(described, "megatron")
         try:
             specs = parameter_specs(
                 described.model,

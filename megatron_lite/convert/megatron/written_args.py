@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.megatron.checkpoint_args import NOT_TAKEN
+from megatron_lite.convert.megatron.checkpoint_args import NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.megatron.parameter_names import LAYER_NUMBER
 from megatron_lite.convert.weights import Described
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -47,7 +47,7 @@ def namespace(described: Described, *, tp_size: int, pp_size: int) -> argparse.N
     values: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(model).items()
-        if name not in NOT_TAKEN
+        if name not in NOT_TAKEN and name not in ONLY_HERE
     }
     if not model.group_query_attention:
         values["num_query_groups"] = model.num_attention_heads
@@ -133,8 +133,15 @@ def groups() -> list[dict[str, Any]]:
     ]
 
 
-def check_adam(described: Described, target: str) -> None:
-    """Raises InputError unless the optimizer states are those of Adam, which Megatron-LM reads."""
+def check_exact(described: Described, target: str) -> None:
+    """Raises InputError unless Megatron-LM has such a model, and reads the optimizer states."""
+    for name, only in ONLY_HERE.items():
+        value = getattr(described.model, name)
+        if value != only:
+            raise InputError(
+                f"--to {target}: the model has {name} = {value}, and every model of Megatron-LM "
+                f"has {only}: convert with --to hf"
+            )
     others = set(described.state_keys) - {"exp_avg", "exp_avg_sq", "master"}
     if others or (described.state_keys and "exp_avg_sq" not in described.state_keys):
         raise InputError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,23 @@ import torch
 from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.formats import FORMATS, TargetOptions
+from megatron_lite.convert.megatron.checkpoint_args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.weights import WeightSource
 from megatron_lite.tools import convert
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save, weights_of
 from tests.support.models import tiny_config
 from tests.support.runs import run_to_end, tiny_run
+
+# Megatron-LM's names of what ModelConfig describes, in megatron/training/arguments.py.
+ARGUMENTS = """
+    num_layers hidden_size num_attention_heads max_position_embeddings ffn_hidden_size kv_channels
+    group_query_attention num_query_groups position_embedding_type rotary_base rotary_percent
+    use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor no_rope_freq
+    normalization norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu bias_gelu_fusion
+    add_bias_linear add_qkv_bias untie_embeddings_and_output_weights attention_softmax_in_fp32
+    window_size window_attn_skip_freq hidden_dropout attention_dropout init_method_std
+    fp32_residual_connection
+"""
 
 
 @pytest.mark.parametrize(
@@ -114,6 +128,31 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(format_name: str, tmp_p
     for name in names:
         assert torch.equal(again.read(name), source.read(name))
     assert not again.described.state_keys
+
+
+@pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
+@pytest.mark.parametrize("change", [dict(parallel_residual=True), dict(norm_position="after")])
+def test_a_model_that_megatron_lacks_is_refused_by_name(
+    change: dict[str, Any], format_name: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "in", tiny_config(num_layers=5), LAYOUTS["one file"])
+    source = FORMATS["megatron"].source(tmp_path / "in")
+
+    class Other:
+        described = replace(source.described, model=replace(source.described.model, **change))
+        read = source.read
+
+    with pytest.raises(InputError, match=f"{next(iter(change))} = .*Megatron-LM"):
+        FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(
+            Other(),  # type: ignore[arg-type]
+            lambda _: None,
+        )
+
+
+def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed() -> None:
+    """A new field of ModelConfig belongs to ARGUMENTS, or to the fields that are refused."""
+    named = set(MODEL_FIELDS) - NOT_TAKEN - set(ONLY_HERE)
+    assert named == set(ARGUMENTS.split())
 
 
 def test_other_optimizers_states_are_refused_with_the_reason(tmp_path: Path) -> None:
