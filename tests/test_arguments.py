@@ -54,7 +54,7 @@ FAULTS = [
         "--position-embedding-type must be one of learned_absolute, rope, none (got 'yarn')",
     ),
     (
-        "--tokenizer-type TikTokenizer",
+        "--tokenizer-type BertWordPieceCase",
         "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer",
     ),
     ("--optimizer sgd", f"--optimizer must be one of {', '.join(OPTIMIZERS)} (got 'sgd')"),

@@ -109,7 +109,6 @@ IGNORED_FAMILIES: tuple[tuple[str, str], ...] = (
         ),
         """use-checkpoint-args use-mp-args-from-checkpoint-args""",
     ),
-    ("the learning rate always follows the flags", """override-lr-scheduler"""),
     (
         "data files are mapped into memory, and read when a batch needs them",
         """allow-ambiguous-pad-tokens dataloader-defer-npy-index-mmap dataloader-fast-cache-load
