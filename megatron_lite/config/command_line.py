@@ -15,6 +15,7 @@ from megatron_lite.config.run import RunConfig
 
 OFF_SWITCHES: Mapping[str, str] = {
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
+    "log_loss_scale_to_tensorboard": "--no-log-loss-scale-to-tensorboard",
     "add_bias_linear": "--disable-bias-linear",
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
     "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",

@@ -54,7 +54,7 @@ def _run(
     return {"reads a clock": bool(read)}
 
 
-@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("pp_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_each_level_shows_its_timers_and_changes_no_figure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], pp_size: int
 ) -> None:
