@@ -33,6 +33,7 @@ from megatron_lite.config.data_settings import (
 from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.flag_help import help_on
+from megatron_lite.config.host_parts import MEGATRON_PARTS
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
@@ -411,6 +412,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
     )
+    group.switch("--fp32-residual-connection", "residual stream in float32 under --bf16 and --fp16")
     group.value("--hidden-dropout", float, "dropout of embeddings and of what each layer adds")
     group.value("--attention-dropout", float, "dropout of attention probabilities")
     group.value("--init-method-std", float, "standard deviation of the initial weights")
@@ -568,6 +570,18 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
         int,
         "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
     )
+    group.value(
+        "--cpu-offloading-num-layers",
+        int,
+        "keep what so many first layers of each stage save in host memory: the policy "
+        "'0-N:none@host'",
+    )
+    group.switch(
+        "--fine-grained-activation-offloading",
+        "keep what --offload-modules of every layer save in host memory: the policy "
+        "'*:none@host(..)'",
+    )
+    group.value("--offload-modules", str, "the modules", values=MEGATRON_PARTS, nargs="+")
     group.switch(
         "--recompute-verify",
         "compare replays with their forward, and predicted with measured bytes; slow",
@@ -1179,11 +1193,10 @@ def _build_config(
             values = _values_of_hf(hf_config, given, notices)
         elif config_json is not None:
             values = _values_of_file(config_json)
+            notices += _take_out_replaced(values, given, f"--config-json {config_json}")
     except ValueError as error:
         faults.texts.append(str(error))
         return None
-    if values:
-        notices += _take_out_replaced(values, given, str(config_json or hf_config))
     built, missing = {}, []
     for topic, config_class in topics().items():
         fields = dataclasses.fields(config_class)
@@ -1212,7 +1225,7 @@ def _build_config(
 
 
 def _take_out_replaced(
-    values: dict[str, dict[str, Any]], given: dict[str, Any], path: str
+    values: dict[str, dict[str, Any]], given: dict[str, Any], file: str
 ) -> list[str]:
     """Removes from the file's values those that the given fields replace.
 
@@ -1238,7 +1251,7 @@ def _take_out_replaced(
             for name in replaced
             if taken.get(name, defaults[name]) != defaults[name]
         },
-        file=path,
+        file=file,
     )
 
 
@@ -1254,7 +1267,10 @@ def _values_of_hf(
     tokenizer = hf_file.tokenizer_fields(mapped, given)
     notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
     notices += hf_file.override_notices({**model, **tokenizer}, given, path)
-    return {"model": model, "tokenizer": tokenizer}
+    # The vocabulary is the model's, whichever tokenizer is chosen.
+    values = {"model": model}
+    notices += _take_out_replaced(values, given, f"--hf-config {path}")
+    return {**values, "tokenizer": tokenizer}
 
 
 def _values_of_file(path: str) -> dict[str, dict[str, Any]]:

@@ -104,6 +104,11 @@ ONE_RANK = (
     Case("ops(matmul)", f"{CHUNKS} {policy('*:ops(matmul)')}"),
     Case("ops(attention)", f"{CHUNKS} {policy('*:ops(attention)')}"),
     Case("none@host", f"{CHUNKS} {policy('*:none@host')}"),
+    Case("core_attn on the host", f"{CHUNKS} {policy('*:none@host(core_attn)')}"),
+    Case(
+        "parts on the host, llama",
+        f"{SMALL} {LLAMA} {policy('0:none@host;*:none@host(attn_norm+linear_fc1)')}",
+    ),
     Case("full/1@host", f"{CHUNKS} {policy('*:full/1@host')}"),
     Case("mlp@host", f"{CHUNKS} {policy('*:mlp@host')}"),
     Case("full/1, contiguous", f"{CHUNKS} {policy('*:full/1')} --contiguous-saved-activations"),

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from arguments import ParsedArguments, parse_args
 from megatron_lite.cli.preparation import arguments_table
 from megatron_lite.config import flags
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
 from megatron_lite.config.optimizer_settings import OPTIMIZERS
+from megatron_lite.config.run import RunConfig
 from tests.support.pairs import sampled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +56,7 @@ FAULTS = [
         "--position-embedding-type must be one of learned_absolute, rope, none (got 'yarn')",
     ),
     (
-        "--tokenizer-type TikTokenizer",
+        "--tokenizer-type BertWordPieceCase",
         "--tokenizer-type must be one of NullTokenizer, HuggingFaceTokenizer, GPT2BPETokenizer",
     ),
     ("--optimizer sgd", f"--optimizer must be one of {', '.join(OPTIMIZERS)} (got 'sgd')"),
@@ -702,6 +704,17 @@ def test_a_local_rank_that_is_no_number_is_one_line(capsys: pytest.CaptureFixtur
 def test_dump_config_is_told_apart_from_a_run() -> None:
     assert parse("--dump-config").dump_config and not parse("").dump_config
     assert parse("--dump-config").config == parse("").config
+
+
+def test_dump_config_prints_json_to_stdout_and_notices_to_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = f"{RUN} --dump-config --tp-comm-overlap --save-interval 5"
+    assert pretrain_gpt.main(words.split()) == 0
+    out, err = capsys.readouterr()
+    assert RunConfig.from_json(out) == parse("--save-interval 5").config
+    assert err.splitlines() == list(parse("--tp-comm-overlap --save-interval 5").notices)
+    assert len(err.splitlines()) == 2
 
 
 def test_the_arguments_table_has_megatrons_form() -> None:

@@ -80,7 +80,10 @@ def test_under_a_launcher_only_rank_0_prints() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--recompute-method uniform", "--recompute-method uniform needs --recompute-granularity"),
+        (
+            "--distribute-saved-activations",
+            "--distribute-saved-activations needs --recompute-granularity",
+        ),
         (
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
             "--tokenizer-model nowhere: no such file",

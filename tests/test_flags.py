@@ -50,6 +50,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--untie-embeddings-and-output-weights", ON, False),
     ("--attention-backend", str, "auto", "unfused"),
     ("--attention-softmax-in-fp32", ON, False),
+    ("--fp32-residual-connection", ON, False),
     ("--hidden-dropout", float, 0.1, "0.0"),
     ("--attention-dropout", float, 0.1, "0.25"),
     ("--init-method-std", float, 0.02, "0.006"),
@@ -82,6 +83,9 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--micro-batch-size", int, None, "3"),
     ("--global-batch-size", int, None, "8"),
     ("--rampup-batch-size", int, None, "2 2 16"),
+    ("--cpu-offloading-num-layers", int, 0, "1"),
+    ("--fine-grained-activation-offloading", ON, False),
+    ("--offload-modules", str, None, "qkv_linear"),
     ("--step-batch-size-schedule", str, None, "0:2,4K:8"),
     ("--train-iters", int, None, "7"),
     ("--train-samples", int, None, "56"),
@@ -261,6 +265,7 @@ OTHER_DEFAULTS = {
     "--cp-comm-type": "p2p",  # there one for each layer
     "--recompute-modules": (),  # None there, and core_attn all the same
     "--profile-ranks": (),  # [] there
+    "--offload-modules": (),  # [] there
     "--tokenizer-special-tokens": (),  # None there, and the usual ones all the same
     "--rampup-batch-size": (),  # None there, and a constant batch all the same
     "--no-load-optim": False,  # None there, and false all the same
@@ -382,6 +387,10 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "--contiguous-saved-activations": ("--recompute-policy *:full", {"recompute_policy": "*:full"}),
     "--activation-memory-budget": ("--torch-compile", {"torch_compile": True}),
+    "--fine-grained-activation-offloading": (
+        "--offload-modules core_attn",
+        {"offload_modules": ("core_attn",)},
+    ),
     "--memory-budget": ("--recompute-policy auto", {"recompute_policy": "auto"}),
     "--tokenizer-type": ("--vocab-file v --merge-file m", {"vocab_file": "v", "merge_file": "m"}),
     "--tokenizer-model": (
@@ -461,6 +470,7 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         "--test-data-path": "*",
         "--recompute-modules": "+",
         "--profile-ranks": "+",
+        "--offload-modules": "+",
         "--tokenizer-special-tokens": "+",
         "--rampup-batch-size": 3,
         "--cp-comm-type": "+",
@@ -484,6 +494,7 @@ def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None
         "--test-data-path": ("a", "b"),
         "--recompute-modules": ("mlp",),
         "--profile-ranks": (0, 3),
+        "--offload-modules": ("qkv_linear",),
         "--tokenizer-special-tokens": (
             *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<x>"),
         ),

@@ -91,7 +91,11 @@ def load_checkpoint(
         )
     if "optimizer" in metadata.missing and optimizer is not None:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
-    if not options.no_load_rng and "rng" not in metadata.missing:
+    if "rng" in metadata.missing:
+        notices.append(
+            f"{step} holds no random-number streams (it was converted): they start from --seed"
+        )
+    elif not options.no_load_rng:
         notices += _load_rng(step, metadata, parallel)
     return Loaded(progress=start.progress, notices=tuple(notices))
 

@@ -57,7 +57,9 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> Read:
         """Reads the words. A flag whose value cannot be read counts as not given."""
-        words, faults, failed = list(argv), [], []
+        words = list(argv)
+        faults: list[str] = []
+        failed: list[str] = []
         while True:
             try:
                 namespace, unread = self.parse_known_args(words)

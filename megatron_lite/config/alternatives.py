@@ -38,6 +38,8 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("recompute_policy",),
         ("recompute_granularity", *FULL, *SELECTIVE),
+        ("cpu_offloading_num_layers",),
+        ("fine_grained_activation_offloading", "offload_modules"),
         ("torch_compile", "activation_memory_budget"),
     ),
     (("train_iters",), ("train_samples",)),
@@ -159,11 +161,14 @@ def _replace_recompute_stores(given: Mapping[str, Any], replace: Any) -> None:
 
 
 def notices(replaced: Mapping[str, str], *, file: str) -> list[str]:
-    """Returns a line for each flag that replaces values of the file."""
+    """Returns a line for each flag that replaces values of the file.
+
+    file: the file with the flag that names it, such as "--config-json run.json".
+    """
     by: dict[str, list[str]] = {}
     for field, cause in replaced.items():
         by.setdefault(cause, []).append(field)
     return [
-        f"{flag(cause)} replaces what --config-json {file} gives as {', '.join(fields)}"
+        f"{flag(cause)} replaces what {file} gives as {', '.join(fields)}"
         for cause, fields in by.items()
     ]

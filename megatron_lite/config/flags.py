@@ -54,6 +54,8 @@ WITHOUT_EFFECT = {
     "--disable-gloo-process-groups": (
         "one backend serves all process groups (--distributed-backend)"
     ),
+    "--cpu-offloading-retain-pinned-cpu-buffers": "buffers in host memory are always used again",
+    "--min-offloaded-tensor-size N": "what a named module saves is moved, whatever its size",
     "--te-rng-tracker": "random numbers come from the named streams of this program",
     "--inference-rng-tracker": "random numbers come from the named streams of this program",
     "--manual-gc": "garbage collection is left to Python",
@@ -102,7 +104,6 @@ WITHOUT_EFFECT = {
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE = {
     "--expert-model-parallel-size": "1",
-    "--num-distributed-optimizer-instances": "1",
     "--softmax-type": "vanilla",
     "--weight-decay-incr-style": "constant",
     "--muon-scalar-optimizer": "adam",

@@ -50,8 +50,8 @@ def rotary(
         if share is not None:
             found[share] = model.rotary_percent
         if model.use_rope_scaling:
-            factor = {"rope_type": "llama3", "factor": model.rope_scaling_factor}
-            found["rope_scaling"] = {**factor, **LLAMA3}
+            factor = model.rope_scaling_factor
+            found["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3}
         elif model.rotary_seq_len_interpolation_factor is not None:
             factor = float(model.rotary_seq_len_interpolation_factor)
             found["rope_scaling"] = {"rope_type": "linear", "factor": factor}

@@ -32,6 +32,10 @@ IGNORED_FAMILIES: tuple[tuple[str, str], ...] = (
          tp-comm-overlap-rs-dgrad use-contiguous-buffers-in-ddp use-nccl-ub use-sharp""",
     ),
     (
+        "optimizer states are shared out over all data-parallel ranks, not over groups of them",
+        """num-distributed-optimizer-instances=""",
+    ),
+    (
         "no record of collectives is kept",
         """disable-flight-recorder-dump-on-timeout disable-flight-recorder-extra-dump-on-exec
          disable-flight-recorder-include-only-active flight-recorder-dump-path=
@@ -109,7 +113,6 @@ IGNORED_FAMILIES: tuple[tuple[str, str], ...] = (
         ),
         """use-checkpoint-args use-mp-args-from-checkpoint-args""",
     ),
-    ("the learning rate always follows the flags", """override-lr-scheduler"""),
     (
         "data files are mapped into memory, and read when a batch needs them",
         """allow-ambiguous-pad-tokens dataloader-defer-npy-index-mmap dataloader-fast-cache-load

@@ -23,11 +23,9 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "activations go to host memory by a policy; use --recompute-policy '*:none@host' or "
             "the like"
         ),
-        """activation-offload-fraction cpu-offloading-num-layers
-         cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
-         delta-offload-bytes-across-pp-ranks fine-grained-activation-offloading
-         fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules
-         min-offloaded-tensor-size offload-modules""",
+        """activation-offload-fraction delay-offload-until-cuda-graph
+         delta-offload-bytes-across-pp-ranks
+         fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules""",
     ),
     (
         "stages get equal numbers of layers, but for the first and last rank; use "
@@ -45,8 +43,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "data-parallel ranks share out optimizer states with --use-distributed-optimizer, and "
         "weights and gradients too with --use-torch-fsdp2; there is no other way",
-        """num-distributed-optimizer-instances tensor-parallel-num-weight-shards use-custom-fsdp
-         use-megatron-fsdp""",
+        """tensor-parallel-num-weight-shards use-custom-fsdp use-megatron-fsdp""",
     ),
     (
         "every rank of a run is a process; use --dry-run-memory to see what ranks need without "
@@ -106,7 +103,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
             "and master weights"
         ),
         """disable-bf16-reduced-precision-matmul embedding-weights-in-fp32 fp16-lm-cross-entropy
-         fp32-residual-connection output-logit-dtype""",
+         output-logit-dtype""",
     ),
     REFUSED_OPTIMIZER_FLAGS,
     (

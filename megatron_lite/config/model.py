@@ -24,6 +24,7 @@ from megatron_lite.config.checks import (
     resolve,
 )
 from megatron_lite.config.layer_pattern import check_layers, marks, reach
+from megatron_lite.config.layer_variants import check_variants
 from megatron_lite.config.rotary_scaling import RotaryScaling
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
@@ -99,6 +100,7 @@ class ModelConfig:
     qk_layernorm_scope: "head": queries and keys are normalised head by head. "all-heads": over the
         channels of all heads together, as in OLMo 2.
     apply_layernorm_1p: a norm multiplies by 1 + its weight, and the weight starts at zero.
+    fp32_residual_connection: the residual stream is float32 in a 16-bit run.
     norm_impl: "torch" or "apex", the library whose kernel computes the norms.
     window_size: how many tokens (before, after) its own a query reads. None: all tokens before.
     window_attn_skip_freq: which layers have the window. None: all layers.
@@ -142,6 +144,7 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = False
     window_size: tuple[int, int] | None = None
     window_attn_skip_freq: int | tuple[int, ...] | None = None
+    fp32_residual_connection: bool = False
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
     init_method_std: float = 0.02
@@ -211,23 +214,7 @@ class ModelConfig:
                     "least 2, in (0, 1]"
                 )
         check_layers(self)
-        if self.qk_layernorm_scope == "all-heads":
-            needed = {
-                "--qk-layernorm": self.qk_layernorm,
-                "--normalization RMSNorm, which needs one sum over the ranks instead of two": (
-                    self.normalization == "RMSNorm"
-                ),
-                "--norm-impl torch: apex's kernel sees the heads of one rank alone": (
-                    self.norm_impl == "torch"
-                ),
-            }
-            for need, is_met in needed.items():
-                if not is_met:
-                    raise ValueError(f"--qk-layernorm-scope all-heads needs {need}")
-        if self.parallel_residual and self.norms_after:
-            raise ValueError(
-                "--parallel-residual needs --norm-position before: no known model has both"
-            )
+        check_variants(self)
 
     @property
     def head_dim(self) -> int:

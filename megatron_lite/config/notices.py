@@ -69,6 +69,11 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
             "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values"
         )
     notices += _rotary_notices(model, given)
+    if model.fp32_residual_connection and config.training.precision == "fp32":
+        notices.append(
+            "--fp32-residual-connection has no effect without --bf16 or --fp16: all of the run is "
+            "in float32"
+        )
     tokens = (
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )
@@ -98,6 +103,10 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         for name in TIKTOKEN_FIELDS
         if name in given and config.tokenizer.tokenizer_type != "TikTokenizer"
     ]
+    if config.recompute.offload_modules and not config.recompute.fine_grained_activation_offloading:
+        notices.append(
+            "--offload-modules has no effect without --fine-grained-activation-offloading"
+        )
     notices += [
         f"{flag(name)} has no effect without --wandb-project"
         for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
@@ -253,13 +262,13 @@ def _document_notices(config: RunConfig) -> list[str]:
             "--calculate-per-token-loss has no effect without --eod-mask-loss: every token "
             "counts, so the mean over tokens is the mean over micro-batches"
         )
-    if data.mock_data:
-        notices += [
-            f"{flag(name)} has little to do under --mock-data, whose samples have no "
-            "end-of-document token unless the vocabulary has at most 64 ids"
-            for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-            if getattr(data, name)
-        ]
+    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    given = [flag(name) for name in names if getattr(data, name)]
+    if data.mock_data and given:
+        notices.append(
+            f"--mock-data packs no documents: {', '.join(given)} find end-of-document tokens in "
+            "its samples by chance only"
+        )
     return notices
 
 

@@ -17,6 +17,9 @@ tensors lie until then.
     store    device              on the device (the default)
              split               1/t of a unit's input on each tensor-parallel rank
              host                in host memory
+             host(qkv_linear+core_attn)
+                                 in host memory what these parts of a layer save, the rest on
+                                 the device; for `none` alone (config/host_parts.py)
              split+host          both
 
 Text that cannot be read raises a ValueError, which points at the character.
@@ -29,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
+from megatron_lite.config.host_parts import PARTS, store_of
 from megatron_lite.config.operators import parse_entry
 from megatron_lite.config.regions import ALIAS, MODULES, expanded
 
@@ -180,6 +184,8 @@ class _Reader:
         if self._taken("@"):
             at = self.position
             store = self._word(STORES, "a place", extra="+")
+            if store == "host" and self._taken("("):
+                store = self._host_parts(action, at)
             if store.startswith("split") and not action.unit:
                 # The store is the fault: the message points at it, not behind it.
                 self.position = at
@@ -226,6 +232,16 @@ class _Reader:
             self._fail("a region is named twice")
         # Sorted, so that two spellings of the same regions are equal policies.
         return LayerAction(regions=tuple(sorted(regions)))
+
+    def _host_parts(self, action: LayerAction, at: int) -> str:
+        names = [self._word(tuple(PARTS), "a part of a layer")]
+        while self._taken("+"):
+            names.append(self._word(tuple(PARTS), "a part of a layer"))
+        self._expect(")", "after the parts")
+        if action != LayerAction():
+            self.position = at
+            self._fail("only a layer that keeps everything has parts on the host: none@host(..)")
+        return store_of(tuple(names))
 
     def _operator(self) -> str:
         self._skip_spaces()

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import chosen, require_at_least
+from megatron_lite.config.host_parts import MEGATRON_PARTS, store_of
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded
 
@@ -48,6 +49,10 @@ class RecomputeConfig:
     num_microbatches_with_partial_activation_checkpoints: for a pipeline. The forwards of a rank
         form windows as long as the rank's largest number in flight. The first so many of each
         window keep everything (2205.05198, appendix C).
+    cpu_offloading_num_layers: how many of a stage's first layers keep their tensors in host memory:
+        the policy 0-N:none@host.
+    fine_grained_activation_offloading: whether the parts that offload_modules names keep theirs
+        there in every layer: the policy *:none@host(..).
     """
 
     recompute_activations: bool = False
@@ -63,9 +68,13 @@ class RecomputeConfig:
     recompute_tail_skip: bool = True
     recompute_verify: bool = False
     num_microbatches_with_partial_activation_checkpoints: int | None = None
+    cpu_offloading_num_layers: int = 0
+    fine_grained_activation_offloading: bool = False
+    offload_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_choices()
+        self._check_offloading()
         if self.recompute_policy is not None:
             self._refuse_without(
                 "and --recompute-policy are two ways to say what is recomputed: leave one of "
@@ -149,6 +158,10 @@ class RecomputeConfig:
         return self.recompute_policy == AUTO
 
     def _as_policy(self) -> str:
+        if self.cpu_offloading_num_layers:
+            return f"0-{self.cpu_offloading_num_layers - 1}:none@host; *:none"
+        if self.fine_grained_activation_offloading:
+            return f"*:none@{store_of(self.offload_modules)}"
         if self.recompute_granularity is None:
             return "*:none"
         return chosen(
@@ -197,6 +210,37 @@ class RecomputeConfig:
             raise ValueError(
                 f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got "
                 f"{' '.join(unknown)})"
+            )
+
+    def _check_offloading(self) -> None:
+        object.__setattr__(self, "offload_modules", tuple(dict.fromkeys(self.offload_modules)))
+        require_at_least(self, 0, "cpu_offloading_num_layers")
+        fine, names = self.fine_grained_activation_offloading, " ".join(self.offload_modules)
+        if not self.cpu_offloading_num_layers and not fine:
+            return
+        flag = "--fine-grained-activation-offloading" if fine else "--cpu-offloading-num-layers"
+        if fine and self.cpu_offloading_num_layers:
+            raise ValueError(
+                "--cpu-offloading-num-layers and --fine-grained-activation-offloading are two ways "
+                "to say what goes to host memory: leave one of them out"
+            )
+        self._refuse_without(
+            f"cannot go with {flag}: give one --recompute-policy with @host instead, which can "
+            "say both",
+            "recompute_policy",
+            "recompute_activations",
+            "recompute_granularity",
+        )
+        if fine and (not names or not set(self.offload_modules) <= set(MEGATRON_PARTS)):
+            raise ValueError(
+                f"--fine-grained-activation-offloading needs --offload-modules among "
+                f"{', '.join(MEGATRON_PARTS)} (got {names or 'none'}): other parts are those of "
+                "mixture-of-experts layers; --recompute-policy '*:none@host(linear_fc1)' names the "
+                "MLP's"
+            )
+        if fine and "attn_proj" in self.offload_modules and "core_attn" not in self.offload_modules:
+            raise ValueError(
+                "--offload-modules attn_proj needs core_attn, which keeps the same tensor: add it"
             )
 
     def _refuse_without(self, rule: str, *fields: str) -> None:

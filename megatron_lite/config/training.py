@@ -106,11 +106,6 @@ class TrainingConfig:
             )
         if self.step_batch_size_schedule is not None:
             self._check_steps(self.step_batch_size_schedule)
-        if self.train_samples is not None and self.global_batch_size is None:
-            raise ValueError(
-                "--train-samples needs --global-batch-size: the number of iterations follows "
-                "from both"
-            )
         # argparse gives a list, and `from_json` a tuple: both must make equal values.
         object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         if self.rampup_batch_size:

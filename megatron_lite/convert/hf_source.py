@@ -127,7 +127,7 @@ class HfSource:
 
     def _check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises InputError for tensors that are missing, not expected, or do not map."""
-        expected = {}
+        expected: dict[str, tuple[int, ...]] = {}
         for name, row in self._rows.items():
             whole = torch.empty(shapes[name], device="meta")
             parts = LAYOUTS[row.layout].split(whole, self._model)

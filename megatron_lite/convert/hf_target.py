@@ -126,7 +126,7 @@ class _Shards:
         )
 
     def _their_shapes(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        found: dict[str, tuple[int, ...]] = {}
         for name, shape in self._shapes.items():
             row = row_of(self._family, name)
             assert row is not None, (self._family, name)

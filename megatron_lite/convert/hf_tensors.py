@@ -47,7 +47,7 @@ def _layers(prefix: str, modules: Mapping[str, Row | str]) -> dict[str, Row]:
     }
 
 
-_ATTENTION = {
+_ATTENTION: dict[str, Row | str] = {
     "self_attention.linear_qkv": Row(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "by group"
     ),
@@ -55,11 +55,14 @@ _ATTENTION = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
-_GATED = {
+_GATED: dict[str, Row | str] = {
     "mlp.linear_fc1": Row(("mlp.gate_proj", "mlp.up_proj"), "stacked"),
     "mlp.linear_fc2": "mlp.down_proj",
 }
-_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+_NORMS: dict[str, Row | str] = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+}
 
 
 def _llama(*parts: Mapping[str, Row | str]) -> Family:

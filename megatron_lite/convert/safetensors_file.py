@@ -3,9 +3,10 @@
     8 bytes: length of the header | the header, JSON with spaces at its end | the tensors' bytes
 
 The header has the name, dtype, shape and place of each tensor. It stands before the tensors, so the
-writer reserves room for it and fills it in at the end. torch reads a tensor only at a multiple of
-its element size. Therefore a tensor that would leave the next one at an odd place waits in memory
-until the end; such a tensor has an odd number of 16-bit elements, and is rare.
+writer reserves room for it and fills it in at the end. Readers map the file and use tensors where
+they lie, so each begins at a multiple of its element size. Therefore a tensor that would leave the
+next one at an odd place waits in memory until the end. Such a tensor has an odd number of 16-bit or
+32-bit elements, and is rare.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class SafetensorsFile:
 
     def _write(self, name: str, tensor: Tensor) -> None:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._file.write(memoryview(flat.numpy()))
+        self._file.write(flat.numpy().data)
         stop = self._offset + flat.numel()
         self._entries[name] = _entry(NAMES[tensor.dtype], tuple(tensor.shape), self._offset, stop)
         self._offset = stop

@@ -1,4 +1,5 @@
-"""The norm of queries and keys over all heads (model/all_heads_norm.py): what it sends and holds.
+"""The norms of queries and keys. Those over all heads (model/all_heads_norm.py): what they send
+and hold.
 
 Standard library only.
 """
@@ -7,16 +8,64 @@ from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.linears import OPERATORS
+from megatron_lite.description.norm_statistics import (
+    norm_parameters,
+    norm_statistics,
+    shifted_weight,
+)
 from megatron_lite.description.operations import (
     ALL_REDUCE,
+    QK_LAYERNORM,
     Collective,
     Course,
     KeptTensor,
+    Moved,
+    Operation,
     OperatorCall,
     Parameter,
     course,
 )
-from megatron_lite.description.sizes import CPU_BLOCK, Sizes
+from megatron_lite.description.sizes import CPU_BLOCK, Heads, Sizes
+
+
+def query_key_norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
+    """Returns the norms of query and key, without their workspace.
+
+    raw: the tensors that they keep of their inputs.
+    """
+    heads = Heads.of(model, sizes)
+    both = heads.query + heads.kv
+
+    def shifted(weights: tuple[Parameter, ...]) -> tuple[KeptTensor, ...]:
+        kept = zip(weights, ("query norm", "key norm"), strict=True)
+        return tuple(
+            tensor
+            for weight, name in kept
+            for tensor in shifted_weight(name, model, sizes, weight.num_elements)
+        )
+
+    if model.norms_all_heads:
+        calls, weights = all_heads_calls(sizes), all_heads_parameters(model, sizes)
+        return Operation(
+            QK_LAYERNORM,
+            "self_attention",
+            (*raw, all_heads_statistics(sizes), *shifted(weights)),
+            calls=calls,
+            backward=tuple(one for call in reversed(calls) for one in call.collectives),
+            parameters=weights,
+            moved=Moved(3 * both, 5 * both),
+        )
+    rows = both // sizes.element_bytes // model.head_dim
+    of_query, of_key = (
+        norm_parameters(model, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
+    )
+    return Operation(
+        QK_LAYERNORM,
+        "self_attention",
+        (*raw, norm_statistics("qk norm", model, sizes, rows), *shifted((of_query[0], of_key[0]))),
+        parameters=(*of_query, *of_key),
+        moved=Moved(2 * both, 3 * both),
+    )
 
 
 def all_heads_parameters(model: ModelConfig, sizes: Sizes) -> tuple[Parameter, ...]:

@@ -34,7 +34,7 @@ from megatron_lite.description.operations import (
     Workspace,
     course,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, is_widened
 from megatron_lite.description.weight_gradients import added_up, apart, gradient_bytes
 
 OPERATORS = {
@@ -218,7 +218,7 @@ def _row_workspace(
     frees: RowFrees,
 ) -> Workspace:
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
-    freed = model.hidden_dropout or frees.gradient
+    freed = model.hidden_dropout or frees.gradient or is_widened(model, sizes)
     own_gradient = sizes.local_tokens * model.hidden_size * sizes.element_bytes if freed else 0
     used = own_gradient + frees.backward
     if not _splits_sequence(sizes):

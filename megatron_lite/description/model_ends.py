@@ -18,10 +18,10 @@ from megatron_lite.description.linears import (
     row_forward,
 )
 from megatron_lite.description.norm_statistics import (
-    norm_backward,
-    norm_forward,
-    norm_keeps,
     norm_parameters,
+    residual_norm_backward,
+    residual_norm_forward,
+    residual_norm_keeps,
 )
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -38,7 +38,7 @@ from megatron_lite.description.operations import (
     Workspace,
     course,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, is_widened, residual_bytes
 from megatron_lite.description.weight_gradients import added_up, apart, cast, gradient_bytes
 
 
@@ -103,9 +103,12 @@ def _embedding_forward(model: ModelConfig, sizes: Sizes) -> Course:
     if model.positions.learned:
         rows = hidden if sizes.resets_positions else 0  # without position ids they are a view
         changes += [+rows, +hidden, -hidden - rows]
+    residual = residual_bytes(model, sizes)
+    if is_widened(model, sizes):
+        changes += [+residual, -hidden]
     if model.hidden_dropout > 0.0:
         mask = sizes.local_tokens * model.hidden_size
-        changes += [dropout_forward(mask, hidden, sizes), -hidden]
+        changes += [dropout_forward(mask, residual, sizes), -residual]
     return course(*changes)
 
 
@@ -114,10 +117,13 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
     tokens, several = sizes.tokens, sizes.tp_size > 1
     whole = tokens * model.hidden_size * sizes.element_bytes
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    residual = residual_bytes(model, sizes)
     changes: list[int | Course] = []
     if model.hidden_dropout > 0.0:
         mask = sizes.local_tokens * model.hidden_size
-        changes += [masked(hidden, sizes), -hidden - mask]
+        changes += [masked(residual, sizes), -residual - mask]
+    if is_widened(model, sizes):
+        changes += [+hidden, -residual]
     words, *positions = parameters
     for one in positions:  # summed over the samples, and written into zeros as large as the weight
         samples = hidden // sizes.micro_batch_size if sizes.micro_batch_size > 1 else 0
@@ -159,6 +165,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     stage.
     """
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    residual = residual_bytes(model, sizes)
     columns = sizes.padded_vocab_size // sizes.tp_size
     untied = model.untie_embeddings_and_output_weights
     weights: tuple[Parameter, ...] = (Parameter("weight", _words(model, sizes)),)
@@ -174,7 +181,6 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         if several and sizes.sequence_parallel
         else ()
     )
-    norm = model, sizes, sizes.local_tokens, model.hidden_size
     vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
     output_weight = Parameter("weight", _words(model, sizes))
     waits = _waits_for_lookup(model, sizes) and sizes.sums_gradients
@@ -190,11 +196,15 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         Operation(
             "final_layernorm",
             "decoder.final_layernorm",
-            (KeptTensor("output of the last layer", hidden), *norm_keeps("final norm", *norm)),
+            (
+                KeptTensor("output of the last layer", residual),
+                *residual_norm_keeps("final norm", model, sizes),
+            ),
             parameters=vectors,
-            moved=Moved(2 * hidden, 3 * hidden),
+            moved=Moved(residual + hidden, 2 * residual + hidden),
             workspace=Workspace(
-                norm_forward(*norm), course(norm_backward(*norm), added_up(vectors, sizes), -hidden)
+                residual_norm_forward(model, sizes),
+                course(residual_norm_backward(model, sizes), added_up(vectors, sizes), -residual),
             ),
         ),
         Operation(

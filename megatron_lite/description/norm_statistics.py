@@ -5,10 +5,12 @@ Standard library only.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import Course, KeptTensor, Parameter, course
-from megatron_lite.description.sizes import CPU_BLOCK, Sizes
+from megatron_lite.description.sizes import CPU_BLOCK, Sizes, is_widened
 
 
 def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> KeptTensor:
@@ -34,6 +36,66 @@ def shifted_weight(
     if not model.apply_layernorm_1p:
         return ()
     return (KeptTensor(f"{name} weight plus 1", width * sizes.element_bytes),)
+
+
+def residual_norm_keeps(name: str, model: ModelConfig, sizes: Sizes) -> tuple[KeptTensor, ...]:
+    """Returns the tensors that a norm of the residual stream keeps besides its input."""
+    if not is_widened(model, sizes):
+        return norm_keeps(name, model, sizes, sizes.local_tokens, model.hidden_size)
+    wide = replace(sizes, element_bytes=sizes.accumulate_bytes)
+    return (
+        norm_statistics(name, model, wide, sizes.local_tokens),
+        *(
+            KeptTensor(f"{name} {kind} in float32", _vector(model, sizes))
+            for kind in ("weight", "bias")[: model.norm_vectors]
+        ),
+    )
+
+
+def residual_norm_forward(model: ModelConfig, sizes: Sizes) -> Course:
+    """Returns the course of the forward of a norm of the residual stream."""
+    rows, width = sizes.local_tokens, model.hidden_size
+    if not is_widened(model, sizes):
+        return norm_forward(model, sizes, rows, width)
+    plain, wide = _widened(model, sizes)
+    vectors, one = model.norm_vectors * _vector(model, sizes), _vector(model, sizes)
+    shift = (+one, -one) if model.apply_layernorm_1p else ()
+    return course(
+        +vectors,
+        *shift,
+        norm_forward(plain, wide, rows, width),
+        +rows * width * sizes.element_bytes,
+        -rows * width * wide.element_bytes,
+    )
+
+
+def residual_norm_backward(model: ModelConfig, sizes: Sizes) -> Course:
+    """Returns the course of the backward of a norm of the residual stream, as `norm_backward`."""
+    rows, width = sizes.local_tokens, model.hidden_size
+    if not is_widened(model, sizes):
+        return norm_backward(model, sizes, rows, width)
+    plain, wide = _widened(model, sizes)
+    vectors = model.norm_vectors * _vector(model, sizes)
+    return course(
+        +rows * width * wide.element_bytes,
+        -rows * width * sizes.element_bytes,
+        norm_backward(plain, wide, rows, width),
+        # The gradients of the parameters are cast, and the float32 parameters are freed.
+        +model.norm_vectors * width * sizes.element_bytes,
+        -2 * vectors,
+    )
+
+
+def _widened(model: ModelConfig, sizes: Sizes) -> tuple[ModelConfig, Sizes]:
+    """Returns the norm inside one that reads a float32 residual stream in a 16-bit run."""
+    return (
+        replace(model, apply_layernorm_1p=False),
+        replace(sizes, element_bytes=sizes.accumulate_bytes),
+    )
+
+
+def _vector(model: ModelConfig, sizes: Sizes) -> int:
+    return model.hidden_size * sizes.accumulate_bytes
 
 
 def norm_parameters(

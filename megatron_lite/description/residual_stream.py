@@ -6,6 +6,8 @@ of the branch's input when the branch ends. Standard library only.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
 from megatron_lite.description.dropout import drawn_mask, dropout_forward, masked
@@ -14,8 +16,12 @@ from megatron_lite.description.norm_statistics import (
     norm_forward,
     norm_keeps,
     norm_parameters,
+    residual_norm_backward,
+    residual_norm_forward,
+    residual_norm_keeps,
 )
 from megatron_lite.description.operations import (
+    Course,
     KeptTensor,
     Moved,
     Operation,
@@ -24,7 +30,12 @@ from megatron_lite.description.operations import (
     course,
     rng_state,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import (
+    Sizes,
+    is_widened,
+    residual_bytes,
+    residual_element_bytes,
+)
 from megatron_lite.description.weight_gradients import added_up
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
@@ -46,19 +57,18 @@ def norm_before(
         With a parallel residual the gradient that comes from the MLP waits until attention's branch
         has read the gradient of the layer's output.
     """
-    shape = model, sizes, sizes.local_tokens, model.hidden_size
     vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
-    backward = course(norm_backward(*shape), added_up(vectors, sizes))
+    backward = course(residual_norm_backward(model, sizes), added_up(vectors, sizes))
     operation = Operation(
         name,
         name,
-        (residual, *norm_keeps(statistics, *shape)),
+        (residual, *residual_norm_keeps(statistics, model, sizes)),
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
         parameters=vectors,
         # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual.
         moved=Moved(2 * residual.num_bytes, 6 * residual.num_bytes),
-        workspace=Workspace(norm_forward(*shape), backward),
+        workspace=Workspace(residual_norm_forward(model, sizes), backward),
     )
     if not ends_branch:
         return operation
@@ -77,7 +87,7 @@ def norm_after(
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     # Several ranks add the bias to the sum, which gives a tensor of its own.
     biased = model.add_bias_linear and sizes.tp_size > 1
-    branch = KeptTensor(f"{linear} output{' with its bias' if biased else ''}", hidden)
+    branch = KeptTensor(f"{linear} output{' with its bias' if biased else ''}", hidden, True)
     # Without dropout the gradient of the norm's output is that of the residual stream.
     frees_gradient = model.hidden_dropout > 0.0
     return Operation(
@@ -121,28 +131,36 @@ def add_branch(name: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
     residual is kept by the operation that reads it. With a parallel residual nothing keeps the sum
     of the residual and attention, so that sum is freed when the MLP's branch is added.
     """
-    added = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    added = residual_bytes(model, sizes)
+    branch = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    widened = is_widened(model, sizes)
     # In backward the gradient that came from the MLP is another tensor than that of the output.
-    apart = model.parallel_residual and name == ATTENTION_DROPOUT
+    apart = added if model.parallel_residual and name == ATTENTION_DROPOUT else 0
     sum_freed = added if model.parallel_residual and name == MLP_DROPOUT else 0
     # A replay that leaves the addition out returns one element. The branch is freed: one element
     # too, or with a norm the whole of it.
-    replay_freed = sum_freed + (added - sizes.element_bytes if model.norms_after else 0)
+    element = residual_element_bytes(model, sizes)
+    replay_freed = sum_freed + (branch if model.norms_after else sizes.element_bytes) - element
     if not model.hidden_dropout:
-        # The gradient of the sum is the gradient of both terms.
+        # The gradient of the sum is the gradient of both terms. A 16-bit branch gets a cast of it.
+        backward = course(+branch, -apart) if widened else Course()
         return Operation(
             name,
             "",
             regions=(DROPOUT,),
-            moved=Moved(3 * added),
-            workspace=Workspace(course(+added, -added - sum_freed)),
-            replayed=Workspace(course(-replay_freed)),
+            moved=Moved(2 * added + branch, added + branch if widened else 0),
+            workspace=Workspace(course(+added, -branch - sum_freed), backward),
+            replayed=Workspace(course(-replay_freed), backward),
         )
     mask = KeptTensor(f"{name} mask", sizes.local_tokens * model.hidden_size, True)
     state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
+    wide = replace(sizes, element_bytes=element)
+    copy = added if widened else 0
     workspace = Workspace(
-        course(dropout_forward(mask.num_bytes, added, sizes), -added - sum_freed),
-        course(masked(added, sizes), -mask.num_bytes - (added if apart else 0)),
+        course(+copy, dropout_forward(mask.num_bytes, added, sizes), -copy, -branch - sum_freed),
+        course(
+            masked(added, sizes), *((+branch, -added) if widened else ()), -mask.num_bytes - apart
+        ),
     )
     return Operation(
         name,
@@ -153,6 +171,6 @@ def add_branch(name: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
         moved=Moved(5 * added + mask.num_bytes, 2 * added + mask.num_bytes),
         workspace=workspace,
         replayed=Workspace(
-            course(drawn_mask(mask.num_bytes, sizes), -replay_freed), workspace.backward
+            course(drawn_mask(mask.num_bytes, wide), -replay_freed), workspace.backward
         ),
     )

@@ -19,11 +19,7 @@ from collections.abc import Iterator
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.all_heads_norm import (
-    all_heads_calls,
-    all_heads_parameters,
-    all_heads_statistics,
-)
+from megatron_lite.description.all_heads_norm import query_key_norms
 from megatron_lite.description.attention_workspace import (
     flash_workspace,
     norms_workspace,
@@ -32,14 +28,8 @@ from megatron_lite.description.attention_workspace import (
     unfused_workspace,
 )
 from megatron_lite.description.linears import OPERATORS, RowFrees
-from megatron_lite.description.norm_statistics import (
-    norm_parameters,
-    norm_statistics,
-    shifted_weight,
-)
 from megatron_lite.description.operations import (
     ALL_GATHER,
-    QK_LAYERNORM,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -48,7 +38,6 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     OperatorCall,
-    Parameter,
     RegionEntry,
     document_starts,
     shared_table,
@@ -83,7 +72,7 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
-        yield _norms(model, sizes, raw)._replace(
+        yield query_key_norms(model, sizes, raw)._replace(
             workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart)
         )
     if rotary:
@@ -118,46 +107,6 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
         yield _unfused(model, sizes, inputs, freed, starts, windowed=windowed)
     else:
         yield _flash(model, sizes, inputs, sum(freed.values()), starts, windowed=windowed)
-
-
-def _norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
-    """Returns the norms of query and key, without their workspace.
-
-    raw: the tensors that they keep of their inputs.
-    """
-    heads = Heads.of(model, sizes)
-    both = heads.query + heads.kv
-
-    def shifted(weights: tuple[Parameter, ...]) -> tuple[KeptTensor, ...]:
-        kept = zip(weights, ("query norm", "key norm"), strict=True)
-        return tuple(
-            tensor
-            for weight, name in kept
-            for tensor in shifted_weight(name, model, sizes, weight.num_elements)
-        )
-
-    if model.norms_all_heads:
-        calls, weights = all_heads_calls(sizes), all_heads_parameters(model, sizes)
-        return Operation(
-            QK_LAYERNORM,
-            "self_attention",
-            (*raw, all_heads_statistics(sizes), *shifted(weights)),
-            calls=calls,
-            backward=tuple(one for call in reversed(calls) for one in call.collectives),
-            parameters=weights,
-            moved=Moved(3 * both, 5 * both),
-        )
-    rows = both // sizes.element_bytes // model.head_dim
-    of_query, of_key = (
-        norm_parameters(model, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
-    )
-    return Operation(
-        QK_LAYERNORM,
-        "self_attention",
-        (*raw, norm_statistics("qk norm", model, sizes, rows), *shifted((of_query[0], of_key[0]))),
-        parameters=(*of_query, *of_key),
-        moved=Moved(2 * both, 3 * both),
-    )
 
 
 def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:

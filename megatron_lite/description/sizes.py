@@ -153,6 +153,21 @@ class Sizes:
         return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE
 
 
+def residual_element_bytes(model: ModelConfig, sizes: Sizes) -> int:
+    """Returns the bytes of an element of the residual stream."""
+    return sizes.accumulate_bytes if model.fp32_residual_connection else sizes.element_bytes
+
+
+def residual_bytes(model: ModelConfig, sizes: Sizes) -> int:
+    """Returns the bytes of the residual stream of a micro-batch on one rank."""
+    return sizes.local_tokens * model.hidden_size * residual_element_bytes(model, sizes)
+
+
+def is_widened(model: ModelConfig, sizes: Sizes) -> bool:
+    """Returns whether the residual stream has a wider dtype than the branches."""
+    return residual_element_bytes(model, sizes) != sizes.element_bytes
+
+
 class Heads(NamedTuple):
     """The bytes of the query and of the key on one rank. The value has the bytes of the key.
 

@@ -30,7 +30,7 @@ from megatron_lite.description.self_attention import (
     attention_output,
     projection_frees,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, is_widened, residual_bytes
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -81,7 +81,8 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
     intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * element, True)
     shape: dict[str, Any] = dict(model=model, sizes=sizes)
     layer_input, mlp_residual = (
-        KeptTensor(name, hidden, True) for name in ("layer input", "mlp residual")
+        KeptTensor(name, residual_bytes(model, sizes), True)
+        for name in ("layer input", "mlp residual")
     )
     if model.parallel_residual:
         mlp_residual = layer_input
@@ -183,19 +184,20 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
             *after_mlp,
             add_branch(MLP_DROPOUT, **shape),
         ),
-        _absorbs(model),
+        _absorbs(model, sizes),
         _peculiarity(model, sizes, layer),
     )
 
 
-def _absorbs(model: ModelConfig) -> str:
+def _absorbs(model: ModelConfig, sizes: Sizes) -> str:
     """Returns the operation whose backward takes in the gradient of the layer's output.
 
     It adds the gradient of the MLP's input to it. With a parallel residual the two are added where
     attention's branch ends, and the gradient of the output is freed once that branch has read it.
     """
     if model.parallel_residual:
-        return ATTENTION_DROPOUT if model.hidden_dropout else LINEAR_PROJ
+        own_gradient = model.hidden_dropout or is_widened(model, sizes)
+        return ATTENTION_DROPOUT if own_gradient else LINEAR_PROJ
     return LINEAR_FC1 if model.norms_after else "pre_mlp_layernorm"
 
 

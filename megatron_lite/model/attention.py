@@ -135,6 +135,11 @@ class CoreAttention(nn.Module):
     scores. Context-parallel attention with dropout, with a window, or of shapes that no kernel
     takes is unfused on every device.
 
+    With the starts of documents a query reads no key of an earlier document. The mask [b, 1, s, s]
+    is built in forward and again in backward, like that of a window. Flash attention keeps the
+    starts, which all layers share. With several samples and heads, unfused attention copies the
+    mask for every head.
+
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
     mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in

@@ -36,7 +36,13 @@ class TransformerBlock(nn.Module):
         for number in range(stage.first_layer, stage.first_layer + stage.num_layers):
             self.layers.add_module(str(number), TransformerLayer(config, context, number))
         self.final_layernorm = (
-            Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+            Norm(
+                config.hidden_size,
+                config,
+                context,
+                partial_grad=context.sequence_parallel,
+                reads_residual=True,
+            )
             if stage.is_last
             else None
         )

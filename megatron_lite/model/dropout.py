@@ -52,7 +52,7 @@ def add_dropped_out(
         return residual + branch
     # The redraw takes only a description of the branch. It would keep the branch itself alive.
     redraw = (
-        regions.redraw(DROPOUT, partial(_draw_mask, _Like.of(branch), probability))
+        regions.redraw(DROPOUT, partial(_draw_mask, _Like.of(branch, residual.dtype), probability))
         if probability
         else None
     )
@@ -95,8 +95,8 @@ class _Like(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Like:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
+    def of(cls, tensor: Tensor, dtype: torch.dtype) -> _Like:
+        return cls(tensor.shape, dtype, tensor.device)
 
 
 def _draw_mask(like: _Like, probability: float) -> Tensor:
@@ -142,7 +142,9 @@ class _CpuDropout(torch.autograd.Function):
 
 
 class _AddDroppedOut(torch.autograd.Function):
-    """residual + dropout(branch). Keeps only the mask, or the stream's state to redraw it from.
+    """residual + dropout(branch), in the residual's dtype.
+
+    Keeps only the mask, or the stream's state to redraw it from.
 
     The residual's gradient is the output's gradient, unchanged.
     """
@@ -162,9 +164,9 @@ class _AddDroppedOut(torch.autograd.Function):
         if probability:
             state = None if redraw is None else redraw.rng.state()
             branch, mask = (
-                (branch, _draw_mask(_Like.of(branch), probability))
+                (branch, _draw_mask(_Like.of(branch, residual.dtype), probability))
                 if skip_tail
-                else _drop_out(branch, probability)
+                else _drop_out(branch.to(residual.dtype), probability)
             )
             ctx.save_for_backward(mask if redraw is None else state)
             if redraw is not None:
@@ -175,10 +177,10 @@ class _AddDroppedOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_branch = grad_output.to(ctx.branch_dtype)
+        grad_branch = grad_output
         saved = ctx.saved_tensors  # read once: torch's checkpoint raises on a second read
         if saved:
             (kept,) = saved
             mask = kept if ctx.redraw is None else ctx.redraw.again(kept)
             grad_branch = torch.ops.aten.native_dropout_backward(grad_branch, mask, ctx.scale)
-        return grad_output, grad_branch, None, None, None
+        return grad_output, grad_branch.to(ctx.branch_dtype), None, None, None

@@ -14,6 +14,13 @@ from megatron_lite.tensor_parallel.layers import VocabParallelEmbedding, new_par
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
+def residual_dtype(config: ModelConfig, context: RankContext) -> torch.dtype:
+    """Returns the dtype of the residual stream, in which stages also send it to each other."""
+    if config.fp32_residual_connection:
+        return torch.promote_types(context.params_dtype, torch.float32)
+    return context.params_dtype
+
+
 class PositionEmbedding(nn.Module):
     """Learned position embeddings: a weight [max_position_embeddings, h], whole on every rank.
 
@@ -51,6 +58,9 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         self.context = context
         self.hidden_dropout = config.hidden_dropout
+        self.residual_dtype = (
+            residual_dtype(config, context) if config.fp32_residual_connection else None
+        )
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
@@ -66,6 +76,8 @@ class LanguageModelEmbedding(nn.Module):
         hidden_states = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             hidden_states = hidden_states + self._positions(hidden_states.shape[0], position_ids)
+        if self.residual_dtype is not None:
+            hidden_states = hidden_states.to(self.residual_dtype)
         return dropout(
             hidden_states,
             self.hidden_dropout if self.training else 0.0,

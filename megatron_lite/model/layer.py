@@ -35,7 +35,13 @@ class TransformerLayer(nn.Module):
         def norm(*, after: bool) -> Norm | None:
             if after != config.norms_after:
                 return None
-            return Norm(config.hidden_size, config, context, partial_grad=context.sequence_parallel)
+            return Norm(
+                config.hidden_size,
+                config,
+                context,
+                partial_grad=context.sequence_parallel,
+                reads_residual=not after,
+            )
 
         self.input_layernorm = norm(after=False)
         self.self_attention = SelfAttention(config, context, number)

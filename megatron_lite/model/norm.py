@@ -28,11 +28,19 @@ class Norm(nn.Module):
     Keeps the input and its statistics, and under --apply-layernorm-1p the tensor 1 + weight, which
     has the weight's dtype. NVIDIA apex's kernel (--norm-impl apex) keeps statistics of
     at least float32, and a contiguous copy of an input that is not contiguous.
+    reads_residual: whether the input is the residual stream. Under --fp32-residual-connection the
+        norm runs in float32 then, keeps its parameters in float32, and returns their dtype.
     InputError: the flags ask for apex, and it has no kernel that can run.
     """
 
     def __init__(
-        self, size: int, config: ModelConfig, context: RankContext, *, partial_grad: bool
+        self,
+        size: int,
+        config: ModelConfig,
+        context: RankContext,
+        *,
+        partial_grad: bool,
+        reads_residual: bool = False,
     ) -> None:
         super().__init__()
         self.normalize = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(
@@ -40,6 +48,7 @@ class Norm(nn.Module):
         )
         self.epsilon = config.norm_epsilon
         self.shifts = config.apply_layernorm_1p
+        self.widens = reads_residual and config.fp32_residual_connection
         self.weight = new_parameter(
             ParameterSpec(
                 global_shape=(size,),
@@ -52,8 +61,15 @@ class Norm(nn.Module):
         self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.shifts else self.weight
-        return self.normalize(hidden_states, weight, self.bias, self.epsilon)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.widens:
+            weight = weight.to(hidden_states.dtype)
+            bias = None if bias is None else bias.to(hidden_states.dtype)
+        if self.shifts:
+            weight = weight + 1
+        output = self.normalize(hidden_states, weight, bias, self.epsilon)
+        return output.to(self.weight.dtype) if self.widens else output
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.regions import DROPOUT, LAYERNORM, REGIONS, nested
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.peak import moments
@@ -115,7 +115,7 @@ def _price(
     seconds = replay_time(config, segment, plan, clock, sizes, memo).total()
     if segment.split:
         # The gather of the split unit before runs at the same time.
-        fullest += sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
+        fullest += residual_bytes(config.model, sizes)
     return LayerChoice(
         action, store, LayerPrice(kept, max(0, fullest - kept), seconds), moved, whole
     )

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages
-from megatron_lite.description.linears import hidden_collective
-from megatron_lite.description.operations import ALL_GATHER
-from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, residual_bytes
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.pipeline.order import Action, keeping_all
 from megatron_lite.plan.hardware import Group, Hardware
@@ -122,9 +120,7 @@ def step_time(
         and (fused_accumulation or element_bytes == ELEMENT_BYTES["fp32"]),
         memo=memo,
     )
-    hidden = hidden_collective(
-        ALL_GATHER, model, Sizes.of(config, device=hardware.device)
-    ).num_bytes // (t if parallel.sequence_parallel else 1)
+    hidden = residual_bytes(model, Sizes.of(config, device=hardware.device))
     transfer = hardware.transfer_seconds(
         transfer_bytes or hidden, inside=pipeline.is_inside_a_node(hardware)
     )

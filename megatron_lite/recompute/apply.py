@@ -304,6 +304,10 @@ def _check(segment: Segment, setting: str) -> None:
             f"{where}: the model calls its layers one by one, so a unit cannot have "
             f"{segment.num_layers}: use full"
         )
+    if segment.host_modules:
+        raise ValueError(
+            f"{where}: @{segment.store} names parts of this project's own layers: give @host"
+        )
     if segment.split:
         raise ValueError(f"{where}: @split needs tensor-parallel layers of this project")
     try:

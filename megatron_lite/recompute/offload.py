@@ -15,7 +15,7 @@ and states of generators are not moved: see saved.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -97,11 +97,14 @@ class Offload:
         self._leaving: list[_MovingOut] = []  # the originals of the last segment
 
     @contextmanager
-    def segment(self, memory: Memory, *, stay: Iterable[Tensor]) -> Iterator[None]:
+    def segment(
+        self, memory: Memory, *, stay: Iterable[Tensor], wanted: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
         """Offloads the tensors that the forward of a segment saves inside the block.
 
         memory: the host memory that the copies go to.
         stay: tensors that are not moved. saved.py lists what else is not moved.
+        wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group, leaving = _SegmentCopies(self._before), []
 
@@ -121,7 +124,7 @@ class Offload:
         # to wait for the copies at the end of each segment, before the allocator may use their
         # memory.
         try:
-            with moving(move, kind=self._kind, stay=stay):
+            with moving(move, kind=self._kind, stay=stay, wanted=wanted):
                 yield
         finally:
             self.finish()

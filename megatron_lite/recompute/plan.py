@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from megatron_lite.config.host_parts import is_on_host, modules_of
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 
-Store = Literal["device", "split", "host", "split+host"]
+Store = str  # of config/policy.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Segment:
         operators run again. Empty in a unit or with regions. A segment with ops has one layer.
     store: where the kept tensors live: on this device or in host memory. "split" is for the input
         of a unit: each tensor-parallel rank keeps 1/t of it. "split+host" combines both.
+        "host(..)" is for a layer that keeps everything: host memory for some parts of it.
     """
 
     first_layer: int
@@ -41,6 +42,7 @@ class Segment:
         assert self.num_layers >= 1 and self.unit + bool(self.regions) + bool(self.ops) <= 1, self
         assert not self.split or self.unit, self
         assert not self.ops or self.num_layers == 1, self
+        assert not self.host_modules or self.action == LayerAction(), self
 
     @property
     def split(self) -> bool:
@@ -49,8 +51,21 @@ class Segment:
 
     @property
     def on_host(self) -> bool:
-        """Whether the kept tensors go to host memory."""
-        return self.store.endswith("host")
+        """Whether kept tensors go to host memory: all of them, unless `host_modules` is set."""
+        return is_on_host(self.store)
+
+    @property
+    def host_modules(self) -> frozenset[str]:
+        """The modules of a layer whose saved tensors go to host memory; empty: all of them."""
+        return modules_of(self.store)
+
+    def moves(self, module: str | None, *, stays: bool) -> bool:
+        """Returns whether a kept tensor goes to host memory.
+
+        module: the module that saves it first, by its name within the layer.
+        stays: whether no policy moves the tensor.
+        """
+        return self.on_host and not stays and (not self.host_modules or module in self.host_modules)
 
     @property
     def action(self) -> LayerAction:

@@ -58,7 +58,11 @@ def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[Non
 
 @contextmanager
 def moving(
-    move: Callable[[Tensor], MovedStorage], *, kind: str, stay: Iterable[Tensor]
+    move: Callable[[Tensor], MovedStorage],
+    *,
+    kind: str,
+    stay: Iterable[Tensor],
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Iterator[None]:
     """Keeps `move(tensor)` in place of each tensor that is saved inside the block.
 
@@ -67,10 +71,13 @@ def moving(
     kind: the kind of device ("cuda") whose tensors are moved.
     stay: these tensors and views of them are not moved. Tensors of bytes (uint8) are not moved
         either: they are states of generators, which are in host memory on every device.
+    wanted: called when a storage is saved for the first time; False leaves it where it is, also
+        for later saves.
     """
     fixed = {tensor.untyped_storage()._cdata for tensor in stay}
     moved: dict[
-        tuple[int, int, tuple[int, ...]], tuple[weakref.ref[torch.UntypedStorage], MovedStorage]
+        tuple[int, int, tuple[int, ...]],
+        tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None],
     ] = {}
 
     def exchange(tensor: Tensor) -> SavedHandle | None:
@@ -81,8 +88,8 @@ def moving(
         place = storage._cdata, tensor._version, _unknown_part(tensor, storage)
         known = moved.get(place)
         if known is None or known[0]() is not storage:  # another storage at the same address
-            known = moved[place] = weakref.ref(storage), move(tensor)
-        return _View.of(tensor, known[1])
+            known = moved[place] = weakref.ref(storage), move(tensor) if wanted() else None
+        return None if known[1] is None else _View.of(tensor, known[1])
 
     with exchanging(exchange):
         try:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import cast
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule, parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import without_nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.recompute.plan import RecomputePlan, Segment, Store
+from megatron_lite.recompute.plan import RecomputePlan, Segment
 
 KEEP = Rule(layers=(Layers(),), action=LayerAction())
 
@@ -88,7 +87,7 @@ def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segmen
 
 
 def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
-    action, store = rule.action, cast(Store, rule.store)
+    action, store = rule.action, rule.store
     if action.unit:
         return (
             Segment(

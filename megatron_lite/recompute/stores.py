@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offloa
 from megatron_lite.recompute.phase import allocating_on_host
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
+from megatron_lite.recompute.running import running_modules
 
 Opened = Callable[[Segment, Iterable[Any]], AbstractContextManager[None]]
 
@@ -67,6 +68,8 @@ class Stores:
                 if plan.contiguous and segment.unit
                 else None
             )
+            if segment.host_modules:
+                return _parts(offload, self.pool, segment.host_modules, shared)
             if segment.on_host:
                 return offload.segment(arena or self.pool, stay=_tensors(shared))
             return (
@@ -129,6 +132,25 @@ class Stores:
                     micro_batches=self.micro_batches,
                 )
         return self._arenas[on_host]
+
+
+@contextmanager
+def _parts(
+    offload: Offload, pool: Pool, modules: frozenset[str], shared: Iterable[Any]
+) -> Iterator[None]:
+    """Offloads what these modules of the segment's layers save first.
+
+    The hooks that tell which module runs are registered for the block alone.
+    """
+    layers, *_ = shared
+    with ExitStack() as stack:
+        running = [stack.enter_context(running_modules(layer)) for layer in layers]
+
+        def wanted() -> bool:
+            return any(names[-1] in modules for names in running if names)
+
+        stack.enter_context(offload.segment(pool, stay=_tensors(shared), wanted=wanted))
+        yield
 
 
 def _tensors(shared: Iterable[Any]) -> Iterator[Tensor]:

@@ -79,7 +79,7 @@ def cut(
     # `select` copies even where a slice is contiguous (a batch of one sample). Backward saves the
     # tokens, and a view would keep the storage of the whole sample alive.
     spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)
-    batch = MicroBatch(*(select(part, spans, 1) for part in (samples[:, :-1], samples[:, 1:])))
+    batch = MicroBatch(select(samples[:, :-1], spans, 1), select(samples[:, 1:], spans, 1))
     if rules is None:
         return batch
     if rules.mask_loss:

@@ -279,8 +279,8 @@ class Trainer:
                     batches, per_token=self.config.training.calculate_per_token_loss
                 ),
             )
-        for line in self._profiler.end(iteration):
-            log.line(line)
+        for notice in self._profiler.end(iteration):
+            log.line(notice)
         if meter is not None:
             self._compare_bytes(meter, log)
         if (line := self._predictions.peak_line()) is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.loss_scale import scale_backward
@@ -93,7 +94,7 @@ class StageRunner:
         links = Links(
             parallel.pp_direction_groups,
             device=parallel.device,
-            dtype=context.params_dtype,
+            dtype=residual_dtype(config.model, context),
             shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
         )
         return cls(

@@ -74,7 +74,7 @@ class Profiler:
         if self._marking:
             self._marking = False
             self._marks.close()
-            torch.cuda.cudart().cudaProfilerStop()  # type: ignore[attr-defined]
+            torch.cuda.cudart().cudaProfilerStop()
         recorded, self._torch = self._torch, None
         if recorded is None:
             return []
@@ -88,7 +88,7 @@ class Profiler:
 
     def _mark(self) -> None:
         self._marking = True
-        torch.cuda.cudart().cudaProfilerStart()  # type: ignore[attr-defined]
+        torch.cuda.cudart().cudaProfilerStart()
         if self._config.record_shapes or self._config.nvtx_ranges:
             self._marks.enter_context(
                 torch.autograd.profiler.emit_nvtx(record_shapes=self._config.record_shapes)

@@ -98,6 +98,21 @@ def test_a_missing_checkpoint_is_an_error_unless_allowed(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_run_that_saves_where_it_loads_starts_afresh_in_an_empty_directory(
+    tmp_path: Path, exists: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "checkpoints"
+    if exists:
+        root.mkdir()
+    config = tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(root), load=str(root)))
+    assert run_to_end(config).progress.iteration == 1
+    assert f"--load {root}: no checkpoint there, starting from scratch" in capsys.readouterr().out
+    later = replace(config, training=replace(config.training, train_iters=2))
+    assert run_to_end(later).progress.iteration == 2
+    assert "no checkpoint there" not in capsys.readouterr().out
+
+
 def test_another_architecture_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
     with pytest.raises(InputError, match=r"num_layers +2 +3\n +normalization +LayerNorm +RMSNorm$"):

@@ -200,13 +200,21 @@ def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
             ],
         ),
         (
+            dict(fp32_residual_connection=True),
+            [],
+            [
+                "--fp32-residual-connection has no effect without --bf16 or --fp16: all of the run "
+                "is in float32"
+            ],
+        ),
+        (
             dict(position_embedding_type="rope", rope_scaling_factor=4.0),
             ["rope_scaling_factor"],
             ["--rope-scaling-factor has no effect without --use-rope-scaling"],
         ),
     ],
 )
-def test_a_scaling_of_rotary_embeddings_that_scales_nothing_is_told(
+def test_a_model_flag_without_effect_is_told(
     model: dict[str, Any], given: list[str], expected: list[str]
 ) -> None:
     config = tiny_run()

@@ -192,3 +192,26 @@ def test_text_is_bounded() -> None:
 def test_megatrons_flags_and_a_policy_exclude_each_other(flags: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="and --recompute-policy are two ways"):
         RecomputeConfig(recompute_policy="*:full", **flags)  # type: ignore[arg-type]
+
+
+def test_parts_of_a_layer_have_one_normal_spelling() -> None:
+    policy = parse_policy("0: none @ host( linear_fc2 + core_attn+core_attn ); *:full@host")
+    assert str(policy) == "0:none@host(core_attn+linear_fc2); *:full@host"
+    assert parse_policy(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "position"),
+    [
+        ("*:none@host(", "expected a part of a layer: attn_norm, qkv_linear, core_attn", 12),
+        ("*:none@host(mlp)", "(got mlp)", 12),
+        ("*:none@host(core_attn", "expected ')' after the parts", 21),
+        ("*:full@host(core_attn)", "only a layer that keeps everything has parts", 7),
+        ("*:mlp@host(core_attn)", "only a layer that keeps everything has parts", 6),
+    ],
+)
+def test_parts_that_cannot_be_are_pointed_at(text: str, message: str, position: int) -> None:
+    with pytest.raises(ValueError) as fault:
+        parse_policy(text)
+    assert message in str(fault.value)
+    assert str(fault.value).endswith(f"\n  {text}\n  {' ' * position}^")

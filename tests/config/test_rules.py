@@ -19,6 +19,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.profiling import ProfilingConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 
@@ -36,6 +37,7 @@ SMALLEST: dict[type, dict[str, Any]] = {
     CheckpointConfig: {},
     LoggingConfig: {},
     ProfilingConfig: {},
+    RecomputeConfig: {},
     TrainingConfig: {"micro_batch_size": 2},
     DataConfig: {"seq_length": 8},
     TokenizerConfig: {"vocab_size": 99},
@@ -64,6 +66,7 @@ def run(**topics: dict[str, Any]) -> RunConfig:
 
 
 # class, values that break the rule, part of the message, values next to them that keep it
+FINE = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     *[
         (
@@ -233,12 +236,6 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         TrainingConfig,
-        {"train_samples": 8},
-        "--train-samples needs --global-batch-size",
-        {"train_samples": 8, "global_batch_size": 4},
-    ),
-    (
-        TrainingConfig,
         {"train_iters": 2, "train_samples": 8, "global_batch_size": 4},
         "both give the length of the run",
         {"train_iters": 2},
@@ -361,6 +358,47 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
             ),
         )
     ],
+    *[
+        (RecomputeConfig, fault, message, kept)
+        for fault, message, kept in (
+            (
+                {"cpu_offloading_num_layers": -1},
+                "--cpu-offloading-num-layers must be at least 0",
+                {"cpu_offloading_num_layers": 0, "recompute_granularity": "selective"},
+            ),
+            (
+                {"cpu_offloading_num_layers": 1, "recompute_granularity": "selective"},
+                "--recompute-granularity selective cannot go with --cpu-offloading-num-layers",
+                {"cpu_offloading_num_layers": 1},
+            ),
+            (
+                {**FINE, "recompute_policy": "*:full"},
+                "--recompute-policy *:full cannot go with --fine-grained-activation-offloading",
+                FINE,
+            ),
+            (
+                {**FINE, "cpu_offloading_num_layers": 1},
+                "are two ways to say what goes to host memory",
+                FINE,
+            ),
+            (
+                {"fine_grained_activation_offloading": True},
+                "needs --offload-modules among attn_norm, qkv_linear, core_attn, attn_proj, "
+                "mlp_norm (got none)",
+                FINE,
+            ),
+            (
+                {**FINE, "offload_modules": ("moe_act",)},
+                "(got moe_act): other parts are those of mixture-of-experts layers",
+                FINE,
+            ),
+            (
+                {**FINE, "offload_modules": ("attn_proj",)},
+                "--offload-modules attn_proj needs core_attn",
+                {**FINE, "offload_modules": ("attn_proj", "core_attn")},
+            ),
+        )
+    ],
     (TrainingConfig, {"train_iters": -1}, "--train-iters must be at least 0", {"train_iters": 0}),
     (TrainingConfig, {"eval_iters": -1}, "--eval-iters must be at least 0", {"eval_iters": 0}),
     (TrainingConfig, {"seed": -1}, "--seed must be in [0, 4294967296)", {"seed": 2**32 - 1}),
@@ -405,15 +443,6 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--min-loss-scale 8.0 is above --initial-loss-scale",
         {"initial_loss_scale": 4.0, "min_loss_scale": 4.0},
     ),
-    *[
-        (
-            LossScaleConfig,
-            {"loss_scale": 8.0, field: 16},
-            f"--{field.replace('_', '-')} has no effect with --loss-scale 8.0",
-            {"loss_scale": 8.0},
-        )
-        for field in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    ],
     (
         OptimizerConfig,
         {"optimizer": "sgd"},
@@ -670,7 +699,7 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         "--save-interval must be at least 1",
         {"save": "d", "save_interval": 1},
     ),
-    (CheckpointConfig, {"save_interval": 5}, "--save-interval 5 needs --save DIR", {"save": "d"}),
+    (CheckpointConfig, {"save_keep_last": 5}, "--save-keep-last 5 needs --save DIR", {"save": "d"}),
     *[
         (
             CheckpointConfig,
@@ -678,7 +707,7 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
             f"--{field.replace('_', '-')} needs --load DIR",
             {field: True, "load": "d"},
         )
-        for field in ("allow_fresh_start", "finetune", "no_load_optim", "no_load_rng")
+        for field in ("allow_fresh_start", "no_load_fallback", "allow_changed_data")
     ],
     (LoggingConfig, {"log_interval": 0}, "--log-interval must be at least 1", {"log_interval": 1}),
 ]

@@ -23,8 +23,7 @@ from tests.support.smollm2 import save_smollm2
 
 pytestmark = pytest.mark.long
 PROMPT = "The capital of France is"
-# Of the quickstart's text, Shakespeare's plays. One sample of SEQ_LENGTH tokens fits into it, and
-# not two.
+# From the quickstart's text, Shakespeare's plays.
 TEXT = """To be, or not to be, that is the question:
 Whether 'tis nobler in the mind to suffer
 The slings and arrows of outrageous fortune,
@@ -32,7 +31,6 @@ Or to take arms against a sea of troubles"""
 SEQ_LENGTH, STEPS = 32, 3
 POLICIES = (
     "*:none",
-    "*:full",
     "*:full@host",
     "*:core_attn+mlp+layernorm",
     "0-9:ops(matmul);10-19:full;20-29:none",
@@ -131,15 +129,16 @@ def test_the_round_trip_is_bitwise(smollm2: Model, tmp_path: Path) -> None:
 def test_training_goes_on_from_the_models_own_loss_alike_under_every_policy(
     smollm2: Model, tmp_path: Path
 ) -> None:
-    """Every step sees the same sample, so the loss falls from the first step on."""
-    tokens = ids_of(smollm2.folder / "theirs", TEXT)
-    assert SEQ_LENGTH < len(tokens) <= 2 * SEQ_LENGTH, len(tokens)
+    """Every step sees the same sample, so the loss falls from the first step on: the document has
+    exactly SEQ_LENGTH tokens, and the label of its last token is the first token again."""
+    tokens = ids_of(smollm2.folder / "theirs", TEXT)[:SEQ_LENGTH]
+    assert len(tokens) == SEQ_LENGTH
     with IndexedDatasetWriter(str(tmp_path / "text"), token_dtype(49152)) as writer:
         writer.add_document(torch.tensor(tokens).numpy())
     told = [trained(smollm2.folder, tmp_path, policy) for policy in POLICIES]
     assert set(told) == {told[0]}
     losses = [loss for loss, _ in told[0]]
-    sample = torch.tensor([tokens[: SEQ_LENGTH + 1]])
+    sample = torch.tensor([[*tokens, tokens[0]]])
     with torch.no_grad():
         own = smollm2.theirs(sample, labels=sample).loss.item()
     assert losses[0] == pytest.approx(own, rel=1e-4)

@@ -22,6 +22,7 @@ from benchmarks.memory import CP, FEW_TOKENS, FSDP, PP, SMALL, TP, VIRTUAL, ZERO
 UNFUSED = "--attention-backend unfused"
 ROPE = "--position-embedding-type rope"
 FULL = "--recompute-granularity full --recompute-method uniform"
+FINE = "--fine-grained-activation-offloading --offload-modules"
 MUON = f"{FEW_TOKENS} --optimizer muon"
 UNTIED = "--untie-embeddings-and-output-weights"
 
@@ -100,6 +101,7 @@ ONE_RANK = (
     Flip("untie_embeddings_and_output_weights", UNTIED),
     Flip("attention_backend", UNFUSED),
     Flip("attention_softmax_in_fp32", "--attention-softmax-in-fp32", f"{SMALL} --bf16 {UNFUSED}"),
+    Flip("fp32_residual_connection", "--fp32-residual-connection", f"{SMALL} --bf16"),
     Flip("hidden_dropout", "--hidden-dropout 0.1"),
     Flip("attention_dropout", "--attention-dropout 0.1"),
     Flip("micro_batch_size", "--micro-batch-size 3"),
@@ -108,6 +110,10 @@ ONE_RANK = (
     Flip("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion"),
     Flip("loss_chunk_size", "--loss-chunk-size 64", ""),
     Flip("seq_length", "--seq-length 96"),
+    Flip("eod_mask_loss", "--eod-mask-loss"),
+    Flip("reset_position_ids", "--reset-position-ids"),
+    Flip("reset_attention_mask", "--reset-attention-mask"),
+    Flip("reset_attention_mask", "--reset-attention-mask", f"{SMALL} {UNFUSED}"),
     Flip("vocab_size", "--vocab-size 3000", ""),
     Flip("make_vocab_size_divisible_by", "--make-vocab-size-divisible-by 1024"),
     Flip("optimizer", "--optimizer muon"),
@@ -125,6 +131,10 @@ ONE_RANK = (
     Flip("recompute_policy", "--recompute-policy *:pointwise"),
     Flip("recompute_policy", "--recompute-policy *:ops(matmul)"),
     Flip("recompute_policy", "--recompute-policy *:none@host"),
+    Flip("recompute_policy", "--recompute-policy *:none@host(core_attn)"),
+    Flip("cpu_offloading_num_layers", "--cpu-offloading-num-layers 2"),
+    Flip("offload_modules", "--offload-modules core_attn mlp_norm", f"{SMALL} {FINE} core_attn"),
+    Flip("fine_grained_activation_offloading", f"{FINE} core_attn"),
     Flip("recompute_tail_skip", "--no-recompute-tail-skip", f"{SMALL} {FULL}"),
     Flip("recompute_verify", "--recompute-verify", f"{SMALL} {FULL}"),
 )
@@ -220,6 +230,7 @@ WITHOUT_CHANGE = {
         "--muon-extra-scale-factor 2 --muon-coefficient-type simple",
         MUON,
     ),
+    "calculate_per_token_loss": ("--calculate-per-token-loss", f"{SMALL} --eod-mask-loss"),
     "contiguous_saved_activations": ("--contiguous-saved-activations", f"{SMALL} {FULL}"),
     "overlap_grad_reduce, ddp_bucket_size": (
         "--overlap-grad-reduce --ddp-bucket-size 100000",

@@ -19,6 +19,7 @@ from megatron_lite.description.sizes import CPU_RNG_STATE, NUM_STREAMS, Sizes
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.memory.predict.micro_batch_peak import micro_batch_peak
+from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.pipeline.handoff import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, SHARE, Case, wrong_each_time
@@ -40,7 +41,7 @@ def forward(model: GPTModel, sizes: Sizes, *sample: Tensor) -> tuple[Tensor, lis
         sizes.micro_batch_size,
         model.config.hidden_size,
     )
-    hidden = partial(torch.ones, shape, dtype=next(model.parameters()).dtype)
+    hidden = partial(torch.ones, shape, dtype=residual_dtype(model.config, model.context))
     batch = [tokens.clone()] if sizes.has_embedding else []
     batch += [labels.clone()] if sizes.has_head else []
     inputs = batch[0] if sizes.has_embedding else arrive(hidden(), lambda grad: None)

@@ -88,6 +88,9 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
         "0:none@host; 1:full; 2:core_attn+mlp@host",
         "0:full@host; 1:full; 2:mlp@host",
         "0:layernorm@host; 1-2:none",
+        "*:none@host(core_attn)",
+        "*:none@host(attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm)",
+        "0:none@host(linear_fc1+activation); 1:full; 2:none@host(linear_fc2)",
     ]
     mixed += ["*:full@split+host", "0:none@host; 1:full@split+host; 2:full@split"] * can_split
     configs |= {policy: RecomputeConfig(recompute_policy=policy) for policy in mixed}

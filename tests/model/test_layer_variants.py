@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.all_heads_norm import AllHeadsNorm
@@ -122,6 +125,61 @@ def test_a_norm_over_all_heads_is_the_formula_on_any_number_of_ranks(world_size:
 def test_a_norm_over_all_heads_says_what_it_needs(setting: dict[str, object], need: str) -> None:
     with pytest.raises(ValueError, match=f"^--qk-layernorm-scope all-heads needs {need}"):
         tiny_config(qk_layernorm_scope="all-heads", **setting)
+
+
+def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches() -> None:
+    """The branches are computed in 16 bits, and nothing rounds their sum."""
+    config = variant_config("gpt2", num_layers=2, fp32_residual_connection=True)
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: seen.update(
+            {name: output, f"input of {name}": inputs[0]}
+        )
+
+    with tp_state(1) as parallel:
+        model = build_tiny_model(config, parallel, dtype=torch.bfloat16)
+        for name in ("embedding", "decoder"):
+            model.get_submodule(name).register_forward_hook(note(name))
+        for name in ("", ".self_attention", ".mlp", ".input_layernorm"):
+            module = model.get_submodule(f"decoder.layers.0{name}")
+            module.register_forward_hook(note(f"layer{name}"))
+        model.loss(*sample_tokens()).sum().backward()
+    assert seen["embedding"].dtype == seen["layer"].dtype == torch.float32
+    branches = seen["layer.self_attention"], seen["layer.mlp"]
+    assert {branch.dtype for branch in branches} == {torch.bfloat16}
+    expected = seen["embedding"] + branches[0].float() + branches[1].float()
+    assert torch.equal(seen["layer"], expected)
+    assert not torch.equal(expected, expected.bfloat16().float())
+    normed = F.layer_norm(
+        seen["embedding"],
+        (config.hidden_size,),
+        *(
+            parameter.float()
+            for parameter in model.get_submodule("decoder.layers.0.input_layernorm").parameters()
+        ),
+        config.norm_epsilon,
+    )
+    assert torch.equal(seen["layer.input_layernorm"], normed.bfloat16())
+    assert seen["decoder"].dtype == torch.bfloat16
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}  # type: ignore[union-attr]
+
+
+def test_a_pipeline_sends_a_float32_residual_stream_as_it_is() -> None:
+    config = variant_config("nemotron", num_layers=4)
+    assert config.fp32_residual_connection
+
+    def trained(layout: Layout) -> list[float]:
+        options = dict(steps=1, micro_batches=MICRO_BATCHES, dtype=torch.bfloat16)
+        return train(layout, config, **options).losses  # type: ignore[arg-type]
+
+    expected = trained(Layout())
+    assert run_ranks(lambda rank, size: trained(Layout(pp=2)), 2, detail=False) == [expected] * 2
+
+
+def test_a_float32_residual_stream_needs_norms_before() -> None:
+    with pytest.raises(ValueError, match="--fp32-residual-connection needs --norm-position before"):
+        tiny_config(fp32_residual_connection=True, norm_position="after")
 
 
 def test_a_parallel_residual_and_norms_after_contradict() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.description import norm_statistics, self_attention, transformer_layer
+from megatron_lite.description import all_heads_norm, norm_statistics, transformer_layer
 from megatron_lite.model import norm
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.optim import adam_update
@@ -145,7 +145,7 @@ def the_learning_rate_stays_at_zero(real, self, rates, skipped):
     return real(self, LearningRates(0.0), skipped)
 
 
-@replaces("norm_statistics", norm_statistics, self_attention)
+@replaces("norm_statistics", norm_statistics, all_heads_norm)
 def statistics_are_priced_in_the_rows_dtype(real, name, model, sizes, rows):
     return real(name, replace(model, norm_impl="torch"), sizes, rows)
 

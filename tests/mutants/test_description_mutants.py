@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.config import regions
 from megatron_lite.description import (
+    all_heads_norm,
     attention_workspace,
     linears,
     model_ends,
@@ -124,7 +125,7 @@ def a_norm_leaves_its_statistics(patch: Patch) -> None:
 
 
 def the_sums_of_a_norm_over_all_heads_are_not_added(patch: Patch) -> None:
-    patch.setattr(self_attention, "all_heads_calls", lambda sizes: ())
+    patch.setattr(all_heads_norm, "all_heads_calls", lambda sizes: ())
 
 
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.model import all_heads_norm, layer
+from megatron_lite.model import all_heads_norm, embedding, layer
 from megatron_lite.model.layer import TransformerLayer
 from tests.model import test_layer_variants, test_transformers_parity
 from tests.recompute import test_layer_variants as test_recompute
@@ -41,6 +41,11 @@ def a_replay_leaves_out_the_matmul_before_a_norm(
     return self.post_mlp_layernorm(self.mlp(hidden_states, regions, skip_tail))
 
 
+@replaces("residual_dtype", embedding)
+def the_residual_stream_has_the_dtype_of_the_weights(_: Any, config: Any, context: Any) -> Any:
+    return context.params_dtype
+
+
 @replaces("__init__", TransformerLayer)
 def the_mlp_reads_the_sum_with_attention(real: Any, self: TransformerLayer, *args: Any) -> None:
     real(self, *args)
@@ -66,6 +71,10 @@ MUTANTS = [
     Mutant(each_rank_normalises_its_own_heads, FORMULA, dict(world_size=2)),
     Mutant(backward_sums_over_the_heads_of_one_rank, FORMULA, dict(world_size=2)),
     Mutant(a_replay_leaves_out_the_matmul_before_a_norm, BITS, ONE, long=True),
+    Mutant(
+        the_residual_stream_has_the_dtype_of_the_weights,
+        test_layer_variants.test_a_float32_residual_stream_is_the_exact_sum_of_its_branches,
+    ),
     peer(the_mlp_reads_the_sum_with_attention, "gpt_neox with a parallel residual"),
     peer(norms_come_before_too, "olmo2"),
 ]

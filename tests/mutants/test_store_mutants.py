@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_lite.recompute.arena import Arena
 from megatron_lite.recompute.offload import Offload, _OnHost, _SegmentCopies
 from megatron_lite.recompute.pool import Pool, PooledMemory, Slot
 from megatron_lite.recompute.stores import Stores
-from tests.recompute import test_arena, test_offload, test_pool, test_saved
+from tests.recompute import test_arena, test_host_parts, test_offload, test_pool, test_saved
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
@@ -167,6 +168,27 @@ def the_input_is_not_copied_into_its_slot(init: Any, self: Any, slot: Slot) -> N
     self.memory = lambda: kept
 
 
+class _Outermost:
+    """Names of running modules of which every one is the first."""
+
+    def __init__(self, running: list[str]) -> None:
+        self._running = running
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def __getitem__(self, _: int) -> str:
+        return self._running[min(1, len(self._running) - 1)]
+
+
+@replaces("running_modules", stores)
+@contextmanager
+def the_outer_module_decides_what_is_moved(real: Any, layer: Any) -> Any:
+    """self_attention, not the core attention that runs in it."""
+    with real(layer) as running:
+        yield _Outermost(running)
+
+
 LATE = test_offload.test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient
 FREED = (
     test_offload.test_originals_are_freed_one_segment_later_and_all_of_them_when_the_forward_ends
@@ -180,6 +202,11 @@ MUTANTS = [
     Mutant(originals_are_freed_before_they_are_copied, LATE, LAYERS),
     Mutant(originals_are_freed_before_they_are_copied, LATE, UNITS),
     Mutant(originals_are_held_by_the_hooks, FREED),
+    Mutant(
+        the_outer_module_decides_what_is_moved,
+        test_host_parts.test_a_part_moves_what_its_module_saves_first_and_nothing_else,
+        dict(variant="gpt2", parts=("core_attn",)),
+    ),
     Mutant(a_buffer_is_given_to_two, LATE, UNITS),
     Mutant(
         a_buffer_is_given_to_two,

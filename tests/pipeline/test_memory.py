@@ -17,8 +17,9 @@ from megatron_lite.memory.predict.pipeline_memory import ticks
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.pipeline.order import Action
-from megatron_lite.training.batches import MicroBatch
+from megatron_lite.training.batches import MicroBatch, cut
 from megatron_lite.training.build_trainer import build_stages
+from megatron_lite.training.documents import DocumentRules, document_rules
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
 from tests.support.limits import HANG_S
@@ -34,6 +35,7 @@ LLAMA = (
     "--group-query-attention "
     "--num-query-groups 2"
 )
+DOCUMENTS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 FULL = "--recompute-granularity full --recompute-method"
 CASES = [
     (2, "--pipeline-model-parallel-size 2", GPT2),
@@ -89,6 +91,22 @@ CASES = [
         "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --loss-chunk-size 4",
         LLAMA,
     ),
+    (4, f"--pipeline-model-parallel-size 4 {DOCUMENTS}", GPT2),
+    pytest.param(
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        f"{DOCUMENTS} --recompute-policy stage0/*:full/2;stage1/*:core_attn;stage2/*:ops(matmul)",
+        GPT2,
+        marks=pytest.mark.long,
+    ),
+    # Unfused attention keeps the starts only for a replay.
+    pytest.param(
+        2,
+        "--pipeline-model-parallel-size 2 --attention-backend unfused "
+        f"{DOCUMENTS} --recompute-policy stage0/*:none;stage1/*:core_attn",
+        LLAMA,
+        marks=pytest.mark.long,
+    ),
 ]
 
 
@@ -126,15 +144,15 @@ class Live(LiveStorages):
 
 
 class Tokens:
-    def __init__(self, count: int = MICRO_BATCHES) -> None:
-        self.count = count
+    def __init__(self, count: int = MICRO_BATCHES, rules: DocumentRules | None = None) -> None:
+        self.count, self.rules = count, rules
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: int) -> MicroBatch:
         text = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(number))
-        return MicroBatch(text[:, :-1].clone(), text[:, 1:].clone())
+        return cut(text, rules=self.rules)
 
 
 def measured(
@@ -158,7 +176,10 @@ def measured(
 
         with live:
             runner.train(
-                Tokens(num_microbatches), loss_factor=1.0, observer=Observer(), after=after
+                Tokens(num_microbatches, document_rules(config)),
+                loss_factor=1.0,
+                observer=Observer(),
+                after=after,
             )
         return seen
 

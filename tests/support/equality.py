@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "nemotron": dict(
         GQA,
         position_embedding_type="none",
+        fp32_residual_connection=True,
         squared_relu=True,
         add_bias_linear=False,
         untie_embeddings_and_output_weights=True,
@@ -66,6 +67,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     ),
     "pythia": dict(
         parallel_residual=True,
+        fp32_residual_connection=True,
         qk_layernorm=True,
         apply_layernorm_1p=True,
         position_embedding_type="rope",

@@ -19,16 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from tests.support.models import VOCAB_SIZE
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import (
         OptimizerConfig,
         _get_param_groups,
+        get_megatron_optimizer,
         get_standard_config_overrides,
     )
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -147,11 +150,16 @@ def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argpar
 
 
 def their_results(model: Any, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Returns the logits of all rows of the vocabulary, and the loss."""
+    """Returns the logits of the words, without padding, and the loss."""
     with torch.no_grad():
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = model(tokens, positions, None)
+        logits = model(tokens, positions, None)[..., :VOCAB_SIZE].float()
     return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def as_on_cuda(tensor: Tensor, *dtype: torch.dtype, kind: Any = torch.Tensor.type) -> Any:
+    """Takes the place of Tensor.type, by whose text the optimizers look for tensors on a GPU."""
+    return kind(tensor, *dtype) if dtype else kind(tensor).replace("torch.", "torch.cuda.")
 
 
 def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) -> Any:
@@ -161,29 +169,79 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) ->
     """
     config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1)
     groups = _get_param_groups([model], config, get_standard_config_overrides(config))
+    for group in groups:  # as Megatron-LM's schedule does
+        group["weight_decay"] = 0.1 * group["wd_mult"]
     adam = torch.optim.AdamW(groups, lr=1e-2)
     if next(model.parameters()).dtype == torch.float32:
         optimizer: Any = FP32Optimizer(adam, config, lambda *_: None)
     else:
         kind = torch.Tensor.type
-        torch.Tensor.type = lambda self: kind(self).replace("torch.", "torch.cuda.")  # type: ignore
+        torch.Tensor.type = as_on_cuda  # type: ignore[assignment,method-assign]
         optimizer = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
         torch.Tensor.type = kind  # type: ignore[method-assign]
-    tp_group = parallel_state.get_tensor_model_parallel_group()
     for _ in range(steps):
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        logits = model(tokens, positions, None).float()
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        for name, parameter in model.named_parameters():
-            if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
-                dist.all_reduce(parameter.grad, group=tp_group)
-            main = getattr(parameter, "main_param", parameter)
-            main.grad = parameter.grad.to(main.dtype)
-        adam.step()
-        for parameter in model.parameters():
-            parameter.data.copy_(getattr(parameter, "main_param", parameter).data)
-            parameter.grad = None
+        step(model, optimizer, tokens, labels)
     return optimizer
+
+
+def save_distributed(
+    root: Path, rank: int, args: argparse.Namespace, model: Any, bucket_size: int
+) -> dict[str, list[tuple[int, int, dict[str, Tensor]]]]:
+    """Writes a legacy checkpoint with the distributed optimizer's file, after an update.
+
+    All ranks are data-parallel ranks. Returns this rank's states: by parameter, the range of its
+    elements and their values.
+    """
+    kind = torch.Tensor.type
+    torch.Tensor.type = as_on_cuda  # type: ignore[assignment,method-assign]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(**settings, bucket_size=bucket_size), model
+    )
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
+    )
+    optimizer = get_megatron_optimizer(config, [ddp])
+    torch.Tensor.type = kind  # type: ignore[method-assign]
+    (inner,) = optimizer.chained_optimizers
+    for group in inner.optimizer.param_groups:
+        for main in group["params"]:
+            main.grad = torch.randn(main.shape)
+    inner.optimizer.step()
+    inner._copy_main_params_to_model_params()
+    ddp.start_param_sync(force_sync=True)
+    found: dict[str, list[tuple[int, int, dict[str, Tensor]]]] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for buffer in inner.gbuf_ranges:
+        for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+            for parameter, ranges in bucket["param_map"].items():
+                states = inner._get_main_param_and_optimizer_states(parameter)
+                place = (ranges["param"].start, ranges["param"].end)
+                found.setdefault(names[parameter], []).append((*place, states))
+    folder = root / "iter_0000004" / "mp_rank_00"
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save_parameter_state(str(folder / "distrib_optim.pt"))
+    if rank == 0:
+        save_legacy(root, 0, args, model, optimizer)
+    return found
+
+
+def step(model: Any, optimizer: Any, tokens: Tensor, labels: Tensor) -> None:
+    """Makes one update of the model."""
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits = model(tokens, positions, None).float()[..., :VOCAB_SIZE]
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    for name, parameter in model.named_parameters():
+        if "q_layernorm" in name or "k_layernorm" in name:  # each rank has its own heads
+            dist.all_reduce(parameter.grad, group=tp_group)
+        main = getattr(parameter, "main_param", parameter)
+        main.grad = parameter.grad.to(main.dtype)
+    optimizer.optimizer.step()
+    for parameter in model.parameters():
+        parameter.data.copy_(getattr(parameter, "main_param", parameter).data)
+        parameter.grad = None
 
 
 def save_legacy(
@@ -191,7 +249,7 @@ def save_legacy(
 ) -> None:
     """Writes what Megatron-LM's save_checkpoint writes with --ckpt-format torch."""
     folder = root / f"iter_{iteration:07d}" / f"mp_rank_{rank:02d}"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     torch.save(
         {
             "args": args,

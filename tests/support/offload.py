@@ -29,6 +29,8 @@ POLICIES = (
     "*:pointwise@host",
     "*:core_attn+mlp@host",
     "*:ops(matmul)@host",
+    "*:none@host(attn_norm+core_attn+linear_fc2)",
+    "0-1:none@host(qkv_linear); 2:none@host; *:none@host(activation+mlp_norm)",
     "0:full; 1:none@host; 2:none; *:full@host",
 )
 CONTIGUOUS = "*:full@host, contiguous"

@@ -15,6 +15,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
@@ -143,7 +144,7 @@ def runner_of(
             else Links(
                 parallel.pp_direction_groups,
                 shape=(seq_length, BATCH, config.hidden_size),
-                dtype=dtype,
+                dtype=residual_dtype(config, chunks[0].context),
                 device=parallel.device,
             )
         )

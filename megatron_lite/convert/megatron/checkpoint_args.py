@@ -114,12 +114,21 @@ def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, tuple[str,
 
     padded: the number of rows that the embedding has in the checkpoint.
     """
+    notes: tuple[str, ...] = ()
+    tokenizer = args.get("tokenizer_type")
+    if type(tokenizer) is str and tokenizer != "NullTokenizer":
+        notes = (
+            f"the checkpoint does not hold its tokenizer ({shown(tokenizer)}, "
+            f"{_text(args.get('tokenizer_model') or args.get('vocab_file'))}): name it with "
+            "--tokenizer-type and its files",
+        )
     size = args.get("vocab_size")
     if type(size) is int and size > 0:
         size += args.get("tokenizer_type") == "NullTokenizer"  # its end-of-document id
         if size <= padded:
-            return size, ()
+            return size, notes
     return padded, (
+        *notes,
         (
             f"the checkpoint does not say how many of its {padded} rows of the vocabulary are "
             "padding: all of them are kept"

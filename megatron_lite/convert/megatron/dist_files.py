@@ -65,6 +65,9 @@ class DistTensor:
         """
         first = 0 if index is None else index
         last = (self.shape[0] if self.shape else 1) if index is None else index + 1
+        if self.shape and len(self.chunks) == 1 and self.chunks[0].sizes == self.shape:
+            only = self._saved(self.chunks[0]).rows(first, last - first).read()
+            return only if index is None else only[0]
         whole = torch.empty((last - first, *self.shape[1:]) if self.shape else (), dtype=self.dtype)
         covered = 0
         for chunk in self.chunks:
@@ -74,11 +77,11 @@ class DistTensor:
                 stop = min(last, chunk.offsets[0] + chunk.sizes[0])
             if start >= stop:
                 continue
-            part = self._part(chunk)
-            place = whole
+            saved, place = self._saved(chunk), whole
             if self.shape:
-                part = part.narrow(0, start - chunk.offsets[0], stop - start)
+                saved = saved.rows(start - chunk.offsets[0], stop - start)
                 place = place.narrow(0, start - first, stop - start)
+            part = saved.read()
             for dim in range(1, len(self.shape)):
                 place = place.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
             place.copy_(part)
@@ -90,14 +93,14 @@ class DistTensor:
             )
         return whole if index is None else whole[0]
 
-    def _part(self, chunk: Chunk) -> Tensor:
+    def _saved(self, chunk: Chunk) -> SavedTensor:
         value = TorchFile(chunk.window).value
         if not isinstance(value, SavedTensor) or value.shape != chunk.sizes:
             raise InputError(
                 f"{chunk.window}: must hold a chunk {chunk.sizes} of {self.name}: the checkpoint "
                 "is damaged"
             )
-        return value.read()
+        return value
 
 
 def common_values(folder: Path) -> dict[str, Any]:

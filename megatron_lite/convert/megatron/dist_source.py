@@ -29,6 +29,7 @@ from megatron_lite.convert.weights import Described
 
 # The names of optimizer states in the checkpoint, by their names here.
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
+READ_STATES = {theirs: key for key, theirs in STATES.items()} | {"param": "master"}
 STATE = re.compile(r"(?:chained_0\.)?optimizer\.state\.(\w+)\.(.+)")
 MODEL = re.compile(r"(?:model\d{0,3}\.)?(.+)")
 
@@ -161,15 +162,14 @@ def _places(
     """Returns the places of parameters by name, and of optimizer states by state and name."""
     weights: dict[str, Place] = {}
     states: dict[str, dict[str, Place]] = {}
-    ours = {theirs: key for key, theirs in STATES.items()}
     for full, tensor in tensors.items():
         into = weights
         name = full
         if "optimizer." in full:
             state = STATE.fullmatch(full)
-            if state is None or state[1] not in ours:
+            if state is None or state[1] not in READ_STATES:
                 continue
-            into, name = states.setdefault(ours[state[1]], {}), state[2]
+            into, name = states.setdefault(READ_STATES[state[1]], {}), state[2]
         elif full.startswith(("rng_state", "rerun_state", "opt_param_scheduler")):
             continue
         found = our_name(MODEL.fullmatch(name)[1])  # type: ignore[index]
@@ -179,6 +179,8 @@ def _places(
             into[found.whole()] = Place(tensor)
             continue
         if not tensor.shape or tensor.shape[0] != num_layers:
+            if into is not weights:
+                continue  # of an optimizer that shards its states: they are not read
             raise InputError(
                 f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
                 f"{num_layers} layers of the model"

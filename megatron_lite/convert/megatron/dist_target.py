@@ -128,7 +128,7 @@ class _Shards:
         )
         entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.shape))
         index = MetadataIndex(key, torch.Size(offsets), len(entry.chunks) - 1)
-        self._places[index] = self._written(values.clone())
+        self._places[index] = self._written(values)
         advance(values.numel() * values.element_size())
 
     def add_extra_states(self) -> None:
@@ -150,6 +150,8 @@ class _Shards:
         )
 
     def _written(self, values: Tensor) -> _StorageInfo:
+        if values.untyped_storage().nbytes() > values.nbytes:
+            values = values.clone()  # torch.save writes the whole storage of a view
         start = self._file.tell()
         torch.save(values, self._file)
         return _StorageInfo(SHARDS, start, self._file.tell() - start)

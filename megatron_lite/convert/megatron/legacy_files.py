@@ -29,12 +29,14 @@ CHUNK = re.compile(r"model(\d{0,3})")
 class LegacyFiles:
     """All ranks' files of one iteration.
 
-    values: what the file of (TP rank, pipeline rank) holds.
+    folders: the folder of (TP rank, pipeline rank).
+    values: what its file of the model holds.
     args: the arguments of the run that saved them.
     has_distributed_optimizer: whether optimizer states are in files of their own.
     """
 
     folder: Path
+    folders: Mapping[tuple[int, int], Path]
     values: Mapping[tuple[int, int], dict[str, Any]]
     args: Mapping[str, Any]
     tp_size: int
@@ -73,6 +75,7 @@ class LegacyFiles:
             )
         return cls(
             folder=folder,
+            folders={ranks: found[ranks] for ranks in wanted},
             values={ranks: values[ranks] for ranks in wanted},
             args=args,
             tp_size=tp_size,

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_lite.checkpointing.metadata import MOST_UPDATES
-from megatron_lite.convert.megatron.legacy_files import LegacyFiles
+from megatron_lite.config.checks import InputError
+from megatron_lite.convert.megatron.distributed_states import states_of_chunks
+from megatron_lite.convert.megatron.legacy_files import DISTRIBUTED_OPTIMIZER, LegacyFiles
 from megatron_lite.convert.megatron.torch_file import SavedTensor
 
 if TYPE_CHECKING:
@@ -51,11 +54,6 @@ def read_states(files: LegacyFiles, parts: Sequence[StagePart]) -> States:
 
     parts: the model's parts of all ranks, in the order of the model.
     """
-    if files.has_distributed_optimizer:
-        return _without(
-            "the optimizer states are those of Megatron's distributed optimizer, whose files do "
-            "not name parameters"
-        )
     if not any(value.get("optimizer") for value in files.values.values()):
         return _without("the checkpoint holds no optimizer states")
     tensors: dict[tuple[str, str], list[SavedTensor]] = {}
@@ -67,7 +65,12 @@ def read_states(files: LegacyFiles, parts: Sequence[StagePart]) -> States:
                 named = [
                     one for part in parts if part.ranks == ranks for one in part.tensors.items()
                 ]
-                states, step = _of_rank(files.values[ranks].get("optimizer"), named)
+                saved = files.values[ranks].get("optimizer")
+                if files.has_distributed_optimizer:
+                    chunks = [list(part.tensors.items()) for part in parts if part.ranks == ranks]
+                    states, step = _of_distributed(files.folders[ranks], saved, chunks)
+                else:
+                    states, step = _of_rank(saved, named)
                 updates.add(step)
                 for name, own in states.items():
                     keys.add(tuple(own))
@@ -106,6 +109,23 @@ def _of_rank(saved: Any, named: Sequence[Named]) -> tuple[dict[str, dict[str, Sa
                 own[MASTER] = _master(held[place], name, weight)
             found[name] = own
     return found, _updates(groups, by_number)
+
+
+def _of_distributed(
+    folder: Path, saved: Any, chunks: Sequence[Sequence[Named]]
+) -> tuple[dict[str, dict[str, SavedTensor]], int]:
+    """Returns one rank's states of the distributed optimizer, and the number of updates."""
+    inner = saved.get("optimizer", saved) if isinstance(saved, dict) else None
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    path = folder / DISTRIBUTED_OPTIMIZER[0]
+    if not isinstance(groups, list) or not path.exists():
+        raise _Unmapped(f"{folder.name} has no {path.name}, or no groups of parameters")
+    try:
+        return dict(states_of_chunks(path, chunks)), _updates(groups, {})
+    except InputError:
+        raise  # the file is damaged or malicious
+    except ValueError as error:
+        raise _Unmapped(str(error)) from error
 
 
 def _members(groups: list[Any], named: Sequence[Named]) -> list[tuple[dict[str, Any], list[Named]]]:
@@ -172,7 +192,7 @@ def _master(saved: Any, name: str, weight: SavedTensor) -> SavedTensor:
 
 
 def _updates(groups: list[Any], by_number: Mapping[Any, Any]) -> int:
-    steps = [group.get("step") for group in groups if group.get("params")]
+    steps = [group.get("step") for group in groups if isinstance(group, dict)]
     steps += [one.get("step") for one in by_number.values() if isinstance(one, dict)]
     steps.append(by_number.get("common_step"))
     values = {
@@ -183,6 +203,8 @@ def _updates(groups: list[Any], by_number: Mapping[Any, Any]) -> int:
         if step is not None
     }
     found = values.pop() if len(values) == 1 else None
+    if type(found) is float and found.is_integer():
+        found = int(found)
     if type(found) is not int or not 0 <= found <= MOST_UPDATES:
         raise _Unmapped("they do not say how many updates were made")
     return found

@@ -64,12 +64,13 @@ PersistentLoad = Callable[[Any], Any]
 
 INERT = Inert(
     modules=(
-        *("megatron", "transformer_engine", "apex", "pathlib", "signal", "numpy"),
+        *("megatron", "transformer_engine", "apex", "pathlib", "signal", "numpy", "datetime"),
         *("torch.distributed.checkpoint", "torch.distributed._shard"),
     ),
     names=frozenset(
         (
             *("argparse.Namespace", "types.SimpleNamespace", "_codecs.encode", "_io.BytesIO"),
+            *(f"builtins.{kind}" for kind in ("list", "dict", "int", "float", "str", "tuple")),
             *("builtins.getattr", "builtins.set", "builtins.bytearray", "builtins.complex"),
             *("__builtin__.set", "__builtin__.getattr", "__builtin__.bytearray"),
             *("torch.device", "torch.Tensor", "torch._utils._rebuild_tensor_v3"),

@@ -11,7 +11,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -92,6 +92,19 @@ class SavedTensor:
         length = 0 if 0 in self.shape else last + 1
         flat = self.file.read_storage(self.storage, self.offset, length)
         return flat.as_strided(self.shape, self.stride)
+
+    def rows(self, start: int, length: int) -> SavedTensor:
+        """Returns rows [start, start + length) of the first dim as a tensor of its own."""
+        assert 0 <= start <= start + length <= self.shape[0], (start, length, self.shape)
+        return replace(
+            self, offset=self.offset + start * self.stride[0], shape=(length, *self.shape[1:])
+        )
+
+    def part(self, start: int, shape: tuple[int, ...]) -> SavedTensor:
+        """Returns the elements of a contiguous row from `start` on as a tensor of a shape."""
+        assert self.stride == (1,) and start + torch.Size(shape).numel() <= self.shape[0]
+        stride = tuple(torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
+        return replace(self, offset=self.offset + start, shape=shape, stride=stride)
 
     def write(self, values: Tensor) -> None:
         """Replaces the numbers in the file. The tensor must be contiguous there."""
@@ -312,7 +325,12 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _default(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
 CALLS: dict[str, Callable[..., Any]] = {
+    "collections.defaultdict": _default,
     "collections.OrderedDict": _ordered,
     "torch.Size": _size,
     "torch._utils._rebuild_parameter": _parameter,

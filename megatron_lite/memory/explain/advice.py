@@ -191,7 +191,7 @@ def _unsplit(policy: Policy) -> str:
     that never applies would be illegal.
     """
     rules = [
-        replace(rule, store="host" if rule.store.endswith("host") else "device")
+        replace(rule, store=rule.store.removeprefix("split+").replace("split", "device"))
         for rule in policy.rules
     ]
     while len(rules) > 1 and (rules[-1].action, rules[-1].store) == (LayerAction(), "device"):

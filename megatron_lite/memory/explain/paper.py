@@ -11,7 +11,7 @@ from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.operations import KeptTensor
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, is_widened
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms, kept_in
 from megatron_lite.recompute.plan import RecomputePlan, Segment
@@ -100,6 +100,8 @@ def unlike_the_paper(model: ModelConfig, sizes: Sizes) -> tuple[str, ...]:
     reasons = {
         f"1/{sizes.cp_size} of each sequence, on each context-parallel rank": sizes.cp_size > 1,
         "4-byte activations": sizes.element_bytes != 2,
+        "a float32 residual stream": is_widened(model, sizes),
+        "a parallel residual, whose norms share their input": model.parallel_residual,
         "flash attention, which keeps no scores": not scores,
         "float32 softmax": scores and model.attention_softmax_in_fp32,
         "no dropout of the scores": model.attention_dropout == 0.0,

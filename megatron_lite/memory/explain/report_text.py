@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from megatron_lite.config.host_parts import parts_of
 from megatron_lite.description.operations import Collective, KeptTensor
 from megatron_lite.memory.explain.prices import Priced, flags_of, region_names
 from megatron_lite.memory.explain.report import LayerRun, Report, ReportPart
@@ -168,8 +169,7 @@ def _totals(report: Report) -> Iterator[str]:
         f"logits: {tensor.num_bytes:,}" for tensor in report.head.kept if tensor.name == "logits"
     ]
     rows = [("embedding", report.embedding.kept_bytes, "")] if report.sizes.has_embedding else []
-    if report.rotary_tables.kept:
-        rows.append((_shared(report), report.rotary_tables.kept_bytes, ""))
+    rows += [(one.name, one.num_bytes, "") for one in report.rotary_tables.kept]
     for run in report.runs:
         rows.append(
             (
@@ -420,6 +420,8 @@ def _layers_name(first: int, last: int) -> str:
 
 
 def _segment_name(segment: Segment) -> str:
+    if segment.host_modules:
+        return f"{', '.join(parts_of(segment.store))} on host"
     if segment.on_host:
         return (
             f"{_segment_name(replace(segment, store='split' if segment.split else 'device'))}, host"

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.recompute.running import running_modules
 from megatron_lite.recompute.versions import check_unwritten, version_of
 
 Label = TypeVar("Label")
@@ -133,24 +133,3 @@ def kept_for_backward(
         meter = KeptForBackward(exclude, lambda: running[-1] if running else "")
         with torch.autograd.graph.saved_tensors_hooks(meter.pack, meter.unpack):
             yield meter
-
-
-@contextmanager
-def running_modules(model: nn.Module | None) -> Iterator[list[str]]:
-    """Yields a list that always holds the qualified names of the modules whose forward is running.
-
-    The outermost comes first. Without a model the list stays empty.
-    """
-    running: list[str] = []
-
-    def enter(name: str, *_: Any) -> None:
-        running.append(name)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    with ExitStack() as stack:
-        for name, module in [] if model is None else model.named_modules():
-            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        yield running

@@ -10,7 +10,7 @@ The tensors come from description/. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -111,6 +111,21 @@ def layer_terms(
                 yield term
 
 
+def first_reader(operations: Sequence[Operation], names: Set[str]) -> int:
+    """Returns the number of the operation whose backward is the first to read one of the tensors.
+
+    Without such an operation it is the last one, whose backward runs first.
+    """
+    return max(
+        (
+            number
+            for number, one in enumerate(operations)
+            if any(tensor.name in names for tensor in one.keeps)
+        ),
+        default=len(operations) - 1,
+    )
+
+
 def kept_in(
     terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None
 ) -> tuple[KeptTensor, ...]:
@@ -163,13 +178,18 @@ def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:
 
 def _placed(terms: Iterable[Term], plan: RecomputePlan) -> Iterator[Term]:
     """Marks the terms of segments that keep in host memory, except tensors that no policy moves."""
-    moved = {
-        layer
+    segment_of = {
+        layer: segment
         for segment in plan.segments
-        if segment.on_host
         for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)
     }
-    return (term._replace(on_host=term.layer in moved and not term.tensor.stays) for term in terms)
+    return (
+        term._replace(
+            on_host=term.layer is not None
+            and segment_of[term.layer].moves(term.module, stays=term.tensor.stays)
+        )
+        for term in terms
+    )
 
 
 def _shared_once(terms: list[Term]) -> Iterator[Term]:

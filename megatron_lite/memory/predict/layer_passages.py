@@ -23,7 +23,7 @@ from megatron_lite.config.regions import CORE_ATTENTION, DROPOUT, REGIONS
 from megatron_lite.description.dropout import drawn_mask
 from megatron_lite.description.operations import Course, LayerDescription, Operation, course
 from megatron_lite.description.self_attention import attention_output
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, is_widened, residual_element_bytes
 from megatron_lite.memory.predict.kept_tensors import layer_terms
 from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
 from megatron_lite.memory.predict.replays import kept_calls
@@ -62,14 +62,23 @@ class _Rebuild(NamedTuple):
 
 
 def layer_passages(
-    model: ModelConfig, layer: LayerDescription, regions: Set[str], sizes: Sizes, *, skip_tail: bool
+    model: ModelConfig,
+    layer: LayerDescription,
+    regions: Set[str],
+    sizes: Sizes,
+    *,
+    skip_tail: bool,
+    returned: tuple[int, int] | None = None,
 ) -> Passages:
     """Returns the passages of a layer. regions: the names of the regions that it rebuilds.
 
     skip_tail: whether a replay leaves out what only its output needs.
+    returned: the number of an operation, and the bytes that come back from host memory before its
+        backward.
     """
     return Passages(
-        _forward(layer, regions, sizes), _backward(model, layer, regions, sizes, skip_tail)
+        _forward(layer, regions, sizes),
+        _backward(model, layer, regions, sizes, skip_tail, returned=returned),
     )
 
 
@@ -92,7 +101,7 @@ def unit_passages(
     runs = [one.forward._replace(end=0, kept=0) for one in plain]
     last = _backward(model, layers[-1], frozenset(), sizes, skip_tail, ends_replay=True)
     backward = [last, *(one.backward for one in reversed(plain[:-1]))]
-    output = sizes.element_bytes if skip_tail else hidden
+    output = residual_element_bytes(model, sizes) if skip_tail else hidden
     whole = joined(
         _unit_replay(layers, sizes, skip_tail=skip_tail),
         *(one for pair in zip_longest(backward, between) for one in pair if one is not None),
@@ -183,6 +192,7 @@ def _backward(
     skip_tail: bool,
     *,
     ends_replay: bool = False,
+    returned: tuple[int, int] | None = None,
 ) -> Passage:
     """Returns the backward of a layer. ends_replay: whether it is the last one of a unit."""
     operations = layer.operations
@@ -194,6 +204,8 @@ def _backward(
     for number in reversed(range(len(operations))):
         one = operations[number]
         work, gradient = one.workspace, 0
+        if returned is not None and number == returned[0]:
+            whole = whole.then(change(returned[1], kept=returned[1]))
         for rebuild in _rebuilds(model, layer, number, regions, held, sizes, skip_tail):
             held |= rebuild.made
             rebuilt |= rebuild.made.keys()
@@ -280,7 +292,7 @@ def _ends(model: ModelConfig, region: str, sizes: Sizes) -> tuple[int, int]:
         output = attention_output(model, sizes).num_bytes
         return output, output if model.builds_scores(sizes.device) else 0
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
-    return hidden if model.hidden_dropout else 0, hidden
+    return hidden if model.hidden_dropout or is_widened(model, sizes) else 0, hidden
 
 
 def _discards(operation: Operation, regions: Set[str]) -> set[str]:

@@ -24,7 +24,7 @@ from megatron_lite.description.operations import (
     course,
     document_starts,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 
 
@@ -63,7 +63,7 @@ def _operations(
 def _given(model: ModelConfig, sizes: Sizes, layers: tuple[LayerDescription, ...]) -> int:
     """Returns the bytes of the tensors that are there before the forward begins."""
     ids = ID_BYTES * sizes.tokens
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    hidden = residual_bytes(model, sizes)
     tables = {name: num_bytes for layer in layers for name, num_bytes in layer.tables().items()}
     ends = embedding_operations(model, sizes) if sizes.has_embedding else ()
     ends += head_operations(model, sizes) if sizes.has_head else ()

@@ -24,7 +24,13 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms, layer_terms
+from megatron_lite.memory.predict.kept_tensors import (
+    EMBEDDING,
+    Term,
+    activation_terms,
+    first_reader,
+    layer_terms,
+)
 from megatron_lite.memory.predict.replays import kept_calls
 from megatron_lite.recompute.plan import RecomputePlan, Segment
 
@@ -96,6 +102,9 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
             yield PeakMoment(
                 first, stop - 1, here + own + _rebuilt_unit((layer,), segment, sizes, names)
             )
+        elif segment.host_modules:
+            own_terms = [one for one in terms if one.layer == first and not one.tensor.given]
+            yield PeakMoment(first, stop - 1, here + _held_at_first_read(layer, own_terms))
         else:
             # layers that are alike share one description
             key = (id(layer), segment.regions, tables)
@@ -107,6 +116,25 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
             if fullest:
                 yield PeakMoment(first, stop - 1, here + fullest)
         before += sum(kept[first:stop])
+
+
+def _held_at_first_read(layer: LayerDescription, terms: list[Term]) -> int:
+    """Returns the bytes of a layer when its backward first reads a tensor from host memory.
+
+    All moved tensors are back then. The operations behind the first reader have run their backward
+    and have freed what they alone kept.
+    terms: the tensors that the layer keeps.
+    """
+    names = {term.tensor.name for term in terms if term.on_host}
+    if not names:
+        return 0
+    places = {one.name: place for place, one in reversed(list(enumerate(layer.operations)))}
+    reader = first_reader(layer.operations, names)
+    return sum(
+        term.num_bytes
+        for term in terms
+        if term.on_host or term.tensor.shared or places[term.operation] <= reader
+    )
 
 
 def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:

@@ -24,10 +24,10 @@ from megatron_lite.description.operations import (
     Operation,
     document_starts,
 )
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
-from megatron_lite.memory.predict.kept_tensors import activation_terms, layer_terms
+from megatron_lite.memory.predict.kept_tensors import activation_terms, first_reader, layer_terms
 from megatron_lite.memory.predict.layer_passages import (
     Passages,
     layer_passages,
@@ -50,7 +50,7 @@ def stage_passages(
 
     gathers: the weights that FSDP2 gathers; None without it.
     """
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    hidden = residual_bytes(model, sizes)
     ids = ID_BYTES * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
     segments = list(_runs(model, plan, layers, sizes, gathers))
@@ -140,15 +140,18 @@ def _runs(
                 forward[place].then(change(-before, kept=-before))
                 for place, before in enumerate(befores)
             ]
-            # The copies of the segment before come back with those of this segment.
+            # The copies of the segment before come back with those of this segment. Those of the
+            # last segment come back when it reads one of them.
+            back = list(befores)
+            if number == on_host[-1]:
+                back[2 if group.number > 1 else 0] += moved
             backward = [
-                change(before, kept=before).then(backward[place])
-                for place, before in enumerate(befores)
+                _with_returns(model, plan, group, sizes, num_bytes)
+                if group.segment.host_modules
+                else change(num_bytes, kept=num_bytes).then(backward[place])
+                for place, num_bytes in enumerate(back)
             ]
             moved_before = moved
-            if number == on_host[-1]:
-                last = 2 if group.number > 1 else 0
-                backward[last] = change(moved, kept=moved).then(backward[last])
         if gathers is not None:
             length = group.segment.num_layers
             befores_of = (gathers.before_layers if number == 0 else gathers.layer, gathers.layer)
@@ -224,6 +227,29 @@ def _segment(
     )
 
 
+def _with_returns(
+    model: ModelConfig, plan: RecomputePlan, group: _Alike, sizes: Sizes, num_bytes: int
+) -> Passage:
+    """Returns the backward of a layer that keeps some parts in host memory.
+
+    num_bytes: what comes back when the layer first reads a moved tensor.
+    """
+    (layer,) = group.layers
+    names = {
+        term.tensor.name
+        for term in layer_terms(layer.operations, 0, frozenset(), sizes)
+        if group.segment.moves(term.module, stays=term.tensor.stays)
+    }
+    return layer_passages(
+        model,
+        layer,
+        frozenset(),
+        sizes,
+        skip_tail=plan.skip_tail,
+        returned=(first_reader(layer.operations, names), num_bytes),
+    ).backward
+
+
 def _moved(group: _Alike, sizes: Sizes) -> int:
     """Returns the bytes of a segment that wait in host memory."""
     if group.segment.unit:
@@ -232,7 +258,7 @@ def _moved(group: _Alike, sizes: Sizes) -> int:
     return sum(
         term.num_bytes
         for term in layer_terms(group.layers[0].operations, 0, group.segment.regions, sizes)
-        if not term.tensor.stays
+        if group.segment.moves(term.module, stays=term.tensor.stays)
     )
 
 

@@ -27,7 +27,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.layer_passages import Passages
@@ -263,7 +263,7 @@ def _fullest(run: _PlacedRun, rank: int, stages: Sequence[Stage], num_microbatch
         order(**shape),
         passage_of,
         stages,
-        hidden_bytes=sizes.local_tokens * config.model.hidden_size * sizes.element_bytes,
+        hidden_bytes=residual_bytes(config.model, sizes),
         overlap=parallel.overlap_p2p_comm,
     )
 
@@ -283,7 +283,7 @@ def _waiting(run: _PlacedRun, rank: int, num_chunks: int, num_microbatches: int)
 
 def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
     """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
-    whole = sizes.local_tokens * model.hidden_size * sizes.element_bytes
+    whole = residual_bytes(model, sizes)
     slots = (
         whole // sizes.tp_size if one.split else whole
         for one in plan.segments

@@ -13,20 +13,23 @@ import torch
 from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.formats import FORMATS, TargetOptions
+from megatron_lite.convert.weights import WeightSource
 from megatron_lite.tools import convert
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save, weights_of
 from tests.support.models import tiny_config
 from tests.support.runs import run_to_end, tiny_run
 
 
-@pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
+@pytest.mark.parametrize(
+    "format_name", ["megatron", pytest.param("megatron-dist", marks=pytest.mark.long)]
+)
 def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
     format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / "a folder of theirs"
     options = TargetOptions()
     FORMATS[format_name].target(theirs, options).write(_ours(tmp_path), lambda _: None)
-    for path in (theirs, theirs / "iter_0000020"):
+    for path in (theirs, theirs / "iter_0000002"):
         for fault in (
             lambda path=path: run_to_end(tiny_run(checkpoint=dict(load=str(path)))),
             lambda path=path: find_step(str(path)),
@@ -41,22 +44,23 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
     assert "converted from" in capsys.readouterr().out
     converted = tmp_path / "a folder of theirs-converted"
     assert str(converted) in str(error.value)
-    # The run goes on from iteration 20, with the same optimizer states.
-    config = tiny_run(training=dict(train_iters=22), checkpoint=dict(load=str(converted)))
-    assert run_to_end(config).progress.iteration == 22
+    # The run goes on from iteration 2, with the same optimizer states.
+    config = tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(converted)))
+    assert run_to_end(config).progress.iteration == 3
 
 
-def _ours(tmp_path: Path):
-    run_to_end(tiny_run(checkpoint=dict(save=str(tmp_path / "ours"), save_interval=20)))
+def _ours(tmp_path: Path) -> WeightSource:
+    checkpoint = dict(save=str(tmp_path / "ours"), save_interval=2)
+    run_to_end(tiny_run(training=dict(train_iters=2), checkpoint=checkpoint))
     return FORMATS["megatron-lite"].source(tmp_path / "ours")
 
 
 def test_a_checkpoint_of_this_project_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
     _ours(tmp_path)
-    (tmp_path / "ours" / "iter_0000020" / ".metadata").touch()
-    (tmp_path / "ours" / "iter_0000010").mkdir()
-    (tmp_path / "ours" / "iter_0000010" / "mp_rank_00").mkdir()
-    assert find_step(str(tmp_path / "ours")).step.name == "iter_0000020"
+    (tmp_path / "ours" / "iter_0000002" / ".metadata").touch()
+    (tmp_path / "ours" / "iter_0000001").mkdir()
+    (tmp_path / "ours" / "iter_0000001" / "mp_rank_00").mkdir()
+    assert find_step(str(tmp_path / "ours")).step.name == "iter_0000002"
 
 
 def test_each_format_names_the_other_one(tmp_path: Path) -> None:

@@ -153,3 +153,24 @@ def test_parameters_that_the_model_lacks_or_the_file_lacks_are_named(tmp_path: P
 
 def test_the_model_has_every_parameter_that_the_tests_write() -> None:
     assert weights_of(CONFIG).keys() == parameter_specs(CONFIG, V).keys()
+
+
+@pytest.mark.parametrize("master", ["param", "fp32_param"])
+def test_states_that_are_kept_by_parameter_are_read(master: str, tmp_path: Path) -> None:
+    """As the distributed optimizer saves them with --dist-ckpt-optim-fully-reshardable."""
+    save(tmp_path / "weights")
+    weights = DistSource(tmp_path / "weights")
+    states: dict[str, Tensor] = {}
+    for number, theirs in enumerate((master, "exp_avg", "exp_avg_sq")):
+        for name, whole in te_names(weights_of(CONFIG)).items():
+            if not name.endswith("_extra_state"):
+                states[f"optimizer.state.{theirs}.{name}".replace(".", "__")] = whole + number
+    groups = [dict(wd_mult=1.0, step=7), dict(wd_mult=0.0, step=7)]
+    common = dict(args=args_of(CONFIG, 1, 1), optimizer={"optimizer": {"param_groups": groups}})
+    save(tmp_path / "states", common=common, **states)
+    source = DistSource(tmp_path / "states")
+    assert source.described.state_keys == ("exp_avg", "exp_avg_sq", "master")
+    assert (source.described.num_updates, source.described.notes) == (7, ())
+    for name in weights_of(CONFIG):
+        for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
+            assert torch.equal(source.read_state(name, key), weights.read(name) + number)

@@ -338,5 +338,22 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     ):
         found = described(saved)
         assert found.state_keys == () and message in found.notes[0], found.notes
-    (path.parent / "distrib_optim.pt").touch()
-    assert "distributed optimizer" in described(optimizer(order)).notes[0]
+    distributed = path.parent / "distrib_optim.pt"
+    numel = sum(padded[name].numel() for name in order) + 999
+    row = torch.zeros(numel)
+    state = {"param": row, "exp_avg": row, "exp_avg_sq": row}
+    dtypes = (torch.float32, torch.float32)
+    for contents, message in (
+        ([{}, {}], "older release"),
+        ({0: {dtypes: state}}, "older release"),
+        ({"buckets_coalesced": True}, "other buffers"),
+        ({"buckets_coalesced": True, 0: {dtypes: {}}}, "other states"),
+        ({"buckets_coalesced": True, 0: {dtypes: {**state, "param": row[1:]}}}, "other states"),
+        ({"buckets_coalesced": True, 0: {dtypes: state}}, "is not where"),
+    ):
+        torch.save(contents, distributed)
+        found = described(optimizer(order))
+        assert found.state_keys == () and message in found.notes[0], found.notes
+    distributed.write_bytes(b"")
+    with pytest.raises(InputError, match=r"distrib_optim\.pt: is no zip archive"):
+        described(optimizer(order))

@@ -1,0 +1,267 @@
+"""Converted checkpoints of this project, which training, generation and other layouts read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_lite.checkpointing.chosen_step import find_step
+from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.start import step_fault
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.data_settings import TOKENIZER_TYPES, TokenizerConfig
+from megatron_lite.convert.native_source import NativeSource
+from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.data import tokenizer_files
+from megatron_lite.tools import generate
+from tests.support.checkpoints import flip_bit, sign
+from tests.support.conversions import converted, save_tokenizer, saved_peer, weights_in
+from tests.support.programs import run_program
+from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+
+
+def weights_only(step: Path) -> None:
+    """Turns a checkpoint into one without optimizer states and streams, as conversions write."""
+    for path in (*step.glob("optimizer_*"), *step.glob("rng_*")):
+        path.unlink()
+    metadata = replace(Metadata.read(step), missing=("optimizer", "rng"))
+    (step / "metadata.json").write_text(metadata.to_json())
+    sign(step)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three iterations with Adam, saved."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    run_to_end(tiny_run(checkpoint=dict(save=str(folder)), training=dict(train_iters=3)))
+    return folder
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (4, 2)])
+def test_any_split_holds_the_same_values(
+    sizes: tuple[int, int], trained: Path, tmp_path: Path
+) -> None:
+    flags = [
+        word
+        for axis, size in zip(("tensor", "pipeline"), sizes, strict=True)
+        for word in (f"--{axis}-model-parallel-size", str(size))
+    ]
+    assert converted(trained, tmp_path / "split", "megatron-lite megatron-lite", *flags) == 0
+    step = find_step(str(tmp_path / "split")).step
+    assert step_fault(step) is None
+    files = len(list(step.glob("*_pp*_tp*.safetensors")))
+    assert files == 2 * sizes[0] * sizes[1]
+    ours, theirs = NativeSource(tmp_path / "split"), NativeSource(trained)
+    assert ours.described.state_keys == theirs.described.state_keys == ("exp_avg", "exp_avg_sq")
+    assert ours.described.num_updates == 3 and ours.described.progress == theirs.described.progress
+    for name in parameter_specs(theirs.described.model, theirs.described.true_vocab_size):
+        assert torch.equal(ours.read(name), theirs.read(name))
+        for key in theirs.described.state_keys:
+            assert torch.equal(ours.read_state(name, key), theirs.read_state(name, key))
+
+
+def test_a_run_goes_on_from_converted_optimizer_states(trained: Path, tmp_path: Path) -> None:
+    """Without dropout the run is the one that goes on from the original."""
+    still = dict(hidden_dropout=0.0, attention_dropout=0.0)
+    layout = ("--tensor-model-parallel-size", "2")
+    assert converted(trained, tmp_path / "split", "megatron-lite megatron-lite", *layout) == 0
+    for name, load in (("first", trained), ("second", tmp_path / "split")):
+        run_to_end(
+            tiny_run(
+                model=still,
+                checkpoint=dict(load=str(load), save=str(tmp_path / name)),
+                training=dict(train_iters=5),
+            )
+        )
+    first, second = (step_bytes(tmp_path / name, 5) for name in ("first", "second"))
+    assert first.pop("rng_00000.safetensors") and second.pop("rng_00000.safetensors")
+    assert len(first) == 2 and first == second
+
+
+def test_a_step_of_weights_alone_starts_a_run_with_a_notice(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is the one of --no-load-optim --no-load-rng with the whole step."""
+    shutil.copytree(trained, tmp_path / "weights")
+    step = tmp_path / "weights" / "iter_0000003"
+    weights_only(step)
+    assert step_fault(step) is None
+    for name, load, more in (
+        ("whole", trained, dict(no_load_optim=True, no_load_rng=True)),
+        ("weights", tmp_path / "weights", {}),
+    ):
+        capsys.readouterr()
+        run_to_end(
+            tiny_run(
+                checkpoint=dict(load=str(load), **more),
+                training=dict(train_iters=5),
+                metrics=tmp_path / f"{name}.jsonl",
+            )
+        )
+    told = capsys.readouterr().out
+    assert f"{step} holds no optimizer states (it was converted): they start from zero" in told
+    assert (
+        f"{step} holds no random-number streams (it was converted): they start from --seed" in told
+    )
+    assert rows(tmp_path / "whole.jsonl") == rows(tmp_path / "weights.jsonl")
+
+
+def test_a_step_whose_metadata_hides_a_missing_file_is_damaged(
+    trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    step = tmp_path / "run" / "iter_0000003"
+    (step / "rng_00000.safetensors").unlink()
+    sign(step)
+    assert "rng_00000.safetensors is not in the manifest" in str(step_fault(step))
+    values = json.loads((step / "metadata.json").read_text())
+    (step / "metadata.json").write_text(json.dumps({**values, "missing": ["weights"]}))
+    sign(step)
+    assert "missing must name parts of optimizer, rng" in str(step_fault(step))
+
+
+def test_a_damaged_checkpoint_is_not_converted(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    flip_bit(next((tmp_path / "run").rglob("model_*")), 20_000)
+    assert converted(tmp_path / "run", tmp_path / "out", "megatron-lite megatron-lite") == 2
+    assert "its checksum is not the one in manifest.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --- the tokenizer ---
+
+
+def test_every_type_of_tokenizer_has_its_files_in_the_table() -> None:
+    assert set(tokenizer_files.READ_FILES) == set(TOKENIZER_TYPES)
+
+
+def test_a_run_stores_its_tokenizer_and_tools_need_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The original files are gone, and the directory has moved."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer").mkdir()
+    save_tokenizer(tmp_path / "tokenizer")
+    config = tiny_run(
+        checkpoint=dict(save=str(tmp_path / "run")),
+        training=dict(train_iters=1),
+        model=dict(hidden_dropout=0.0, attention_dropout=0.0),
+    )
+    tokenizer = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(tmp_path / "tokenizer"),
+        vocab_size=9,
+    )
+    run_to_end(replace(config, tokenizer=tokenizer))
+    stored = {path.name: path.read_bytes() for path in (tmp_path / "tokenizer").iterdir()}
+    shutil.rmtree(tmp_path / "tokenizer")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    step = tmp_path / "moved" / "iter_0000001"
+    assert {name: (step / name).read_bytes() for name in stored} == stored
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    flags = ["--prompt", "to be", "--greedy", "--max-new-tokens", "2"]
+    assert generate.main(["--load", "../moved", *flags, "--distributed-backend", "gloo"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("to be")
+    assert converted(Path("../moved"), Path("out"), "megatron-lite hf") == 0
+    assert {name: (Path("out") / name).read_bytes() for name in stored} == stored
+    flip_bit(step / "tokenizer.json", 100)
+    assert "tokenizer.json: its checksum is not the one" in str(step_fault(step))
+
+
+def test_the_files_of_a_bpe_tokenizer_are_stored_under_their_usual_names(tmp_path: Path) -> None:
+    (tmp_path / "my-vocab").write_text("{}")
+    (tmp_path / "my-merges").write_text("")
+    config = TokenizerConfig(
+        vocab_file=str(tmp_path / "my-vocab"), merge_file=str(tmp_path / "my-merges"), vocab_size=5
+    )
+    files = tokenizer_files.files_of(config)
+    assert {name: path.name for name, path in files.items()} == {
+        "vocab.json": "my-vocab",
+        "merges.txt": "my-merges",
+    }
+    assert tokenizer_files.read_from(config, tmp_path) == config
+    for name, content in tokenizer_files.contents_of(files.items()).items():
+        (tmp_path / name).write_bytes(content)
+    moved = tokenizer_files.read_from(config, tmp_path)
+    assert moved.vocab_file == str(tmp_path / "vocab.json")
+    assert tokenizer_files.config_of(tokenizer_files.in_folder(tmp_path), tmp_path, 5) == moved
+
+
+def test_a_file_that_is_too_long_for_a_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("x" * 11)
+    monkeypatch.setattr(tokenizer_files, "MOST_BYTES", 10)
+    with pytest.raises(InputError, match="longer than 10 bytes: no file of a tokenizer"):
+        tokenizer_files.contents_of([("tokenizer.json", tmp_path / "tokenizer.json")])
+
+
+# --- a checkpoint of Hugging Face, in training ---
+
+
+@pytest.mark.long
+def test_pretrain_gpt_goes_on_from_a_converted_model_in_other_layouts(tmp_path: Path) -> None:
+    """The loss of the first iteration does not depend on the layout of the ranks or the files."""
+    pytest.importorskip("transformers")
+    saved_peer("qwen2", tmp_path / "theirs")
+    layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    assert converted(tmp_path / "theirs", tmp_path / "split", "hf megatron-lite", *layout) == 0
+    assert converted(tmp_path / "theirs", tmp_path / "whole", "hf megatron-lite") == 0
+    losses = []
+    for load, flags, ranks in (
+        ("whole", (), 1),
+        ("split", ("--pipeline-model-parallel-size", "2"), 2),
+        ("split", ("--tensor-model-parallel-size", "2"), 2),
+    ):
+        metrics = tmp_path / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        run = run_program(
+            *("--hf-config", str(tmp_path / "theirs"), "--load", str(tmp_path / load)),
+            *("--mock-data", "--seq-length", "16", "--micro-batch-size", "2"),
+            *("--train-iters", "1", "--lr", "1e-3", "--eval-iters", "0", *flags),
+            *("--distributed-backend", "gloo", "--metrics-jsonl", str(metrics)),
+            ranks=ranks,
+        )
+        assert run.returncode == 0, run.stderr
+        found = map(json.loads, metrics.read_text().splitlines())
+        losses.append(next(row["lm_loss"] for row in found if "lm_loss" in row))
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
+
+
+def test_the_vocabulary_of_the_model_stays_whole(tmp_path: Path) -> None:
+    """Hugging Face pads embeddings: a tokenizer with fewer ids keeps the model's 61 rows."""
+    pytest.importorskip("transformers")
+    saved_peer("llama", tmp_path / "theirs")
+    save_tokenizer(tmp_path / "theirs")
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    step = find_step(str(tmp_path / "ours")).step
+    tokenizer = read_config(step).tokenizer
+    assert (tokenizer.tokenizer_type, tokenizer.true_vocab_size) == ("HuggingFaceTokenizer", 61)
+    embedding = weights_in(step)["embedding.word_embeddings.weight"]
+    assert embedding.shape[0] == 61
+
+
+def test_weights_of_two_dtypes_keep_them(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    saved_peer("llama", tmp_path / "theirs")
+    path = tmp_path / "theirs/model.safetensors"
+    tensors = {
+        name: tensor if "norm" in name else tensor.to(torch.bfloat16)
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
+    step = find_step(str(tmp_path / "ours")).step
+    assert read_config(step).training.bf16
+    dtypes = {name: tensor.dtype for name, tensor in weights_in(step).items()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    assert dtypes["decoder.final_layernorm.weight"] == torch.float32

@@ -1,0 +1,109 @@
+"""Mistakes in reading checkpoints of Megatron-LM, each put in: a named test must fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.convert.megatron import (
+    distributed_states,
+    legacy_source,
+    legacy_states,
+    pickles,
+    torch_file,
+)
+from megatron_lite.convert.megatron.legacy_files import LegacyFiles
+from megatron_lite.convert.megatron.pickles import Name
+from tests.convert.megatron import test_dist_layouts as dist
+from tests.convert.megatron import test_legacy_layouts as legacy
+from tests.convert.megatron import test_pickles
+from tests.support.mutants import Mutant, assert_seen, replaces
+
+
+@replaces("parameter_specs", legacy_source)
+def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
+    found = parameter_specs(*args, **kwargs)
+    return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
+
+
+@replaces("chunks", LegacyFiles)
+def chunks_of_a_rank_are_in_another_order(chunks, self, ranks):
+    return chunks(self, ranks)[::-1]
+
+
+@replaces("_ordered", legacy_source.LegacySource)
+def old_rows_of_attention_stay_as_they_are(_, self, name, part):
+    return part
+
+
+@replaces("_master", legacy_states)
+def the_float32_weights_are_not_compared(_, saved, name, weight):
+    return saved
+
+
+@replaces("_fits", distributed_states)
+def any_place_in_the_buffer_fits(_, masters, weight, start):
+    return True
+
+
+@replaces("_name", pickles._Machine)
+def any_name_is_allowed(_, self, module, name):
+    self._stack.append(Name(f"{module}.{name}"))
+
+
+@replaces("_key", pickles)
+def anything_is_a_key(_, value):
+    return value if not isinstance(value, tuple) else str(len(value))
+
+
+@replaces("rows", torch_file.SavedTensor)
+def every_layer_is_the_first_row(rows, self, start, length):
+    return rows(self, 0, length)
+
+
+MUTANTS = [
+    Mutant(
+        gate_and_up_are_one_block,
+        legacy.test_every_layout_gives_the_whole_weights,
+        dict(layout="one file", tp=2, tied=True),
+    ),
+    Mutant(
+        chunks_of_a_rank_are_in_another_order,
+        legacy.test_every_layout_gives_the_whole_weights,
+        dict(layout="interleaved stages", tp=1, tied=True),
+    ),
+    Mutant(
+        old_rows_of_attention_stay_as_they_are,
+        legacy.test_rows_of_old_attention_are_put_in_order,
+        dict(version=0),
+    ),
+    Mutant(
+        the_float32_weights_are_not_compared,
+        legacy.test_states_that_cannot_be_mapped_leave_the_weights,
+    ),
+    Mutant(
+        any_place_in_the_buffer_fits, legacy.test_states_that_cannot_be_mapped_leave_the_weights
+    ),
+    Mutant(
+        any_name_is_allowed,
+        test_pickles.test_a_malicious_or_damaged_pickle_is_one_error_and_runs_nothing,
+        dict(kind="os.system"),
+    ),
+    Mutant(
+        anything_is_a_key,
+        test_pickles.test_a_malicious_or_damaged_pickle_is_one_error_and_runs_nothing,
+        dict(kind="a deep key"),
+    ),
+    Mutant(
+        every_layer_is_the_first_row,
+        dist.test_stacked_and_numbered_layers_are_read,
+        dict(stacked=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert_seen(mutant, monkeypatch, tmp_path=tmp_path)

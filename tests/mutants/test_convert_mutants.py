@@ -1,0 +1,64 @@
+"""Faults in the mapping of Hugging Face's models and in the files of a conversion are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.convert import hf_layouts, safetensors_file
+from tests.convert import test_safetensors_file as files
+from tests.model import test_transformers_parity as parity
+from tests.support.mutants import Fault, Mutant, assert_seen, parameters
+
+pytest.importorskip("transformers")
+
+
+def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]) -> Fault:
+    """Returns a fault of how a layout joins its parts.
+
+    A round trip does not see such a fault if the other direction has it too.
+    """
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        patch.setitem(hf_layouts.LAYOUTS, name, hf_layouts.LAYOUTS[name]._replace(join=join))
+
+    fault.__name__ = f"{name} is joined wrongly"
+    return fault
+
+
+def tensors_begin_anywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(safetensors_file, "ALIGNMENT", 1)
+
+
+def parity_of(name: str) -> dict[str, object]:
+    return dict(name=name, dtype=torch.float32, tolerance=1e-5)
+
+
+MUTANTS = (
+    Mutant(
+        joined_by("by group", lambda parts, _: torch.cat(list(parts))),
+        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
+        parity_of("llama"),
+    ),
+    Mutant(
+        joined_by("stacked", lambda parts, _: torch.cat(list(parts)[::-1])),
+        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
+        parity_of("qwen3"),
+    ),
+    Mutant(
+        joined_by("fused", lambda parts, _: parts[0]),
+        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
+        parity_of("phi3"),
+    ),
+    Mutant(tensors_begin_anywhere, files.test_any_order_of_dtypes_is_read_back_bit_for_bit),
+)
+
+
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert_seen(mutant, monkeypatch, tmp_path=tmp_path)

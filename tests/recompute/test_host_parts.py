@@ -1,0 +1,78 @@
+"""Parts of a layer in host memory: which tensors go there, and Megatron's flags for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config.host_parts import MEGATRON_PARTS, PARTS
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.equality import VARIANTS, variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tp_state
+
+POLICIES = {
+    "cpu": dict(cpu_offloading_num_layers=1),
+    "fine": dict(fine_grained_activation_offloading=True, offload_modules=("core_attn",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        (dict(cpu_offloading_num_layers=0), "*:none"),
+        (dict(cpu_offloading_num_layers=1), "0:none@host; *:none"),
+        (dict(cpu_offloading_num_layers=5), "0-4:none@host; *:none"),
+        (
+            dict(
+                fine_grained_activation_offloading=True, offload_modules=("mlp_norm", "core_attn")
+            ),
+            "*:none@host(core_attn+mlp_norm)",
+        ),
+        (dict(offload_modules=("core_attn",)), "*:none"),
+    ],
+)
+def test_megatrons_flags_are_policies(flags: dict[str, Any], policy: str) -> None:
+    assert str(RecomputeConfig(**flags).policy) == policy
+
+
+def test_megatrons_names_are_parts() -> None:
+    assert set(MEGATRON_PARTS) < set(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("variant", "parts"),
+    [
+        ("gpt2", ("core_attn",)),
+        ("llama", tuple(PARTS)),
+        *(
+            pytest.param(variant, (part,), marks=pytest.mark.long)
+            for variant in VARIANTS
+            for part in PARTS
+        ),
+    ],
+)
+def test_a_part_moves_what_its_module_saves_first_and_nothing_else(
+    variant: str, parts: tuple[str, ...]
+) -> None:
+    """By the meter of saved tensors, which labels each storage with the first module that saved
+    it."""
+    with tp_state(1) as parallel:
+        model = build_tiny_model(variant_config(variant), parallel)
+        tokens, labels = sample_tokens(0)
+        kept = {}
+        for policy in ("*:none", f"*:none@host({'+'.join(parts)})"):
+            model.decoder.plan = plan_stage(RecomputeConfig(recompute_policy=policy), 2)
+            with kept_for_backward(exclude=model.parameters(), model=model) as meter:
+                loss = model.loss(tokens, labels).mean()
+            kept[policy] = (meter.by_module(), model.decoder.stores.host_bytes)
+            del loss
+        (plain, nothing), (with_parts, on_host) = kept.values()
+        modules = {f"decoder.layers.{layer}.{PARTS[part]}" for layer in (0, 1) for part in parts}
+        assert nothing == 0 and on_host == sum(plain.get(name, 0) for name in modules)
+        stay = {name: size for name, size in plain.items() if name not in modules}
+        assert {name: size for name, size in with_parts.items() if size} == stay
+        assert torch.is_grad_enabled() and model.decoder.stores.host_bytes == 0

@@ -1,0 +1,90 @@
+"""`--hf-config FILE`: a model's shape from a config.json, and flags that override it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments import parse_args
+from megatron_lite.config.hf_config import from_hf
+from megatron_lite.config.model import ModelConfig
+from tests.config.test_hf_config import GPT2, LLAMA_3_8B, QWEN2_0_5B
+
+RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
+
+
+def written(folder: Path, text: str, **values: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(text), **values}))
+    return str(path)
+
+
+def fault_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse_args([*RUN, *flags])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [GPT2, LLAMA_3_8B, QWEN2_0_5B], ids=["gpt2", "llama", "qwen2"])
+def test_the_file_gives_the_model_and_its_vocabulary(text: str, tmp_path: Path) -> None:
+    path = written(tmp_path, text)
+    expected = from_hf(json.loads(text))
+    for source in (path, str(tmp_path)):
+        parsed = parse_args([*RUN, "--hf-config", source])
+        assert parsed.config.model == ModelConfig(**expected.fields)
+        assert parsed.config.tokenizer.true_vocab_size == expected.vocab_size
+        assert not [notice for notice in parsed.notices if "--hf-config" in notice]
+
+
+def test_a_tokenizer_with_fewer_ids_leaves_the_vocabulary_whole(tmp_path: Path) -> None:
+    path = written(tmp_path, QWEN2_0_5B)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    config = parse_args([*RUN, "--hf-config", path, *flags]).config
+    assert config.tokenizer.true_vocab_size == 151936
+
+
+def test_flags_override_the_file_and_a_notice_names_both(tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMA_3_8B)
+    flags = ["--num-layers", "4", "--vocab-size", "999", "--hidden-size", "4096"]
+    parsed = parse_args([*RUN, "--hf-config", path, *flags])
+    assert parsed.config.model.num_layers == 4
+    assert parsed.config.tokenizer.true_vocab_size == 1000
+    told = [notice for notice in parsed.notices if "--hf-config" in notice]
+    assert told == [
+        f"--num-layers 4 replaces 32 of --hf-config {path}",
+        f"--vocab-size 999 replaces 128255 of --hf-config {path}",
+    ]
+
+
+def test_another_activation_replaces_the_files(tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMA_3_8B)
+    parsed = parse_args([*RUN, "--hf-config", path, "--squared-relu"])
+    assert parsed.config.model.activation == "squared_relu"
+    assert f"--squared-relu replaces what --hf-config {path} gives as swiglu" in parsed.notices
+
+
+def test_a_key_that_is_not_read_is_a_notice(tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMA_3_8B, new_key=1)
+    notices = parse_args([*RUN, "--hf-config", path]).notices
+    assert f"--hf-config {path}: keys that are not read: new_key" in notices
+
+
+def test_what_does_not_map_exactly_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, LLAMA_3_8B, rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert "does not map exactly: rope_scaling 'yarn' is left out" in fault_of(
+        capsys, "--hf-config", path
+    )
+    path = written(tmp_path, LLAMA_3_8B, model_type="gemma3")
+    assert "'gemma3' has no counterpart here (it multiplies" in fault_of(
+        capsys, "--hf-config", path
+    )
+    assert "No such file" in fault_of(capsys, "--hf-config", str(tmp_path / "gone"))
+    assert "each describe the model: give one" in fault_of(
+        capsys, "--hf-config", path, "--config-json", path
+    )

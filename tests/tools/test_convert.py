@@ -1,0 +1,105 @@
+"""The command line of the conversion tool."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.convert.formats import FORMATS
+from megatron_lite.tools import convert
+from tests.support.conversions import converted, saved_peer
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "theirs"
+    saved_peer("llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("way", "flags", "message"),
+    [
+        ("hf hf", ["--tensor-model-parallel-size", "2"], "does not apply to --to hf, whose files"),
+        ("hf hf", ["--pipeline-model-parallel-size", "0"], "must be at least 1 (got 0)"),
+        ("hf megatron-lite", ["--hf-family", "llama"], "--hf-family names the family of --to hf"),
+        ("hf hf", ["--hf-family", "gpt2"], "--hf-family gpt2 does not express this model"),
+        (
+            "hf megatron-lite",
+            ["--tensor-model-parallel-size", "3"],
+            "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3",
+        ),
+        (
+            "hf megatron-lite",
+            ["--pipeline-model-parallel-size", "5"],
+            "--num-layers 2 is not divisible by --pipeline-model-parallel-size (5)",
+        ),
+        ("megatron-lite hf", [], "no checkpoint there (no latest_checkpointed_iteration.txt)"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_leaves_nothing(
+    way: str,
+    flags: list[str],
+    message: str,
+    theirs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    assert converted(theirs, tmp_path / "new", way, *flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_format_names_those_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        convert.main(["--from", "onnx", "--to", "hf", "--load", "a", "--save", "b"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in FORMATS)
+
+
+def test_one_line_on_stdout_says_what_was_done(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert converted(theirs, tmp_path / "new", "hf hf") == 0
+    told = capsys.readouterr()
+    assert told.out == f"{tmp_path}/new: converted from {theirs} (hf -> hf)\n"
+    assert told.err == ""
+    assert converted(theirs, tmp_path / "new", "hf hf") == 2
+    assert "exists already, and a conversion replaces nothing" in capsys.readouterr().err
+
+
+def test_a_log_gets_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = iter([0.0, 1.0, 6.0, 7.0, 12.0])
+    monkeypatch.setattr(convert.time, "monotonic", lambda: next(times))
+    with convert.progress_bar(8_000_000) as advance:
+        for _ in range(4):
+            advance(2_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "converted 4.0 of 8.0 MB (1 MB/s)",
+        "converted 8.0 of 8.0 MB (1 MB/s)",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(convert.sys, "stderr", terminal)
+    with convert.progress_bar(4_000_000) as advance:
+        advance(2_000_000)
+        advance(2_000_000)
+    assert "converting" in terminal.getvalue() and "4.0/4.0 MB" in terminal.getvalue()
