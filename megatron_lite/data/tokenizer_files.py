@@ -21,6 +21,8 @@ READ_FILES: dict[str, dict[str, str]] = {
     **{kind: {"tokenizer_model": "tokenizer.model"} for kind in SENTENCEPIECE_TYPES},
     "TikTokenizer": {"tokenizer_model": "tiktoken.json"},
 }
+# The types that the names of files tell, the likeliest first.
+TOLD_BY_FILES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer")
 # Files that other libraries read, if they lie beside a tokenizer.json.
 BESIDE = (
     "tokenizer_config.json",
@@ -28,9 +30,7 @@ BESIDE = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-NAMES = frozenset(
-    (*BESIDE, "tokenizer.model", *(name for row in READ_FILES.values() for name in row.values()))
-)
+NAMES = frozenset((*BESIDE, *(name for row in READ_FILES.values() for name in row.values())))
 MOST_BYTES = 2**28  # the largest tokenizer.json known has 2**25
 
 
@@ -82,7 +82,7 @@ def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> Tokenizer
     Without files of a known type it is the NullTokenizer, of as many ids.
     """
     names = {path.name for path in files}
-    for kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer"):
+    for kind in TOLD_BY_FILES:
         read = READ_FILES[kind]
         if names.issuperset(read.values()):
             paths = {field: str(folder / name) for field, name in read.items()}
