@@ -24,7 +24,6 @@ OFF_SWITCHES: Mapping[str, str] = {
     "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
     "muon_split_qkv": "--muon-no-split-qkv",
     "data_sharding": "--no-data-sharding",
-    "log_loss_scale_to_tensorboard": "--no-log-loss-scale-to-tensorboard",
 }
 
 
