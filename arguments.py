@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config import alternatives, checks, flags, hf_file
+from megatron_lite.config import alternatives, checks, flags, hf_file, megatron_values
 from megatron_lite.config.all_faults import Faults, Parser
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_parallel import DataParallelConfig
@@ -42,6 +42,7 @@ from megatron_lite.config.lr_schedule_settings import (
     WSD_DECAY_STYLES,
     LrScheduleConfig,
 )
+from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.model import (
     ACTIVATIONS,
     ATTENTION_BACKENDS,
@@ -64,14 +65,12 @@ from megatron_lite.config.optimizer_settings import (
     OptimizerConfig,
 )
 from megatron_lite.config.parallel import CP_COMM_TYPES, DISTRIBUTED_BACKENDS, ParallelConfig
-from megatron_lite.config.pattern_text import parse_pattern, parse_window
 from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import GRANULARITIES, METHODS, RecomputeConfig
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, regions_help
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import EXIT_SIGNALS, TrainingConfig
 
-MEGATRON_ATTENTION_BACKENDS = {"fused": "auto", "local": "unfused"}
 # A file of --dump-config holds these derived values. A flag may change the values from which they
 # are derived, and they must be derived again.
 DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
@@ -129,7 +128,8 @@ def parse_args(argv: Sequence[str]) -> ParsedArguments:
     with faults.of():
         dry_run = take_dry_run(given)
     notices += _without_effect(given, faults)
-    notices += _translate_values(given, faults)
+    has_file = config_json is not None or hf_config is not None
+    notices += translate_values(given, faults, has_file=has_file)
     config = _build_config(given, config_json, notices, faults, hf_config)
     if faults.texts or config is None:
         parser.stop(faults.texts)
@@ -203,7 +203,7 @@ class _Group:
     def switch(self, flag: str, text: str, *, alias: str | None = None) -> None:
         """Adds a flag without a value that turns its field on.
 
-        `_translate_values` replaces the few switches that have no field.
+        `translate_values` replaces the few switches that have no field.
         """
         names = [flag] if alias is None else [flag, alias]
         self._group.add_argument(
@@ -223,6 +223,8 @@ class _Group:
         )
 
     def _default(self, field: str) -> str:
+        if field not in self._fields:  # `translate_values` replaces it
+            return ""
         default = self._fields[field].default
         if default is dataclasses.MISSING:
             return " (required)"
@@ -398,7 +400,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-backend",
         str,
         "core attention: flash is torch's SDPA, unfused builds the scores",
-        values=(*ATTENTION_BACKENDS, *MEGATRON_ATTENTION_BACKENDS),
+        values=(*ATTENTION_BACKENDS, *megatron_values.ATTENTION_BACKENDS),
     )
     group.switch("--attention-softmax-in-fp32", "softmax of unfused attention in float32")
     group.value(
@@ -440,6 +442,14 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
         "layers of the first pipeline rank, if not as many as of the others",
     )
     group.value("--decoder-last-pipeline-num-layers", int, "layers of the last pipeline rank")
+    group.switch(
+        "--account-for-embedding-in-pipeline-split",
+        "one layer less on the first pipeline rank than on the others",
+    )
+    group.switch(
+        "--account-for-loss-in-pipeline-split",
+        "one layer less on the last pipeline rank than on the others",
+    )
     group.off_switch(
         "--no-overlap-p2p-communication",
         "overlap_p2p_comm",
@@ -450,7 +460,7 @@ def _add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
         "--cp-comm-type",
         str,
         "how context-parallel ranks exchange keys and values: around a ring, or all at once",
-        values=CP_COMM_TYPES,
+        values=(*CP_COMM_TYPES, *megatron_values.CP_COMM_TYPES),
         nargs="+",
     )
     group.value(
@@ -495,6 +505,16 @@ def _add_data_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group.switch(
         "--use-torch-fsdp2",
         "weights, gradients and optimizer states over the data-parallel ranks, layer by layer",
+    )
+    group.switch(
+        "--use-megatron-fsdp",
+        "the same as --use-torch-fsdp2 or --use-distributed-optimizer, by the sharding strategy",
+    )
+    group.value(
+        "--data-parallel-sharding-strategy",
+        str,
+        "what --use-megatron-fsdp shares out (default: no_shard)",
+        values=tuple(megatron_values.SHARDING_STRATEGIES),
     )
     group.off_switch(
         "--torch-fsdp2-no-reshard-after-forward",
@@ -1109,66 +1129,6 @@ def _without_effect(given: dict[str, Any], faults: Faults) -> list[str]:
                 f"{flags.refusal_reason(flag)}"
             )
     return flags.ignored_notices(ignored)
-
-
-def _translate_values(given: dict[str, Any], faults: Faults) -> list[str]:
-    """Replaces Megatron's other spellings of a field's value by that value in `given`.
-
-    Returns notices about them. Adds a fault for two flags that contradict each other, and for a
-    text that cannot be parsed.
-    """
-    notices = []
-    backend = given.get("attention_backend")
-    if backend in MEGATRON_ATTENTION_BACKENDS:
-        given["attention_backend"] = MEGATRON_ATTENTION_BACKENDS[backend]
-        notices.append(f"--attention-backend {backend} is read as {given['attention_backend']}")
-    if given.get("eval_iters", 0) < 0:
-        notices.append(f"--eval-iters {given['eval_iters']} is read as 0: nothing is evaluated")
-        given["eval_iters"] = 0
-    if given.get("loss_scale") == 0:
-        del given["loss_scale"]
-        notices.append("--loss-scale 0 is read as a dynamic scale")
-    with faults.of("cp_comm_type"):
-        if len(types := given.get("cp_comm_type", [])) > 0:
-            if len(set(types)) > 1:
-                raise ValueError(
-                    f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one "
-                    "way here, give one"
-                )
-            given["cp_comm_type"] = types[0]
-    with faults.of("window_size"):
-        if (window := given.get("window_size")) is not None:
-            given["window_size"] = parse_window(window)
-    for field in ("window_attn_skip_freq", "no_rope_freq"):
-        with faults.of(field):
-            if (pattern := given.get(field)) is not None:
-                given[field] = parse_pattern(checks.flag(field), pattern)
-    with faults.of("position_embedding_type"):
-        notices += _translate_position_embedding(given)
-    return notices
-
-
-def _translate_position_embedding(given: dict[str, Any]) -> list[str]:
-    """Replaces the two switches for a position embedding by the field, and returns notices.
-
-    Raises ValueError if they contradict --position-embedding-type.
-    """
-    use_rotary = given.pop("use_rotary_position_embeddings", False)
-    use_none = given.pop("no_position_embedding", False)
-    if use_rotary and given.setdefault("position_embedding_type", "rope") != "rope":
-        raise ValueError(
-            f"--use-rotary-position-embeddings contradicts --position-embedding-type "
-            f"{given['position_embedding_type']}: leave one out"
-        )
-    if not use_none:
-        return []
-    kind = given.setdefault("position_embedding_type", "none")
-    if kind == "learned_absolute":
-        raise ValueError(
-            "--no-position-embedding contradicts --position-embedding-type "
-            "learned_absolute: leave one out"
-        )
-    return [f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"]
 
 
 def _build_config(

@@ -156,7 +156,7 @@ FAULTS = [
     ),
     ("--hybrid-layer-pattern M*M", "state-space and hybrid layers are not built"),
     ("--perform-rl-step", "does not do reinforcement learning"),
-    ("--use-megatron-fsdp", "data-parallel ranks share out optimizer states with"),
+    ("--use-custom-fsdp", "data-parallel ranks share out optimizer states with"),
     (
         "--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
         "--ddp-reduce-scatter-with-fp32-accumulation contradicts --grad-reduce-in-bf16",
@@ -223,7 +223,8 @@ FAULTS = [
         "documents are kept apart by --reset-attention-mask, --reset-position-ids and",
     ),
     (
-        "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask",
+        "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask "
+        "--attention-backend flash",
         "--context-parallel-size 2 has no flash attention with --reset-attention-mask",
     ),
     ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
@@ -232,7 +233,7 @@ FAULTS = [
         "Megatron's --expert-model-parallel-size 2 is not supported here, only 1: mixture-of",
     ),
     (
-        "--context-parallel-size 2",
+        "--context-parallel-size 2 --attention-backend flash",
         "--context-parallel-size 2 has no flash attention with --attention-dropout 0.1: give "
         "--attention-dropout 0, or --attention-backend unfused, which builds the scores",
     ),
@@ -255,14 +256,6 @@ FAULTS = [
     (
         "--cp-comm-type allgather",
         "--cp-comm-type allgather needs --context-parallel-size > 1 (got 1)",
-    ),
-    (
-        "--context-parallel-size 2 --cp-comm-type a2a",
-        "--cp-comm-type a2a is not supported: it splits the heads",
-    ),
-    (
-        "--context-parallel-size 2 --cp-comm-type a2a+p2p",
-        "--cp-comm-type a2a+p2p is not supported: it splits the heads",
     ),
     (
         "--context-parallel-size 2 --cp-comm-type ring",

@@ -237,7 +237,12 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--straggler-ratio", float, 1.2, "1.5"),
 )
 # both set position_embedding_type
-OTHER_WAYS_TO_SAY_IT = {"--use-rotary-position-embeddings", "--no-position-embedding"}
+OTHER_WAYS_TO_SAY_IT = {
+    *("--use-rotary-position-embeddings", "--no-position-embedding"),
+    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+}
 WITHOUT_FIELD = {
     "--help",
     "-h",

@@ -88,15 +88,6 @@ DETAILS: tuple[tuple[str, str], ...] = (
          reuse-grad-buf-for-mxfp8-param-ag""",
     ),
     ("--fp4-format", """fp4-param-gather fp4-quantizer-factory= fp4-recipe="""),
-    (
-        "--use-megatron-fsdp",
-        """data-parallel-sharding-strategy= enable-full-sharding-in-hsdp
-         fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer fsdp-manual-registration
-         megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-grad-comm-dtype=
-         megatron-fsdp-main-grads-dtype= megatron-fsdp-main-params-dtype=
-         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version=
-         outer-dp-sharding-strategy=""",
-    ),
     ("--hybrid-context-parallel", """max-seqlen-per-dp-cp-rank="""),
     (
         "--optimizer-cpu-offload",

@@ -9,6 +9,13 @@ from __future__ import annotations
 
 IGNORED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
+        "how FSDP gathers weights and keeps its buffers does not change the result",
+        """enable-full-sharding-in-hsdp fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer
+         fsdp-manual-registration megatron-fsdp-enable-fine-grained-param-gather
+         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version=
+         outer-dp-sharding-strategy=""",
+    ),
+    (
         "communication is not tuned further, which would change times only",
         """create-all-gather-group ddp-average-in-collective ddp-num-buckets=
          ddp-pad-buckets-for-high-nccl-busbw

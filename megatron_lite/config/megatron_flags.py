@@ -30,8 +30,7 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "stages get equal numbers of layers, but for the first and last rank; use "
         "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
-        """account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
-         pipeline-model-parallel-layout""",
+        """pipeline-model-parallel-layout""",
     ),
     (
         (
@@ -43,7 +42,13 @@ REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "data-parallel ranks share out optimizer states with --use-distributed-optimizer, and "
         "weights and gradients too with --use-torch-fsdp2; there is no other way",
-        """tensor-parallel-num-weight-shards use-custom-fsdp use-megatron-fsdp""",
+        """tensor-parallel-num-weight-shards use-custom-fsdp""",
+    ),
+    (
+        "weights, gradients and their sums are float32 beside the weights of --bf16 or --fp16; use "
+        "--grad-reduce-in-bf16",
+        """megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype
+         megatron-fsdp-main-params-dtype""",
     ),
     (
         "every rank of a run is a process; use --dry-run-memory to see what ranks need without "

@@ -1,0 +1,108 @@
+"""Megatron's other ways to say a setting become fields, with a notice."""
+
+from __future__ import annotations
+
+import pytest
+
+from arguments import ParsedArguments, parse_args
+
+BASE = (
+    "--num-layers 6 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
+    "--seq-length 8 --micro-batch-size 1 --mock-data --vocab-size 99 --train-iters 2 --lr 1e-3"
+)
+
+
+def parsed(flags: str) -> ParsedArguments:
+    return parse_args([*BASE.split(), *flags.split()])
+
+
+def notices(flags: str) -> str:
+    return "\n".join(parsed(flags).notices)
+
+
+@pytest.mark.parametrize("kind", ["a2a", "a2a+p2p"])
+def test_an_exchange_of_heads_is_read_as_the_ring(kind: str) -> None:
+    flags = f"--context-parallel-size 2 --attention-dropout 0 --cp-comm-type {kind}"
+    assert parsed(flags).config.parallel.cp_comm_type == "p2p"
+    assert f"--cp-comm-type {kind} is read as p2p" in notices(flags)
+
+
+@pytest.mark.parametrize("needs", ["", "--attention-dropout 0 --reset-attention-mask"])
+def test_auto_takes_unfused_attention_where_context_parallelism_has_no_other(needs: str) -> None:
+    flags = f"--context-parallel-size 2 {needs}"
+    assert parsed(flags).config.model.attention_backend == "unfused"
+    assert "--attention-backend auto is unfused" in notices(flags)
+    plain = parsed("--context-parallel-size 2 --attention-dropout 0")
+    assert plain.config.model.attention_backend == "auto"
+
+
+def test_the_name_of_a_norm_may_be_lower_case() -> None:
+    assert parsed("--normalization rmsnorm").config.model.normalization == "RMSNorm"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "field"),
+    [
+        ("optim_grads_params", "use_torch_fsdp2"),
+        ("optim_grads", "use_distributed_optimizer"),
+        ("optim", "use_distributed_optimizer"),
+        ("no_shard", None),
+    ],
+)
+def test_megatron_fsdp_becomes_what_shares_out_the_same(strategy: str, field: str | None) -> None:
+    flags = (
+        f"--use-megatron-fsdp --use-distributed-optimizer "
+        f"--data-parallel-sharding-strategy {strategy}"
+    )
+    data_parallel = parsed(flags).config.data_parallel
+    switches = {"use_torch_fsdp2", "use_distributed_optimizer"}
+    on = {name for name in switches if getattr(data_parallel, name)}
+    # --use-distributed-optimizer is given too; FSDP2 takes its place.
+    assert on == {field or "use_distributed_optimizer"}
+    assert f"--use-megatron-fsdp with {strategy}" in notices(flags)
+
+
+def test_an_unknown_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parsed("--use-megatron-fsdp --data-parallel-sharding-strategy all")
+    assert stopped.value.code == 2
+    assert "--data-parallel-sharding-strategy must be one of no_shard" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("switches", "layers"),
+    [
+        (("embedding", "loss"), (1, 2, 2, 1)),
+        (("embedding",), None),  # 7 layers over 4 ranks
+        (("loss",), None),
+    ],
+)
+def test_the_embedding_and_the_loss_count_as_layers(
+    switches: tuple[str, ...], layers: tuple[int, ...] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in megatron-core's get_num_layers_to_build."""
+    flags = "--pipeline-model-parallel-size 4 " + " ".join(
+        f"--account-for-{name}-in-pipeline-split" for name in switches
+    )
+    if layers is None:
+        with pytest.raises(SystemExit):
+            parsed(flags)
+        assert "are not divisible by --pipeline-model-parallel-size 4" in capsys.readouterr().err
+        return
+    parallel = parsed(flags).config.parallel
+    first, last = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
+    assert (first, last) == (layers[0], layers[-1])
+
+
+def test_virtual_stages_and_an_accounted_embedding_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+        )
+    assert "with virtual stages" in capsys.readouterr().err
