@@ -176,7 +176,7 @@ def build_engine(
         )
     runner = StageRunner(model, parallel, links=links)
     spans = next(iter(model)).context.cp.spans(shape.seq_length // parallel.cp_size)
-    own = MicroBatch(*(select(tensor, spans, 1) for tensor in batch))
+    own = MicroBatch(select(batch.tokens, spans, 1), select(batch.labels, spans, 1))
     mine = micro_batches // parallel.dp_size
 
     def step() -> Tensor:
