@@ -120,7 +120,7 @@ def _partial_checkpointing_without_effect(config: RunConfig) -> list[str]:
         return []
     # One data-parallel rank has the most micro-batches. More ranks have fewer each.
     most = (
-        config.training.num_microbatches(1) if config.training.global_batch_size is not None else 1
+        config.training.most_microbatches(1) if config.training.global_batch_size is not None else 1
     )
     if num_kept < config.most_in_flight(most):
         return []
