@@ -20,6 +20,9 @@ PARTS = {
 }
 MEGATRON_PARTS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 
+# The parts that a layer lacks under --norm-position after.
+NORM_PARTS = ("attn_norm", "mlp_norm")
+
 
 def is_on_host(store: str) -> bool:
     """Returns whether a store of a policy keeps anything in host memory."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_lite.config.checks import flag
+from megatron_lite.config.host_parts import NORM_PARTS, parts_of
 from megatron_lite.config.operators import GROUPS, parse_entry
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.regions import LAYERNORM, any_skips_tail, nested, without_effect
@@ -35,6 +36,14 @@ def recompute_notices(config: RunConfig) -> list[str]:
             f"--recompute-modules {LAYERNORM} has no effect under --norm-position after: no "
             "operation keeps the output of such a norm"
         )
+    if config.model.norms_after:
+        named = {part for rule in recompute.policy.rules for part in parts_of(rule.store)}
+        notices += [
+            f"{part} in host memory has no effect under --norm-position after: no norm reads the "
+            "input of attention or of the MLP"
+            for part in NORM_PARTS
+            if part in named
+        ]
     for region, parent in dict.fromkeys(
         pair for action in actions for pair in nested(action.regions)
     ):
@@ -120,7 +129,7 @@ def _partial_checkpointing_without_effect(config: RunConfig) -> list[str]:
         return []
     # One data-parallel rank has the most micro-batches. More ranks have fewer each.
     most = (
-        config.training.num_microbatches(1) if config.training.global_batch_size is not None else 1
+        config.training.most_microbatches(1) if config.training.global_batch_size is not None else 1
     )
     if num_kept < config.most_in_flight(most):
         return []

@@ -37,6 +37,12 @@ class Run(NamedTuple):
         size = self.config.parallel.data_parallel_size(self.num_ranks)
         return self.config.training.num_microbatches(size)
 
+    @property
+    def most_microbatches(self) -> int:
+        """The micro-batches on one rank of a step with the run's largest batch."""
+        size = self.config.parallel.data_parallel_size(self.num_ranks)
+        return self.config.training.most_microbatches(size)
+
     def rank_peak(self, config: RunConfig, rank: int) -> StepPeak:
         """Returns the peak of a pipeline rank. config: this run with a policy."""
         return step_peak(
@@ -44,7 +50,7 @@ class Run(NamedTuple):
             rank,
             device=self.hardware.device,
             dp_cp_size=self.dp_cp_size,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=self.most_microbatches,
         )
 
     def peak(self, config: RunConfig) -> StepPeak:
@@ -53,7 +59,7 @@ class Run(NamedTuple):
             config,
             device=self.hardware.device,
             dp_cp_size=self.dp_cp_size,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=self.most_microbatches,
         )
 
 

@@ -96,7 +96,7 @@ class RankSearch:
         in_flight = most_in_flight(
             size=self.size,
             rank=rank,
-            num_microbatches=self.run.num_microbatches,
+            num_microbatches=self.run.most_microbatches,
             num_chunks=self.num_chunks,
         )
         if self.num_chunks > 1:

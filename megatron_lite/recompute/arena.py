@@ -73,6 +73,11 @@ class Arena:
             "flag out"
         )
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all slots, in use or not."""
+        return self._memory.numel()
+
     def storages(self) -> set[int]:
         """Returns the address of the arena's storage."""
         return {self._memory.untyped_storage()._cdata}

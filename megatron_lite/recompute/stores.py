@@ -95,6 +95,11 @@ class Stores:
             arena.bytes_in_use for on_host, arena in self._arenas.items() if on_host
         )
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The bytes of all storages, in use or not."""
+        return self.pool.num_bytes + sum(arena.num_bytes for arena in self._arenas.values())
+
     def storages(self) -> set[int]:
         """Returns the addresses of all storages, in use or not."""
         return self.pool.storages().union(*(arena.storages() for arena in self._arenas.values()))

@@ -73,7 +73,11 @@ class PeakMeter:
             yield
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
             return
-        held = _bytes_of(_held_tensors(self._model, self._optimizer))
+        # The profiler does not see what was allocated before, such as the buffers of @host and the
+        # slots of --contiguous-saved-activations, which the first step made.
+        held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
+            chunk.decoder.stores.allocated_bytes for chunk in self._model
+        )
         with allocator_peak() as found:
             yield
         self.peak_bytes = held + found.peak_bytes

@@ -11,6 +11,7 @@ from arguments import parse_args
 from megatron_lite.cli.explanation import print_dry_run_memory
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run import DryRunConfig
+from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.memory.explain.report import explain
@@ -21,6 +22,9 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.pipeline.links import Links
+from megatron_lite.plan.hardware import load_hardware
+from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.planned_run import Run
 from megatron_lite.training.dry_run import (
     STATES,
     MeasuredStep,
@@ -171,6 +175,27 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
     peaks = own.measured.peak, more.measured.peak
     assert peaks[1].num_bytes - peaks[0].num_bytes == 2 * loss_bytes
     assert peaks[1].moment == peaks[0].moment
+
+
+def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> None:
+    """One micro-batch is in flight in the last steps, and two in the first."""
+    shrinking, largest = (
+        config_of(f"{PP} --num-layers 2 {batch}")
+        for batch in ("--step-batch-size-schedule 0:12,192:3", "--global-batch-size 12")
+    )
+    ranks = [dry_run(config, 0, world_size=2) for config in (shrinking, largest)]
+    peaks = [(rank.measured.peak, rank.predicted_peak, rank.num_microbatches) for rank in ranks]
+    assert peaks[0] == peaks[1]
+    assert peaks[0][1] > dry_run(config_of(f"{PP} --num-layers 2"), 0, world_size=2).predicted_peak
+    planned = [
+        Run(config, load_hardware("cpu"), 2, Memo()).peak(config) for config in (shrinking, largest)
+    ]
+    assert planned[0] == planned[1]
+    kept = config_of(
+        f"{PP} --step-batch-size-schedule 0:12,192:3 --recompute-policy *:full "
+        "--num-microbatches-with-partial-activation-checkpoints 1"
+    )
+    assert not [notice for notice in setting_notices(kept) if "nothing is recomputed" in notice]
 
 
 def test_a_loop_over_blocks_has_the_peak_of_all_its_blocks() -> None:

@@ -110,7 +110,7 @@ class Report:
     sizes: the sizes of a micro-batch in the rank's stages together.
     rank: the pipeline rank of the figures, which is the one with the highest peak.
     ranks: the memory of all pipeline ranks; empty without a pipeline.
-    num_microbatches: the micro-batches of a step, at the end of a batch-size ramp.
+    num_microbatches: the micro-batches of a step with the run's largest batch.
     own: the cost of the run's own flags.
     without: the cost without recomputation, on the rank that then has the highest peak.
     without_here: the cost without recomputation, on `rank`.
@@ -228,12 +228,12 @@ def explain(
 
 
 def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
-    """Returns the run of one data-parallel rank, with its part of the batch.
+    """Returns the run of one data-parallel rank, with its part of the run's largest batch.
 
     ValueError: that part is not a whole number of micro-batches.
     """
     config.batch_schedule(dp_size)
-    batch = config.training.global_batch_size
+    batch = config.training.largest_batch_size
     batch_of_rank = None if batch is None else batch // dp_size
     return replace(
         config,

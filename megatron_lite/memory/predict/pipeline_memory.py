@@ -86,13 +86,14 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
 def step_microbatches(config: RunConfig) -> int:
     """Returns the micro-batches of a step if one data-parallel rank runs --global-batch-size alone.
 
-    With a batch-size ramp it is the number at the ramp's end. Without --global-batch-size it is 1.
+    If the batch size changes in the run, it is the number of the largest batch. Without
+    --global-batch-size it is 1.
     Virtual stages cannot run 1 micro-batch, so with them it is 2p, which fills the pipeline.
     ValueError: the batch is not divisible by the micro-batch size.
     """
     size = config.parallel.pipeline_model_parallel_size
     if config.training.global_batch_size is not None:
-        return config.training.num_microbatches(1)
+        return config.training.most_microbatches(1)
     return 1 if len(stages(config.parallel, config.model.num_layers)) == size else 2 * size
 
 
