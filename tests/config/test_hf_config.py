@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.hf_config import from_hf
+from megatron_lite.config.hf_config import from_hf, to_hf
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.presets import preset
 from megatron_lite.memory.predict.parameters import parameter_count
@@ -132,3 +132,23 @@ def test_what_changes_no_size_becomes_a_note() -> None:
 def test_what_has_no_counterpart_is_refused_with_the_reason(config: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        (LLAMA_3_8B, dict(bias_gelu_fusion=False)),
+        (LLAMA_3_8B, dict(fp32_residual_connection=True)),
+        (LLAMA_3_8B, dict(add_bias_linear=True, add_qkv_bias=True)),
+        (GPT2, dict(use_rope_scaling=True)),
+        (GPT2, dict(add_qkv_bias=True)),
+    ],
+)
+def test_a_setting_without_effect_on_the_model_changes_no_export(
+    text: str, fields: dict[str, Any]
+) -> None:
+    """A run of Megatron-LM with SwiGLU has bias_gelu_fusion = False, for example."""
+    model = ModelConfig(**{**from_hf(json.loads(text)).fields, **fields})
+    plain = {name: value for name, value in fields.items() if name == "add_bias_linear"}
+    expected = ModelConfig(**{**from_hf(json.loads(text)).fields, **plain})
+    assert to_hf(model, 61) == to_hf(expected, 61)
