@@ -122,6 +122,18 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(LLAMA_3_8B, attention_bias=True), "attention_bias True with mlp_bias False"),
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
         (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
+        (
+            changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
+            "rope_theta is 10000.0 in rope_scaling and rope_theta is 500000.0 outside of it",
+        ),
+        (
+            changed(
+                LLAMA_3_8B,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+                rope_scaling={"type": "linear", "factor": 2.0},
+            ),
+            "rope_parameters and rope_scaling differ in factor, rope_theta, rope_type, and",
+        ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
         (changed(QWEN3_0_6B, attention_bias=True), "attention_bias True has no counterpart"),
         (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 and embd_pdrop 0.0 differ"),
@@ -152,3 +164,42 @@ def test_a_setting_without_effect_on_the_model_changes_no_export(
     plain = {name: value for name, value in fields.items() if name == "add_bias_linear"}
     expected = ModelConfig(**{**from_hf(json.loads(text)).fields, **plain})
     assert to_hf(model, 61) == to_hf(expected, 61)
+
+
+LLAMA_3_2 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(rope_scaling=LLAMA_3_2, rope_theta=10000.0),
+        dict(rope_parameters={**LLAMA_3_2, "rope_theta": 10000.0}, rope_theta=None),
+        dict(rope_scaling={**LLAMA_3_2, "rope_theta": 10000.0}, rope_theta=None),
+        dict(
+            rope_scaling={**LLAMA_3_2, "type": "llama3"},
+            rope_parameters={**LLAMA_3_2, "rope_theta": 10000},
+            rope_theta=10000,
+        ),
+        dict(
+            rope_scaling={**LLAMA_3_2, "original_max_position_embeddings": 1},
+            original_max_position_embeddings=8192,
+            rope_theta=10000.0,
+        ),
+    ],
+)
+def test_every_spelling_of_a_rotary_embedding_is_read(values: dict[str, Any]) -> None:
+    fields = from_hf(changed(LLAMA_3_8B, **values)).fields
+    assert (fields["rotary_base"], fields["rope_scaling_factor"]) == (10000, 32.0)
+    assert fields["use_rope_scaling"]
+
+
+def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers() -> None:
+    config = changed(LLAMA_3_8B, rope_scaling=LLAMA_3_2, original_max_position_embeddings=4096)
+    (note,) = from_hf(config).inexact
+    assert "original_max_position_embeddings 4096 is left out" in note
