@@ -138,7 +138,8 @@ def _read_unrotated(config: Mapping[str, Any], fields: dict[str, Any]) -> list[s
             (
                 every
                 for every in range(1, number + 1)
-                if without == tuple(int(marks(every, layer)) for layer in range(number))
+                if number % every == 0
+                and without == tuple(int(marks(every, layer)) for layer in range(number))
             ),
             without,
         )

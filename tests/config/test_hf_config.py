@@ -101,6 +101,26 @@ def test_the_later_layers_of_qwen2_have_the_window() -> None:
     assert windows == [None] * 22 + [(63, 0)] * 2
 
 
+def test_layer_types_may_repeat_the_window_of_every_layer() -> None:
+    config = changed(MISTRAL_7B, layer_types=["sliding_attention"] * 32)
+    assert from_hf(config) == from_hf(json.loads(MISTRAL_7B))
+
+
+SMOLLM3 = changed(
+    LLAMA_3_8B, model_type="smollm3", num_hidden_layers=4, no_rope_layer_interval=3, rope_theta=1e4
+)
+
+
+def test_an_interval_of_unrotated_layers_need_not_divide_the_layers() -> None:
+    model = ModelConfig(**from_hf(SMOLLM3).fields)
+    assert [model.layer_rotates(layer) for layer in range(4)] == [True, True, False, True]
+
+
+def test_smollm3_has_no_window_unless_its_size_is_there() -> None:
+    fields = from_hf({**SMOLLM3, "use_sliding_window": True}).fields
+    assert "window_size" not in fields
+
+
 def test_what_changes_no_size_becomes_a_note() -> None:
     scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "yarn", "factor": 8.0}, new_key=1)
     model = from_hf(scaled)
@@ -122,6 +142,14 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(LLAMA_3_8B, attention_bias=True), "attention_bias True with mlp_bias False"),
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
         (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
+        (
+            changed(QWEN2_0_5B, layer_types=["sliding_attention"] * 24),
+            "layer_types has sliding_attention, but use_sliding_window is false",
+        ),
+        (
+            changed(MISTRAL_7B, layer_types=["sliding_attention", "full_attention"] * 16),
+            "with sliding_window 4096 has no counterpart: all layers of this family have the",
+        ),
         (
             changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
             "rope_theta is 10000.0 in rope_scaling and rope_theta is 500000.0 outside of it",
