@@ -87,6 +87,8 @@ def from_hf(config: Any) -> HfModel:
         if config.get(key) not in rule.values:
             raise ValueError(f"{key} {shown(repr(config[key]))} has no counterpart: {rule.reason}")
     vocab_size = value_of(config, "vocab_size", int, REQUIRED)
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
     inexact = [note for rule in family.rules for note in rule.read(config, fields)]
     known = {*family.keys, *family.only, *(key for rule in family.rules for key in rule.keys)}
     unread = [

@@ -142,6 +142,7 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(LLAMA_3_8B, attention_bias=True), "attention_bias True with mlp_bias False"),
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
         (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
+        (changed(LLAMA_3_8B, vocab_size=-1), "vocab_size must be at least 1"),
         (
             changed(QWEN2_0_5B, layer_types=["sliding_attention"] * 24),
             "layer_types has sliding_attention, but use_sliding_window is false",
