@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.hf_families import FAMILIES, REASONS
 from megatron_lite.config.hf_values import REQUIRED, value_of
 from megatron_lite.config.json_text import shown
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 
 
 class HfModel(NamedTuple):
@@ -50,14 +50,16 @@ NEUTRAL = frozenset(
 FREE = frozenset(
     (
         *("hidden_dropout", "attention_dropout", "attention_backend", "norm_impl"),
-        *("attention_softmax_in_fp32", "init_method_std"),
+        *("attention_softmax_in_fp32", "fp32_residual_connection", "init_method_std"),
     )
 )
-# Fields that have several values for the same layers: their meaning is compared instead.
-BY_LAYER = frozenset(
+# Fields that have several values for the same model: their meaning is compared instead.
+BY_MEANING = frozenset(
     (
         *("no_rope_freq", "window_size", "window_attn_skip_freq", "rope_scaling_factor"),
         *("group_query_attention", "num_query_groups", "rotary_base", "rotary_percent"),
+        *("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+        *("bias_gelu_fusion", "add_qkv_bias"),
     )
 )
 
@@ -85,6 +87,8 @@ def from_hf(config: Any) -> HfModel:
         if config.get(key) not in rule.values:
             raise ValueError(f"{key} {shown(repr(config[key]))} has no counterpart: {rule.reason}")
     vocab_size = value_of(config, "vocab_size", int, REQUIRED)
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
     inexact = [note for rule in family.rules for note in rule.read(config, fields)]
     known = {*family.keys, *family.only, *(key for rule in family.rules for key in rule.keys)}
     unread = [
@@ -158,9 +162,12 @@ def meaning_of(model: ModelConfig) -> dict[str, Any]:
     """
     layers = range(model.num_layers)
     rotates = model.positions.rotated
+    has_gelu = not any(getattr(model, name) for name in SWITCHED_ACTIVATIONS)
     return {
-        **{name: value for name, value in asdict(model).items() if name not in FREE | BY_LAYER},
+        **{name: value for name, value in asdict(model).items() if name not in FREE | BY_MEANING},
         "query groups": model.query_groups,
+        "tanh formula of GELU": model.bias_gelu_fusion if has_gelu else None,
+        "bias of queries, keys and values": model.add_bias_linear or model.add_qkv_bias,
         "window of each layer": [model.layer_window(layer) for layer in layers],
         "rotation of each layer": [model.layer_rotates(layer) for layer in layers],
         "rotary base": model.rotary_base if rotates else None,

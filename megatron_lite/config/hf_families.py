@@ -89,7 +89,7 @@ FAMILIES: Mapping[str, Family] = {
         {**_LLAMA_FIELDS, "add_qkv_bias": True},
         (
             heads(default_groups=32),
-            windows_of_layers(first="max_window_layers"),
+            windows_of_layers(first="max_window_layers", default=4096),
             tied(False),
             rotary(),
         ),
@@ -101,7 +101,7 @@ FAMILIES: Mapping[str, Family] = {
         {**_LLAMA_FIELDS, "qk_layernorm": True},
         (
             heads(default_groups=32, default_head=128),
-            windows_of_layers(first="max_window_layers"),
+            windows_of_layers(first="max_window_layers", default=4096),
             tied(False),
             rotary(),
         ),
@@ -115,7 +115,7 @@ FAMILIES: Mapping[str, Family] = {
             heads(default_groups=4),
             BIASES,
             UNROTATED_LAYERS,
-            windows_of_layers(first=None),
+            windows_of_layers(first=None, default=None),
             tied(True),
             rotary(default_base=2000000),
         ),

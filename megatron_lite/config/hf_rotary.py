@@ -35,15 +35,12 @@ def rotary(
     """
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
-        inside = object_of(config, "rope_parameters")
-        # transformers takes rope_scaling instead of rope_parameters if both are there
-        scaling = object_of(config, "rope_scaling") or inside
-        given = {base: inside["rope_theta"]} if "rope_theta" in inside else config
-        fields["rotary_base"] = whole_number(given, base, default_base)
+        inside = _parameters(config, base, default_base)
+        fields["rotary_base"] = whole_number({base: inside["rope_theta"]}, base, default_base)
         if share is not None:
             within = {share: inside.get("partial_rotary_factor", config.get(share))}
             fields["rotary_percent"] = value_of(within, share, float, default_share)
-        return _scaling(scaling, config, fields)
+        return _scaling(inside, config, fields)
 
     def write(model: ModelConfig) -> dict[str, Any]:
         found: dict[str, Any] = {base: float(model.rotary_base), "rope_scaling": None}
@@ -61,18 +58,49 @@ def rotary(
     return Rule(read, write, keys)
 
 
+def _parameters(config: Mapping[str, Any], base: str, default_base: int) -> dict[str, Any]:
+    """Returns rope_parameters, or what stands for it in older files, with its rope_theta.
+
+    Raises ValueError if older and newer keys contradict: versions of transformers differ in which
+    of them they read.
+    """
+    newer, older = object_of(config, "rope_parameters"), object_of(config, "rope_scaling")
+    outside = default_base if config.get(base) is None else config[base]
+    if older and config.get(base) is not None and older.get("rope_theta", outside) != outside:
+        raise ValueError(
+            f"rope_theta is {shown(repr(older['rope_theta']))} in rope_scaling and {base} is "
+            f"{shown(repr(outside))} outside of it, and versions of transformers read one or the "
+            "other: remove one"
+        )
+    full = [
+        {"rope_theta": outside, "rope_type": one.get("type", "default"), **one}
+        for one in (newer, older)
+    ]
+    if newer and older:
+        names = sorted((full[0].keys() | full[1].keys()) - {"type"})
+        differing = [name for name in names if full[0].get(name) != full[1].get(name)]
+        if differing:
+            raise ValueError(
+                f"rope_parameters and rope_scaling differ in {shown(', '.join(differing))}, and "
+                "versions of transformers read one or the other: remove one"
+            )
+    return full[1] if older else full[0]
+
+
 def _scaling(
     scaling: Mapping[str, Any], config: Mapping[str, Any], fields: dict[str, Any]
 ) -> list[str]:
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind = scaling["rope_type"]
     if kind in (None, "default"):
         return []
     if kind == "linear":
         fields["rotary_seq_len_interpolation_factor"] = whole_number(scaling, "factor", 1)
         return []
     if kind == "llama3":
-        length = config.get("max_position_embeddings")
-        there = {"original_max_position_embeddings": length, **scaling}
+        # transformers prefers the number outside of the object
+        key = "original_max_position_embeddings"
+        length = scaling.get(key, config.get("max_position_embeddings"))
+        there = {**scaling, key: config.get(key, length)}
         differing = [key for key, value in LLAMA3.items() if there.get(key) != value]
         if not differing:
             fields["use_rope_scaling"] = True
@@ -110,7 +138,8 @@ def _read_unrotated(config: Mapping[str, Any], fields: dict[str, Any]) -> list[s
             (
                 every
                 for every in range(1, number + 1)
-                if without == tuple(int(marks(every, layer)) for layer in range(number))
+                if number % every == 0
+                and without == tuple(int(marks(every, layer)) for layer in range(number))
             ),
             without,
         )

@@ -78,6 +78,13 @@ def window(*, default: int | None) -> Rule:
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
         missing = None if "sliding_window" in config else default
         size = value_of(config, "sliding_window", int, missing)
+        kinds = config.get("layer_types")
+        expected = [FULL if size is None else SLIDING] * fields["num_layers"]
+        if kinds is not None and kinds != expected:
+            raise ValueError(
+                f"layer_types {shown(repr(kinds))} with sliding_window {size} has no counterpart: "
+                "all layers of this family have the window, or none"
+            )
         if size is not None:
             # The query's own token counts in a sliding window, and not in --window-size.
             fields["window_size"] = (size - 1, 0)
@@ -86,22 +93,29 @@ def window(*, default: int | None) -> Rule:
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": _tokens(model)}
 
-    return Rule(read, write, ("sliding_window",))
+    return Rule(read, write, ("sliding_window", "layer_types"))
 
 
-def windows_of_layers(*, first: str | None) -> Rule:
+def windows_of_layers(*, first: str | None, default: int | None) -> Rule:
     """Returns the rule of windows that some layers have.
 
     first: the key of the number of the first layer with a window; None: the layers without a rotary
         embedding have a window. A key layer_types overrides both.
+    default: the window of a missing key.
     """
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
         number = fields["num_layers"]
-        size = value_of(config, "sliding_window", int, None if "sliding_window" in config else 4096)
-        if not value_of(config, "use_sliding_window", bool, False) or size is None:
-            return []
+        missing = None if "sliding_window" in config else default
+        size = value_of(config, "sliding_window", int, missing)
         kinds = config.get("layer_types")
+        if not value_of(config, "use_sliding_window", bool, False) or size is None:
+            if isinstance(kinds, list) and SLIDING in kinds:
+                raise ValueError(
+                    f"layer_types has {SLIDING}, but use_sliding_window is false or sliding_window "
+                    "is null: correct one of them"
+                )
+            return []
         if kinds is not None:
             if not isinstance(kinds, list) or len(kinds) != number:
                 raise ValueError(f"layer_types must have an entry for each of {number} layers")

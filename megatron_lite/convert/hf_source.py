@@ -56,11 +56,13 @@ class HfSource:
                 f"--load {path}: no such directory (the format hf is a folder with {CONFIG} and "
                 "safetensors files; nothing is downloaded)"
             )
+        self._folder = path
         self._files: dict[Path, Any] = {}
         mapped = read_hf_file(path)
         self._family = mapped.family
+        fields = exact_fields(mapped, path / CONFIG)
         try:
-            self._model = ModelConfig(**exact_fields(mapped, path / CONFIG))
+            self._model = ModelConfig(**fields)
         except ValueError as error:
             raise InputError(f"{path / CONFIG}: {error}") from error
         self._places = self._find(path)
@@ -134,12 +136,15 @@ class HfSource:
             expected |= {
                 part: tuple(tensor.shape) for part, tensor in zip(row.theirs, parts, strict=True)
             }
-        _refuse("missing from the files", expected.keys() - self._places.keys())
+        _refuse(
+            f"{self._folder}: tensors missing from the files", expected.keys() - self._places.keys()
+        )
         unexpected = self._places.keys() - expected.keys() - {self._head}
         if self._head in self._places and self._head not in expected and not self._is_tied:
             unexpected.add(self._head)
         _refuse(
-            f"in the files, and a {self._family} of this {CONFIG} has none of that name",
+            f"{self._folder}: tensors in the files, and a {self._family} of this {CONFIG} has none "
+            "of that name",
             {name for name in unexpected if not BUFFERS.search(name)},
         )
         for part, shape in expected.items():
@@ -208,7 +213,7 @@ def _refuse(what: str, names: Iterable[str]) -> None:
     faults = sorted(names)
     if faults:
         more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
-        raise InputError(f"tensors {what}: {shown(', '.join(faults[:MOST_NAMED]))}{more}")
+        raise InputError(f"{what}: {shown(', '.join(faults[:MOST_NAMED]))}{more}")
 
 
 def _unreadable(file: Path, error: Exception) -> InputError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.hf_config import from_hf
+from megatron_lite.config.hf_config import from_hf, to_hf
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.presets import preset
 from megatron_lite.memory.predict.parameters import parameter_count
@@ -101,6 +101,26 @@ def test_the_later_layers_of_qwen2_have_the_window() -> None:
     assert windows == [None] * 22 + [(63, 0)] * 2
 
 
+def test_layer_types_may_repeat_the_window_of_every_layer() -> None:
+    config = changed(MISTRAL_7B, layer_types=["sliding_attention"] * 32)
+    assert from_hf(config) == from_hf(json.loads(MISTRAL_7B))
+
+
+SMOLLM3 = changed(
+    LLAMA_3_8B, model_type="smollm3", num_hidden_layers=4, no_rope_layer_interval=3, rope_theta=1e4
+)
+
+
+def test_an_interval_of_unrotated_layers_need_not_divide_the_layers() -> None:
+    model = ModelConfig(**from_hf(SMOLLM3).fields)
+    assert [model.layer_rotates(layer) for layer in range(4)] == [True, True, False, True]
+
+
+def test_smollm3_has_no_window_unless_its_size_is_there() -> None:
+    fields = from_hf({**SMOLLM3, "use_sliding_window": True}).fields
+    assert "window_size" not in fields
+
+
 def test_what_changes_no_size_becomes_a_note() -> None:
     scaled = changed(LLAMA_3_8B, rope_scaling={"rope_type": "yarn", "factor": 8.0}, new_key=1)
     model = from_hf(scaled)
@@ -122,6 +142,27 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(LLAMA_3_8B, attention_bias=True), "attention_bias True with mlp_bias False"),
         (changed(LLAMA_3_8B, rope_theta=10000.5), "rope_theta must be a whole number"),
         (changed(LLAMA_3_8B, rope_scaling="linear"), "rope_scaling must be an object"),
+        (changed(LLAMA_3_8B, vocab_size=-1), "vocab_size must be at least 1"),
+        (
+            changed(QWEN2_0_5B, layer_types=["sliding_attention"] * 24),
+            "layer_types has sliding_attention, but use_sliding_window is false",
+        ),
+        (
+            changed(MISTRAL_7B, layer_types=["sliding_attention", "full_attention"] * 16),
+            "with sliding_window 4096 has no counterpart: all layers of this family have the",
+        ),
+        (
+            changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
+            "rope_theta is 10000.0 in rope_scaling and rope_theta is 500000.0 outside of it",
+        ),
+        (
+            changed(
+                LLAMA_3_8B,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+                rope_scaling={"type": "linear", "factor": 2.0},
+            ),
+            "rope_parameters and rope_scaling differ in factor, rope_theta, rope_type, and",
+        ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
         (changed(QWEN3_0_6B, attention_bias=True), "attention_bias True has no counterpart"),
         (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 and embd_pdrop 0.0 differ"),
@@ -132,3 +173,62 @@ def test_what_changes_no_size_becomes_a_note() -> None:
 def test_what_has_no_counterpart_is_refused_with_the_reason(config: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        (LLAMA_3_8B, dict(bias_gelu_fusion=False)),
+        (LLAMA_3_8B, dict(fp32_residual_connection=True)),
+        (LLAMA_3_8B, dict(add_bias_linear=True, add_qkv_bias=True)),
+        (GPT2, dict(use_rope_scaling=True)),
+        (GPT2, dict(add_qkv_bias=True)),
+    ],
+)
+def test_a_setting_without_effect_on_the_model_changes_no_export(
+    text: str, fields: dict[str, Any]
+) -> None:
+    """A run of Megatron-LM with SwiGLU has bias_gelu_fusion = False, for example."""
+    model = ModelConfig(**{**from_hf(json.loads(text)).fields, **fields})
+    plain = {name: value for name, value in fields.items() if name == "add_bias_linear"}
+    expected = ModelConfig(**{**from_hf(json.loads(text)).fields, **plain})
+    assert to_hf(model, 61) == to_hf(expected, 61)
+
+
+LLAMA_3_2 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(rope_scaling=LLAMA_3_2, rope_theta=10000.0),
+        dict(rope_parameters={**LLAMA_3_2, "rope_theta": 10000.0}, rope_theta=None),
+        dict(rope_scaling={**LLAMA_3_2, "rope_theta": 10000.0}, rope_theta=None),
+        dict(
+            rope_scaling={**LLAMA_3_2, "type": "llama3"},
+            rope_parameters={**LLAMA_3_2, "rope_theta": 10000},
+            rope_theta=10000,
+        ),
+        dict(
+            rope_scaling={**LLAMA_3_2, "original_max_position_embeddings": 1},
+            original_max_position_embeddings=8192,
+            rope_theta=10000.0,
+        ),
+    ],
+)
+def test_every_spelling_of_a_rotary_embedding_is_read(values: dict[str, Any]) -> None:
+    fields = from_hf(changed(LLAMA_3_8B, **values)).fields
+    assert (fields["rotary_base"], fields["rope_scaling_factor"]) == (10000, 32.0)
+    assert fields["use_rope_scaling"]
+
+
+def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers() -> None:
+    config = changed(LLAMA_3_8B, rope_scaling=LLAMA_3_2, original_max_position_embeddings=4096)
+    (note,) = from_hf(config).inexact
+    assert "original_max_position_embeddings 4096 is left out" in note

@@ -62,13 +62,14 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "other constants": (
         edit(
+            rope_parameters=None,
             rope_scaling={
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 2.0,
                 "original_max_position_embeddings": 8192,
-            }
+            },
         ),
         "'llama3' with high_freq_factor 2.0 is left out: --use-rope-scaling has the constants",
     ),
@@ -109,6 +110,7 @@ def test_a_source_that_does_not_map_is_one_clear_error(
     assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+    assert error.count(str(tmp_path)) == 1
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("ours")]
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.convert.megatron.checkpoint_args import NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.megatron.parameter_names import LAYER_NUMBER
 from megatron_lite.convert.weights import Described
@@ -142,6 +143,15 @@ def check_exact(described: Described, target: str) -> None:
                 f"--to {target}: the model has {name} = {value}, and every model of Megatron-LM "
                 f"has {only}: convert with --to hf"
             )
+    model = described.model
+    has_gelu = not any(getattr(model, name) for name in SWITCHED_ACTIVATIONS)
+    if has_gelu and model.bias_gelu_fusion and not model.add_bias_linear:
+        # Megatron-LM turns its fused GELU off without a bias, and the unfused one has no tanh.
+        raise InputError(
+            f"--to {target}: the model has bias_gelu_fusion = True, the tanh formula of GELU, "
+            "without biases, and Megatron-LM computes the exact GELU there: train with "
+            "--no-bias-gelu-fusion"
+        )
     others = set(described.state_keys) - {"exp_avg", "exp_avg_sq", "master"}
     if others or (described.state_keys and "exp_avg_sq" not in described.state_keys):
         raise InputError(

@@ -131,7 +131,14 @@ def test_a_conversion_that_fails_half_way_leaves_nothing(format_name: str, tmp_p
 
 
 @pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
-@pytest.mark.parametrize("change", [dict(parallel_residual=True), dict(norm_position="after")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(parallel_residual=True),
+        dict(norm_position="after"),
+        dict(bias_gelu_fusion=True, add_bias_linear=False),
+    ],
+)
 def test_a_model_that_megatron_lacks_is_refused_by_name(
     change: dict[str, Any], format_name: str, tmp_path: Path
 ) -> None:
