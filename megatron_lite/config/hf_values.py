@@ -65,6 +65,10 @@ class Family(NamedTuple):
 
 
 REQUIRED = object()
+# Larger numbers than any model has would keep a reader busy for very long.
+LAYER_KEYS = frozenset({"num_hidden_layers", "n_layer"})
+MOST_LAYERS = 2**16
+MOST_SIZE = 2**40
 
 
 def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
@@ -78,6 +82,9 @@ def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> A
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{key} must be of type {kind.__name__} (got {shown(repr(value))})")
+    most = MOST_LAYERS if key in LAYER_KEYS else MOST_SIZE
+    if kind is int and not -most <= value <= most:
+        raise ValueError(f"{key} must be at most {most} (got {shown(repr(value))})")
     return value
 
 

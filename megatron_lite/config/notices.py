@@ -55,6 +55,11 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         notices.append(
             "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1"
         )
+    if not model.add_bias_linear and model.activation == "gelu" and model.bias_gelu_fusion:
+        notices.append(
+            "GELU has its tanh form; Megatron computes the exact one if the linear layers have no "
+            "bias: --no-bias-gelu-fusion"
+        )
     if model.attention_softmax_in_fp32 and model.attention_backend != "unfused":
         notices.append(
             "--attention-softmax-in-fp32 has no effect where flash attention runs, which works in "

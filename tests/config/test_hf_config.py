@@ -232,3 +232,13 @@ def test_a_length_outside_of_the_rotary_object_counts_as_in_transformers() -> No
     config = changed(LLAMA_3_8B, rope_scaling=LLAMA_3_2, original_max_position_embeddings=4096)
     (note,) = from_hf(config).inexact
     assert "original_max_position_embeddings 4096 is left out" in note
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_hidden_layers", 2 * 10**8), ("hidden_size", 2**41)]
+)
+def test_a_number_that_no_model_has_is_refused(key: str, value: int) -> None:
+    sizes = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    config = {"model_type": "llama", "vocab_size": 9, "max_position_embeddings": 8, **sizes}
+    with pytest.raises(ValueError, match=f"{key} must be at most"):
+        from_hf({**config, key: value})
