@@ -112,4 +112,4 @@ def test_gelu_without_biases_is_told_to_differ_from_megatrons() -> None:
     text = "GELU has its tanh form; Megatron computes the exact one"
     assert text in notices("--disable-bias-linear")
     assert text not in notices("--disable-bias-linear --no-bias-gelu-fusion")
-    assert text not in notices("--disable-bias-linear --swiglu") + notices("")
+    assert text not in notices("--disable-bias-linear --squared-relu") + notices("")
