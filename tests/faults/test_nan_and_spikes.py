@@ -121,7 +121,7 @@ def _left_out(rank: int, world_size: int, config: RunConfig, iterations: tuple[i
 
     @contextmanager
     def no_update() -> Any:
-        def step(optimizer: Optimizer, *_: Any) -> OptimizerStep:
+        def step(optimizer: Optimizer, *_: Any, **__: Any) -> OptimizerStep:
             optimizer.layout.gradients.reduce_()
             nothing = torch.zeros(())
             return OptimizerStep(nothing, nothing, torch.zeros(1))

@@ -30,6 +30,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A norm over all heads is refused with apex, whose kernel sees the heads of one rank.
+WITH_APEX = [name for name in VARIANTS if variant_config(name).qk_layernorm_scope != "all-heads"]
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_losses_and_gradients_are_torchs(
     gradients, relative to the largest of each parameter."""
 
     def work(rank: int, world_size: int) -> None:
-        for name, dtype in itertools.product(VARIANTS, DTYPES):
+        for name, dtype in itertools.product(WITH_APEX, DTYPES):
             torchs, apexs = (
                 outcome(name, impl, dtype, world_size, sequence_parallel=sequence_parallel)
                 for impl in ("torch", "apex")

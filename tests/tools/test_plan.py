@@ -211,7 +211,7 @@ def test_a_config_that_does_not_map_is_refused_with_its_name(
         ('{"model_type": "mixtral"}', "'mixtral' has no counterpart"),
         ("{", "config.json: "),
         ('{"a": 1, "a": 2}', "is given twice"),
-        (" " * (2**20 + 1), "larger than"),
+        (" " * (2**20 + 1), "longer than"),
         ("[" * 10_000, "config.json: "),
     ):
         path.write_text(text)

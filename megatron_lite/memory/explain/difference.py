@@ -95,9 +95,10 @@ def difference(
         return _layer(term, first_layer) == one.layer
 
     missing, left = list(terms), list(saved)
-    for together in (exact, near, lambda term, one: True):
+    for together in (exact, near):
         missing = [term for term in missing if not _take(term, left, together)]
     missing = [term for term in missing if not _take_several(term, left, first_layer)]
+    missing = [term for term in missing if not _take(term, left, lambda term, one: True)]
     return Difference(
         tuple(sorted(left, key=lambda one: -one.num_bytes)),
         tuple(sorted(missing, key=lambda term: -term.num_bytes)),
