@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import _dynamo  # noqa: F401
 from torch.distributed import fsdp  # noqa: F401
@@ -184,6 +185,7 @@ def _start(
         return pid
     status = 70
     try:
+        torch.set_num_threads(1)  # as in ranks.py
         os.environ.update(variables)
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_APPEND), number)

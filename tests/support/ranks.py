@@ -159,6 +159,9 @@ def _run_rank(
     with open(folder / f"stack_{rank}", "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
         try:
+            # torch makes the thread pool of a forked process anew at its first use, which must not
+            # be by two threads at a time ("Invalid thread pool!").
+            torch.set_num_threads(1)
             torch.manual_seed(1234)
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if detail else "OFF"
             dist.set_debug_level_from_env()
