@@ -633,3 +633,19 @@ def test_sizes_are_those_of_the_run() -> None:
         element_bytes=2,
         device="cuda",
     )
+
+
+def test_the_tables_of_virtual_stages_are_one_row() -> None:
+    """Each of the two stages of a rank has its own."""
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
+    rest = "--max-position-embeddings 32 --micro-batch-size 2 --vocab-size 101"
+    rope = "--position-embedding-type rope --normalization RMSNorm --swiglu"
+    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    words = f"{sizes} {rest} {rope} {stages} --global-batch-size 8 --mock-data"
+    lines = report_text(explain(parse_args(words.split()).config, "cpu")).splitlines()
+    named = [line.split() for line in lines if line.startswith("  rotary tables")]
+    one_stage = 32 * 16 * 4  # s x d in float32, each of sine and cosine
+    assert [row[2:] for row in named[:2]] == [
+        "which all layers share".split(),
+        ["0.008", f"{2 * 2 * one_stage:,}"],
+    ]

@@ -85,16 +85,23 @@ def _layers(report: Report) -> Iterator[str]:
     if report.sizes.has_embedding:
         yield from _part("embedding", report.embedding)
     if report.rotary_tables.kept:
-        yield from _part(f"{_shared(report)}, which all layers share", report.rotary_tables)
+        names = " and ".join(_shared(report))
+        yield from _part(f"{names}, which all layers share", report.rotary_tables)
     for run in report.runs:
         yield from _run(run, report)
     if report.sizes.has_head:
         yield from _part("head: final norm, logits, loss", report.head)
 
 
-def _shared(report: Report) -> str:
-    """Returns the names of the tensors that all layers share."""
-    return " and ".join(sorted((one.name for one in report.rotary_tables.kept), reverse=True))
+def _shared(report: Report) -> dict[str, int]:
+    """Returns the bytes of the tensors that all layers share, by name.
+
+    Each virtual stage of a rank has tensors of its own.
+    """
+    found: Counter[str] = Counter()
+    for one in report.rotary_tables.kept:
+        found[one.name] += one.num_bytes
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _part(name: str, part: ReportPart) -> Iterator[str]:
@@ -169,7 +176,7 @@ def _totals(report: Report) -> Iterator[str]:
         f"logits: {tensor.num_bytes:,}" for tensor in report.head.kept if tensor.name == "logits"
     ]
     rows = [("embedding", report.embedding.kept_bytes, "")] if report.sizes.has_embedding else []
-    rows += [(one.name, one.num_bytes, "") for one in report.rotary_tables.kept]
+    rows += [(name, num_bytes, "") for name, num_bytes in _shared(report).items()]
     for run in report.runs:
         rows.append(
             (
