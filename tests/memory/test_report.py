@@ -646,6 +646,6 @@ def test_the_tables_of_virtual_stages_are_one_row() -> None:
     named = [line.split() for line in lines if line.startswith("  rotary tables")]
     one_stage = 32 * 16 * 4  # s x d in float32, each of sine and cosine
     assert [row[2:] for row in named[:2]] == [
-        "which all layers share".split(),
+        ["which", "all", "layers", "share"],
         ["0.008", f"{2 * 2 * one_stage:,}"],
     ]
