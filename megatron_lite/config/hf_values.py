@@ -83,7 +83,7 @@ def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> A
     if type(value) is not kind:
         raise ValueError(f"{key} must be of type {kind.__name__} (got {shown(repr(value))})")
     most = MOST_LAYERS if key in LAYER_KEYS else MOST_SIZE
-    if kind is int and not -most <= value <= most:
+    if isinstance(value, int) and not -most <= value <= most:
         raise ValueError(f"{key} must be at most {most} (got {shown(repr(value))})")
     return value
 
