@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from tests.support.checkpoints import sign
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment, run_command
 from tests.support.limits import HANG_S
+from tests.support.ports import free_port
 from tests.support.programs import program, run_program
 from tests.support.runs import rows
 
@@ -106,9 +106,7 @@ def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) ->
 def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:
     """Statuses and outputs of the program under srun's variables, with these arguments on each
     rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     tasks, size = [], str(len(of_each_rank))
     for rank, arguments in enumerate(of_each_rank):
         variables = dict(

@@ -3,7 +3,6 @@ command line to the run."""
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from megatron_lite.cli import messages
 from megatron_lite.parallel.launch import Launch
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
+from tests.support.ports import free_port
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -73,9 +73,7 @@ def test_a_local_rank_that_contradicts_the_environment_ends_with_status_2(
 @pytest.mark.long
 def test_two_ranks_train_as_an_old_launcher_starts_them() -> None:
     """With RANK and WORLD_SIZE in the environment, and the local rank on the command line alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     words = [*SMALL_RUN, *MOCK, "--train-iters", "2", "--eval-iters", "0"]
     ranks = [
         subprocess.Popen(

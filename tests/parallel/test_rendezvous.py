@@ -24,6 +24,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rendezvous import OutOfTime, join_store, within
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
+from tests.support.ports import free_port
 
 LIMIT = timedelta(seconds=1)
 
@@ -52,12 +53,6 @@ def listener(*, says: bytes | None = None) -> Iterator[int]:
         server.shutdown(socket.SHUT_RDWR)
         for connection in held:
             connection.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("says", [None, b"SSH-2.0-OpenSSH_9.2\r\n"])

@@ -30,6 +30,7 @@ from megatron_lite.parallel.startup import (
 )
 from megatron_lite.parallel.state import parallel_state
 from tests.support.limits import HANG_S, patiently
+from tests.support.ports import free_port
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
 
@@ -261,11 +262,7 @@ def test_no_more_stretches_of_ranks_are_named_than_asked_for() -> None:
 
 def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:
     """Joins for itself, as the program does: a sum over the ranks, or why there is none."""
-    port = [0]
-    if rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = [probe.getsockname()[1]]
+    port = [free_port() if rank == 0 else 0]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     launch = Launch(launcher="slurm", rank=rank, world_size=world_size, master_port=port[0])

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.support.limits import HANG_S
+from tests.support.ports import free_port, free_ports
 
 NODES = ("node1", "node2")
 # for tests between networks (RFC 2544), and seen by nobody outside the namespaces
@@ -150,9 +151,7 @@ class Cluster:
     def submit(self, *arguments: str, **variables: str) -> int:
         """The number of a new job: `sbatch *arguments`, with these variables."""
         meeting = (
-            {}
-            if self.namespaces
-            else dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_ports(1)[0]))
+            {} if self.namespaces else dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         )
         return int(self.run("sbatch", "--parsable", *arguments, **meeting, **variables))
 
@@ -322,15 +321,6 @@ def can_use_namespaces() -> bool:
         ).returncode
         == 0
     )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as probes:
-        found = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in found:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in found]
 
 
 def until(true: Callable[[], object], seconds: float) -> bool:

@@ -34,6 +34,7 @@ from torch.distributed import fsdp  # noqa: F401
 import pretrain_gpt
 from megatron_lite.supervision import watch
 from tests.support.limits import HANG_S
+from tests.support.ports import free_port
 
 
 class Program:
@@ -68,6 +69,11 @@ class Program:
                     )
                     time.sleep(0.01)
         return [self.statuses[rank] for rank in ranks or range(len(self.pids))]
+
+    def close(self) -> None:
+        """Closes the handles of the ranks, which have ended."""
+        for pidfd in self._pidfds:
+            os.close(pidfd)
 
     def output(self, rank: int) -> str:
         """Returns a rank's stdout."""
@@ -115,20 +121,19 @@ def program(
     """Starts the program. No rank outlives the block.
 
     arguments: the arguments of all ranks, or a function of the rank.
-    rank_0_owns_store: whether rank 0 has the run's store, as under srun. By default the test
-        process has it, as torchrun does.
+    rank_0_owns_store: whether rank 0 has the run's store, as under srun. By default a process
+        beside the ranks has it, as torchrun's agent does.
     main: the main function of another program than pretrain_gpt.py.
     """
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HANG_S)
-    )
-    launch = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    if rank_0_owns_store:
-        del store  # frees its port, on which rank 0 opens its own store
-    else:
-        launch["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    with tempfile.TemporaryDirectory(prefix="program_") as name:
-        folder = Path(name)
+    launch = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    with contextlib.ExitStack() as stack:
+        if rank_0_owns_store:
+            port = free_port()
+        else:
+            port = stack.enter_context(_agent_store())
+            launch["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        launch["MASTER_PORT"] = str(port)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="program_")))
         sys.stdout.flush()
         sys.stderr.flush()
         run = Program(
@@ -151,6 +156,41 @@ def program(
             for rank in set(range(ranks)) - set(run.statuses):
                 run.send(rank, signal.SIGKILL)
             run.wait()
+            run.close()
+
+
+@contextlib.contextmanager
+def _agent_store() -> Iterator[int]:
+    """Runs a store in a process of its own, as torchrun's agent does. Yields its port.
+
+    In the test's process, the store's threads could hold a lock of the C library, such as the name
+    resolver's, at the moment of a fork. The forked rank would wait for that lock for ever.
+    """
+    (port, write_port), (alive, keep_alive) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(keep_alive)
+            store = dist.TCPStore(
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=HANG_S),
+            )
+            os.write(write_port, str(store.port).encode())
+            os.read(alive, 1)  # returns once the test and its ranks have ended
+        finally:
+            os._exit(0)
+    try:
+        os.close(write_port)
+        os.close(alive)
+        yield int(os.read(port, 16))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(port)
+        os.close(keep_alive)
 
 
 def run_program(
