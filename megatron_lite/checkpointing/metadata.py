@@ -37,7 +37,6 @@ from megatron_lite.optim.spike import MeanLossState
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_RANKS = 2**20
 MOST_UPDATES = 10**9 - 1
-MOST_LAYERS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +212,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
     model, parallel = (
         plain.as_object(plain.field(values, topic), topic) for topic in ("model", "parallel")
     )
-    plain.whole(model, "num_layers", 1, MOST_LAYERS)
+    plain.whole(model, "num_layers", 1, plain.MOST_LAYERS)
     for name, value in (*model.items(), *parallel.items()):
         if type(value) is int:
             plain.as_whole(value, name, -MOST_ELEMENTS, MOST_ELEMENTS)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import MOST_LAYERS
 
 
 class Key(NamedTuple):
@@ -65,10 +66,8 @@ class Family(NamedTuple):
 
 
 REQUIRED = object()
-# Larger numbers than any model has would keep a reader busy for very long.
 LAYER_KEYS = frozenset({"num_hidden_layers", "n_layer"})
-MOST_LAYERS = 2**16
-MOST_SIZE = 2**40
+MOST_SIZE = 2**40  # larger than any size of a model
 
 
 def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

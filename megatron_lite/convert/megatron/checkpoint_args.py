@@ -7,12 +7,11 @@ from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpointing.layout import MOST_ELEMENTS
-from megatron_lite.checkpointing.metadata import MOST_LAYERS
 from megatron_lite.checkpointing.progress import MOST_SAMPLES, Progress
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import MOST_LAYERS, shown
 from megatron_lite.convert.megatron.pickles import Record
 
 MODEL_FIELDS = {field.name: field for field in fields(ModelConfig)}
