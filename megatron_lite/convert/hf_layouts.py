@@ -1,4 +1,4 @@
-"""How the tensors of other layouts become a tensor of this project, and back.
+"""Turns tensors of other layouts into a tensor of this project, and back.
 
 A layout is a pair of functions that are inverse to each other and linear: they map weights to
 weights and gradients to gradients, bit for bit.

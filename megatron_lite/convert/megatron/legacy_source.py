@@ -27,7 +27,7 @@ QKV = ".self_attention.linear_qkv."
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one TP rank holds of one pipeline stage.
+    """The tensors that one TP rank holds of one pipeline stage.
 
     ranks: its TP rank and its pipeline rank. chunk: the number of its model chunk.
     tensors: by the names of the whole model, in the order of the model's parameters.
