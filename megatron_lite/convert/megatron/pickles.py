@@ -2,9 +2,9 @@
 
 A pickle is a program for a stack machine. Python's own machine imports the functions that a pickle
 names and calls them, so a file can run any code. The machine here has no import and no call. A name
-becomes a `Name`, and a call of a name becomes a `PickledObject` of the name and its arguments. A few names
-have an entry in a table of this project's functions, for example the one that describes a tensor.
-Any name outside the tables is refused, so that a file of another kind fails at once.
+becomes a `Name`, and a call of a name becomes a `PickledObject` of the name and its arguments. A
+few names have an entry in a table of this project's functions, for example the one that describes a
+tensor. Any name outside the tables is refused, so that a file of another kind fails at once.
 """
 
 from __future__ import annotations
