@@ -195,7 +195,9 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     config = replace(_config(_written(tmp_path, entries(*MORE))), tokenizer_type=kind)
-    with pytest.raises(InputError, match=rf"needs the {package} package: pip install"):
+    with pytest.raises(
+        InputError, match=rf"needs the {package} package: pip install -e '.\[tokenizers\]'"
+    ):
         build_tokenizer(config)
 
 
