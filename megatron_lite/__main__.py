@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SUBCOMMANDS)}"
         print(f"{command}: error: no subcommand {words[0][:80]!r}: {meant}", file=sys.stderr)
         return 2
-    # Prints a stack if a library crashes, or if a data file is truncated during the run (SIGBUS).
-    faulthandler.enable()
+    if argv is None:
+        # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).
+        faulthandler.enable()
     run = import_module(SUBCOMMANDS[words[0]].module).main
     return int(run(words[1:], f"{command} {words[0]}"))
 

@@ -155,7 +155,7 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
             "more --memory-budget or less --reserve"
         )
     host_bytes = _bytes_of(own, "host_memory")
-    problem = _problem(values, chosen, notes)
+    problem = problem_of(values, chosen, notes)
     return _Input(
         problem._replace(hardware=hardware, host_bytes=host_bytes),
         Budget(memory, reserve),
@@ -234,7 +234,7 @@ def _text(path: str) -> str:
         raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
 
 
-def _problem(
+def problem_of(
     values: dict[str, dict[str, Any]], chosen: Mapping[str, Any], notes: list[str]
 ) -> Problem:
     """Returns the problem, still without a machine.
