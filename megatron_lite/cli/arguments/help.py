@@ -116,9 +116,9 @@ def _overview(parser: Parser, program: str) -> str:
     counts = {name: sum(1 for _ in _shown(_actions_of(parser, name))) for name in TOPICS}
     used = [parser._option_string_actions[flag] for flag in MOST_USED]
     topics = "\n".join(
-        f"  {name:14}{topic.help} ({counts[name]})" for name, topic in TOPICS.items()
+        f"  {name:15}{topic.help} ({counts[name]})" for name, topic in TOPICS.items()
     )
-    lists = "\n".join(f"  {name:14}{text}" for name, text in LISTS.items())
+    lists = "\n".join(f"  {name:15}{text}" for name, text in LISTS.items())
     return (
         f"usage: {program} FLAGS\n\n"
         "Trains a GPT. Flags have Megatron-LM's names, defaults and meaning.\n\n"
@@ -131,7 +131,7 @@ def _overview(parser: Parser, program: str) -> str:
 
 
 def _topic(parser: Parser, name: str) -> str:
-    title = f"{name}: {TOPICS[name].help}"
+    title = f"{name} ({TOPICS[name].help})"
     return _flags(title, _shown(_actions_of(parser, name)))
 
 
