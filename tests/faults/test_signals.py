@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lite.cli import pretrain
-from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.training import build_trainer as build
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.happenings import builds_second, happens
