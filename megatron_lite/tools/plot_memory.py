@@ -8,7 +8,6 @@ extra `plot` installs. It does not import torch.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -16,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.extras import install_advice
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.measure.timeline import (
     ACTIVATION,
@@ -33,6 +34,8 @@ from megatron_lite.memory.measure.timeline import (
     read_timeline,
 )
 from megatron_lite.tools.command import exit_status
+
+PROGRAM = "python -m megatron_lite.tools.plot_memory"
 
 ENDINGS = (".svg", ".png")
 PANELS_IN_A_ROW = 4
@@ -60,9 +63,9 @@ CATEGORY_LABELS = {
 PHASE_COLORS = {FORWARD: "#66CCEE", REPLAY: "#AA3377", BACKWARD: "#DDDDDD"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.plot_memory",
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    parser = Parser(
+        prog=program,
         allow_abbrev=False,
         description=(
             "Draws the memory timelines of one or more recompute policies side by side, on "
@@ -93,7 +96,7 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
         import matplotlib
     except ImportError:
         raise InputError(
-            "plot_memory needs matplotlib: pip install 'megatron-lite[plot]'"
+            f"the picture needs the package matplotlib: {install_advice('plot')}"
         ) from None
     timelines = [read_timeline(path) for path in paths]
     with replacing(output) as unfinished, matplotlib.rc_context(STYLE):

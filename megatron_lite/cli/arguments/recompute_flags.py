@@ -44,7 +44,7 @@ def add_recompute_flags(parser: argparse.ArgumentParser) -> None:
         "--recompute-policy",
         str,
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
-        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above; "
+        "every-2:core_attn+layernorm; *:none' instead of --recompute-granularity and its modules; "
         "auto chooses the fastest one that fits --memory-budget",
     )
     group.value(
