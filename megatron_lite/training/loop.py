@@ -6,17 +6,14 @@ therefore never waits for the log.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.saver import Saver
-from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
@@ -35,17 +32,14 @@ from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
+from megatron_lite.training.first_steps import FirstSteps
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import (
-    ActivationBytes,
-    ActivationMeter,
-    Observer,
-    TimelineRecorder,
-)
+from megatron_lite.training.observe import ActivationBytes
 from megatron_lite.training.predictions import Predictions
 from megatron_lite.training.profiler import Profiler
+from megatron_lite.training.run_checkpoints import RunCheckpoints
 from megatron_lite.training.run_facts import run_facts
 from megatron_lite.training.sample_order import SampleOrder, sample_order
 from megatron_lite.training.skipped import (
@@ -71,8 +65,6 @@ class Trainer:
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
-    activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
-        and under --torch-compile.
     """
 
     config: RunConfig
@@ -90,7 +82,6 @@ class Trainer:
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
-    activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
     _evaluations: Evaluations = field(init=False)
     _order: SampleOrder = field(init=False)
@@ -102,8 +93,8 @@ class Trainer:
     _profiler: Profiler = field(init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
     _clock: float = field(default=0.0, init=False)
-    _saved_at: int = field(default=-1, init=False)
-    _timeline_is_due: bool = field(default=False, init=False)
+    _first_steps: FirstSteps = field(init=False)
+    _checkpoints: RunCheckpoints = field(init=False)
 
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
@@ -118,8 +109,28 @@ class Trainer:
             self.optimizer,
             num_microbatches=self.batches.num_microbatches(self.batches.largest),
         )
-        self._timeline_is_due = self.config.logging.memory_timeline is not None
+        self._first_steps = FirstSteps(self.config, self.parallel)
+        self._checkpoints = RunCheckpoints(
+            config=self.config,
+            parallel=self.parallel,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            datasets=self.datasets,
+            saver=self.saver,
+            tokenizer=self.tokenizer,
+            pulse=self.pulse,
+            compare_replicas=self._compare_replicas,
+        )
         self._make_guards()
+
+    @property
+    def activation_bytes(self) -> ActivationBytes | None:
+        """The bytes that the run's first micro-batch keeps for backward.
+
+        None before it, and under --torch-compile.
+        """
+        return self._first_steps.activation_bytes
 
     def _make_guards(self) -> None:
         self._timers = Timers(self.config.logging, self.parallel)
@@ -169,12 +180,12 @@ class Trainer:
                 finished = self._train(log, exits)
             for line in self._profiler.close():
                 log.line(line)
-            if self._timeline_is_due:
+            if self._first_steps.timeline_is_due:
                 log.line(
                     "no memory timeline: --memory-timeline records the second iteration, and "
                     "there was none"
                 )
-            self._save(log)
+            self._checkpoints.save(self.progress, log)
             self.saver.wait(log.line)
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
                 self._evaluate("test", self.datasets.test, log, exits)
@@ -211,7 +222,7 @@ class Trainer:
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
             if due.save:
-                self._save(log)
+                self._checkpoints.save(self.progress, log)
                 reason = reason or exits.now()
             reason = reason or last
             if reason is not None and not due.end:
@@ -256,10 +267,6 @@ class Trainer:
             timed=self._timers,
             rules=self.rules,
         )
-        measured = self.activation_bytes is not None or self.config.training.torch_compile
-        meter = (
-            None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
-        )
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
         self._profiler.begin(iteration)
@@ -273,7 +280,7 @@ class Trainer:
                 batches,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,
-                observer=meter or self._timeline_recorder(),
+                observer=self._first_steps.observer(),
                 timed=self._timers,
                 masked=masked_mean_of(
                     batches, per_token=self.config.training.calculate_per_token_loss
@@ -281,8 +288,7 @@ class Trainer:
             )
         for notice in self._profiler.end(iteration):
             log.line(notice)
-        if meter is not None:
-            self._compare_bytes(meter, log)
+        self._first_steps.compare(log)
         if (line := self._predictions.peak_line()) is not None:
             log.line(line)
         self.progress = replace(
@@ -300,31 +306,6 @@ class Trainer:
             else None,
             decoupled_learning_rate,
         )
-
-    def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
-        """Compares predicted with measured kept bytes of the run's first micro-batch.
-
-        A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
-        """
-        self.activation_bytes = meter.result(self.config, self.parallel)
-        fault = self.activation_bytes.fault
-        if fault is not None and self.config.recompute.recompute_verify:
-            raise TrainingError(f"--recompute-verify: {fault}")
-        if fault is not None:
-            log.line(f"warning: {fault}")
-
-    def _timeline_recorder(self) -> Observer:
-        """Returns the observer of an iteration that the activation meter does not measure.
-
-        The first such iteration records the memory timeline, if the user asked for one. That is the
-        run's second iteration, whose memory is that of all later ones.
-        """
-        if self._timeline_is_due:
-            self._timeline_is_due = False
-            return TimelineRecorder(
-                self.config.logging.memory_timeline if self.parallel.rank == 0 else None
-            )
-        return Observer()
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Reading them waits for the device."""
@@ -373,53 +354,11 @@ class Trainer:
         )
 
     def _load(self) -> list[str]:
-        if self.config.checkpoint.load is None:
+        loaded = self._checkpoints.load(self.start)
+        if loaded is None:
             return []
-        loaded = load_checkpoint(
-            self.start,
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            data=self.datasets.identity,
-        )
         self.progress = loaded.progress
-        if self.config.checkpoint.continues:
-            self._saved_at = loaded.progress.iteration
         return list(loaded.notices)
-
-    def _save(self, log: RunLog) -> None:
-        directory, iteration = self.config.checkpoint.save, self.progress.iteration
-        if directory is None or iteration in (0, self._saved_at):
-            return
-        if not math.isfinite(self.optimizer.params_norm().item()):
-            raise TrainingError(
-                f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
-                "Lower --lr, and continue from an earlier checkpoint"
-            )
-        self._compare_replicas()
-        self.pulse.at(f"iteration {iteration} (saving)", limited=False)
-        self.saver.wait(log.line)
-        log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
-        began = time.perf_counter()
-        snapshot = take_snapshot(
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            self.progress,
-            data=self.datasets.identity,
-            copy=self.saver.copies,
-            schedule=self.schedule,
-            tokenizer=self.tokenizer,
-        )
-        self.saver.save(snapshot, log.line)
-        if self.saver.copies:
-            log.line(
-                f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "
-                "copy, which is now written"
-            )
-        self._saved_at = iteration
 
     def _open_log(self) -> RunLog:
         config = self.config
