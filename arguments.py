@@ -35,7 +35,7 @@ from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
 from megatron_lite.config.flag_help import help_on
 from megatron_lite.config.host_parts import MEGATRON_PARTS
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
-from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
+from megatron_lite.config.logging_settings import LOG_STYLES, TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.lr_schedule_settings import (
     LR_DECAY_STYLES,
@@ -952,6 +952,19 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "logging", LoggingConfig)
     group.value("--log-interval", int, "iterations between two lines")
     group.value(
+        "--log-style",
+        str,
+        "standard output: short lines of at most 120 columns, or Megatron's table of arguments and "
+        "iteration line, which the log file always has",
+        values=LOG_STYLES,
+    )
+    group.value(
+        "--log-file",
+        str,
+        "file to which the whole log is appended; derived: train.log in the folder of --save, or "
+        "else of --tensorboard-dir",
+    )
+    group.value(
         "--peak-tflops-per-gpu",
         float,
         "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype",
@@ -976,12 +989,15 @@ def _add_logging_arguments(parser: argparse.ArgumentParser) -> None:
         "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
         "tools/calibrate.py; derived from the GPU's name",
     )
-    group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
+    group.switch("--log-throughput", "TFLOP/s per GPU in Megatron's iteration line")
     group.switch("--log-params-norm", "norm of all weights")
     group.switch("--log-num-zeros-in-grad", "number of gradient elements that are zero")
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
-    group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+    group.switch(
+        "--log-memory-to-tensorboard",
+        "more figures of CUDA's allocator in TensorBoard than its peak",
+    )
     group.switch("--log-world-size-to-tensorboard", "number of ranks in TensorBoard")
     group.off_switch(
         "--no-log-loss-scale-to-tensorboard",

@@ -28,7 +28,8 @@ class RunCheckpoints:
     """Loads and saves the state of one run. Every rank makes the same calls.
 
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
-    compare_replicas: raises TrainingError if ranks no longer hold the same weights.
+    compare_replicas: called with the iteration. It raises TrainingError if ranks no longer hold the
+        same weights.
     saved_at: the iteration of the last checkpoint, or -1.
     """
 
@@ -41,7 +42,7 @@ class RunCheckpoints:
     saver: Saver
     tokenizer: Mapping[str, bytes]
     pulse: Pulse
-    compare_replicas: Callable[[], None]
+    compare_replicas: Callable[[int], None]
     saved_at: int = -1
 
     def load(self, start: Start) -> Loaded | None:
@@ -73,23 +74,24 @@ class RunCheckpoints:
                 f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
                 "Lower --lr, and continue from an earlier checkpoint"
             )
-        self.compare_replicas()
+        self.compare_replicas(iteration)
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
         self.saver.wait(log.line)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
         began = time.perf_counter()
-        snapshot = take_snapshot(
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            progress,
-            data=self.datasets.identity,
-            copy=self.saver.copies,
-            schedule=self.schedule,
-            tokenizer=self.tokenizer,
-        )
-        self.saver.save(snapshot, log.line)
+        with log.slow("saving the checkpoint"):
+            snapshot = take_snapshot(
+                self.config,
+                self.parallel,
+                self.model,
+                self.optimizer,
+                progress,
+                data=self.datasets.identity,
+                copy=self.saver.copies,
+                schedule=self.schedule,
+                tokenizer=self.tokenizer,
+            )
+            self.saver.save(snapshot, log.line)
         if self.saver.copies:
             log.line(
                 f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "

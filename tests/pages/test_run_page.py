@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
 from megatron_lite.pages.figures import AxisRange, number
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
@@ -22,7 +23,6 @@ from megatron_lite.pages.run_files import find_run
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_predictions import predictions
 from megatron_lite.pages.run_record import RunRecord, read_run
-from megatron_lite.pages.run_settings import changed_settings
 from megatron_lite.tools import report
 from megatron_lite.training.run_summary import RunSummary, write_summary
 from megatron_lite.training.tensorboard import ScalarFile

@@ -1,0 +1,138 @@
+"""The totals of one start of a run, and the lines about them at its end."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.step_files import step_directory
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.explain.units import size
+from megatron_lite.training.evaluate import Evaluation
+from megatron_lite.training.iteration_line import RunFacts, clock, mean_loss
+from megatron_lite.training.log_file import log_file_path
+from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.run_summary import RunSummary
+from megatron_lite.training.skipped import skipped_batches_path
+
+LABEL = 13
+LAST = 10  # iterations over which the last loss is a mean
+
+
+@dataclass
+class RunTotals:
+    """Adds up the iterations of one start, and notes its evaluations.
+
+    best: the iteration and the result of the lowest validation loss.
+    """
+
+    facts: RunFacts
+    began: float = field(default_factory=time.monotonic)
+    iterations: int = 0
+    samples: int = 0
+    milliseconds: float = 0.0
+    skipped: int = 0
+    last: list[IterationRecord] = field(default_factory=list)
+    best: tuple[int, Evaluation] | None = None
+
+    def add(self, record: IterationRecord) -> None:
+        """Adds an iteration."""
+        self.iterations += 1
+        self.samples += record.global_batch_size
+        self.milliseconds += record.iteration_ms
+        self.skipped += record.skipped
+        self.last = [*self.last[-(LAST - 1) :], record]
+
+    def evaluated(self, name: str, iteration: int, result: Evaluation) -> None:
+        """Notes a validation loss, if it is the best one so far. A test loss does not count."""
+        better = self.best is None or result.loss < self.best[1].loss
+        if name == "validation" and math.isfinite(result.loss) and better:
+            self.best = (iteration, result)
+
+    def lines(
+        self, config: RunConfig, progress: Progress, summary: RunSummary, *, finished: bool
+    ) -> list[str]:
+        """Returns the lines at the end of the run.
+
+        progress: where the run is. summary: its predictions. finished: whether it is complete.
+        """
+        word = "finished" if finished else "stopped"
+        elapsed = clock(time.monotonic() - self.began)
+        rows = [
+            (
+                f"{word} at iteration {progress.iteration} of {self.facts.num_iterations}: "
+                f"{self.iterations} iterations in {elapsed}, with evaluations and saves"
+            )
+        ]
+        details = [
+            *(self._of_training() if self.last else ()),
+            *_of_memory(self.last, summary),
+            *self._of_files(config, progress),
+        ]
+        return [*rows, *(f"  {label:{LABEL}}{text}" for label, text in details)]
+
+    def _of_training(self) -> Iterator[tuple[str, str]]:
+        seconds, facts = self.milliseconds / 1000.0, self.facts
+        tokens = self.samples * facts.tokens // facts.batch_size
+        share = ""
+        if facts.peak_flops is not None:
+            flops = facts.flops * self.samples / facts.batch_size
+            share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
+        yield (
+            "trained",
+            f"{self.samples:,} samples, {tokens:,} tokens; {tokens / seconds:,.0f} tokens/s{share} "
+            f"in {clock(seconds)} of iterations",
+        )
+        count = len(self.last)
+        mean = "of the last iteration" if count == 1 else f"(mean of the last {count} iterations)"
+        yield "loss", f"{mean_loss(self.last):.4f} {mean}"
+        if self.best is not None:
+            iteration, result = self.best
+            yield (
+                "validation",
+                f"best loss {result.loss:.4f} (perplexity {result.perplexity:.3f}) at iteration "
+                f"{iteration}",
+            )
+
+    def _of_files(self, config: RunConfig, progress: Progress) -> Iterator[tuple[str, str]]:
+        if self.iterations:
+            listed = skipped_batches_path(config) if self.skipped else None
+            yield (
+                "skipped",
+                f"{self.skipped or 'no'} update{'' if self.skipped == 1 else 's'}"
+                + ("" if listed is None else f", listed in {listed}"),
+            )
+        save, logging = config.checkpoint.save, config.logging
+        if save is not None and progress.iteration:
+            yield "checkpoint", str(step_directory(Path(save), progress.iteration))
+        if (log := log_file_path(config)) is not None:
+            yield "log", log
+        if logging.metrics_jsonl is not None:
+            paths = [logging.metrics_jsonl, logging.tensorboard_dir, save]
+            inside = save is not None and log == os.path.join(save, os.path.basename(log or ""))
+            paths += [] if inside else [log]
+            words = dict.fromkeys(path for path in paths if path is not None)
+            yield "report", f"python -m megatron_lite.tools.report {shlex.join(words)}"
+
+
+def _of_memory(last: list[IterationRecord], summary: RunSummary) -> Iterator[tuple[str, str]]:
+    if last and (measured := last[-1].activation_bytes_measured) is not None:
+        predicted = last[-1].activation_bytes_predicted
+        same = "as predicted, to the byte"
+        off = f"{size(predicted or 0)} were predicted"
+        yield (
+            "kept",
+            f"{size(measured)} for backward by one micro-batch, "
+            f"{same if predicted == measured else off}",
+        )
+    told = dict(summary.parts())
+    if last and "peak of a step" not in told:
+        told = {"peak of a step": "not measured; --log-peak-memory measures it", **told}
+    for name, text in told.items():
+        yield name.replace("peak of a step", "peak").replace("time of a step", "step time"), text
