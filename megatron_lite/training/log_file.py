@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
@@ -11,16 +12,28 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.training.appended import AppendedFile
 
 
-def log_file_path(config: RunConfig) -> str | None:
+class LogFilePath(NamedTuple):
+    """The path of the log file, and the flag that decides it."""
+
+    path: str
+    flag: str
+
+
+def log_file_path(config: RunConfig) -> LogFilePath | None:
     """Returns the path of the log file: --log-file, else train.log in the folder of the run.
 
     That is the folder of --save, or else of --tensorboard-dir. Without either the run writes no
     log file, and the result is None.
     """
     if config.logging.log_file is not None:
-        return config.logging.log_file
-    folder = config.checkpoint.save or config.logging.tensorboard_dir
-    return None if folder is None else os.path.join(folder, LOG_FILE)
+        return LogFilePath(config.logging.log_file, "--log-file")
+    for folder, flag in (
+        (config.checkpoint.save, "--save"),
+        (config.logging.tensorboard_dir, "--tensorboard-dir"),
+    ):
+        if folder is not None:
+            return LogFilePath(os.path.join(folder, LOG_FILE), flag)
+    return None
 
 
 class LogFile:
@@ -29,15 +42,15 @@ class LogFile:
     Raises InputError if the file cannot be opened.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, name: LogFilePath) -> None:
+        path = Path(name.path)
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = AppendedFile(Path(path), name=f"the log file {path}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = AppendedFile(path, name=f"the log file {path}")
         except OSError as error:
             raise InputError(
-                f"the log file {path} cannot be written ({error.strerror}): choose another one "
-                "with --log-file"
+                f"{name.flag}: the log file {path} cannot be written ({error.strerror}): choose "
+                "another one with --log-file"
             ) from error
 
     def line(self, text: str) -> str | None:

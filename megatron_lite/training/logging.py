@@ -231,10 +231,10 @@ class RunLog:
 
     def _open_file(self, opening: Sequence[str]) -> None:
         """Opens the log file, or warns if its disk is full. Raises InputError for a wrong path."""
-        if (path := log_file_path(self._run)) is None:
+        if (name := log_file_path(self._run)) is None:
             return
         try:
-            self._file = LogFile(path)
+            self._file = LogFile(name)
         except InputError as error:
             if not _is_full(error):
                 raise

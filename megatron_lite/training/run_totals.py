@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -72,7 +71,7 @@ class RunTotals:
         ]
         details = [
             *(self._of_training() if self.last else ()),
-            *_of_memory(self.last, summary),
+            *_of_memory(self.last, summary, config),
             *self._of_files(config, progress),
         ]
         return [*rows, *(f"  {label:{LABEL}}{text}" for label, text in details)]
@@ -111,28 +110,30 @@ class RunTotals:
         save, logging = config.checkpoint.save, config.logging
         if save is not None and progress.iteration:
             yield "checkpoint", str(step_directory(Path(save), progress.iteration))
-        if (log := log_file_path(config)) is not None:
-            yield "log", log
+        log = log_file_path(config)
+        if log is not None:
+            yield "log", log.path
         if logging.metrics_jsonl is not None:
-            paths = [logging.metrics_jsonl, logging.tensorboard_dir, save]
-            inside = save is not None and log == os.path.join(save, os.path.basename(log or ""))
-            paths += [] if inside else [log]
+            own = log.path if log is not None and log.flag == "--log-file" else None
+            paths = (logging.metrics_jsonl, logging.tensorboard_dir, save, own)
             words = dict.fromkeys(path for path in paths if path is not None)
             yield "report", f"python -m megatron_lite.tools.report {shlex.join(words)}"
 
 
-def _of_memory(last: list[IterationRecord], summary: RunSummary) -> Iterator[tuple[str, str]]:
+def _of_memory(
+    last: list[IterationRecord], summary: RunSummary, config: RunConfig
+) -> Iterator[tuple[str, str]]:
     if last and (measured := last[-1].activation_bytes_measured) is not None:
-        predicted = last[-1].activation_bytes_predicted
-        same = "as predicted, to the byte"
-        off = f"{size(predicted or 0)} were predicted"
-        yield (
-            "kept",
-            f"{size(measured)} for backward by one micro-batch, "
-            f"{same if predicted == measured else off}",
-        )
-    told = dict(summary.parts())
-    if last and "peak of a step" not in told:
-        told = {"peak of a step": "not measured; --log-peak-memory measures it", **told}
-    for name, text in told.items():
-        yield name.replace("peak of a step", "peak").replace("time of a step", "step time"), text
+        predicted = last[-1].activation_bytes_predicted or 0
+        told = "as predicted, to the byte"
+        if predicted != measured:
+            told = f"{size(predicted)} were predicted"
+        yield "kept", f"{size(measured)} for backward by one micro-batch, {told}"
+    parts = dict(summary.parts())
+    if "peak of a step" in parts:
+        yield "peak", parts["peak of a step"]
+    elif last and not config.training.torch_compile:
+        by_flag = " (--log-peak-memory measures it)" if not config.logging.log_peak_memory else ""
+        yield "peak", f"not measured{by_flag}"
+    if "time of a step" in parts:
+        yield "step time", parts["time of a step"]

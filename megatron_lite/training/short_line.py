@@ -1,11 +1,11 @@
 """The short iteration line of the terminal: a row of a table that fits its columns.
 
-    iteration  ms/step  tokens/s    MFU    loss   norm         lr  kept predicted/measured     ETA
-       10/100    325.4     6,295  41.2%  4.9146  2.791  5.782e-04        14.332/14.332 MiB  0:00:29
+    iteration  samples   ms/step    tokens/s    loss   norm        lr  kept predicted/measured
+       10/100      160     325.4       6,295  4.9146  2.791  5.78e-04        14.332/14.332 MiB
 
-`samples` counts all samples so far, and `tokens/s` the tokens of all ranks. `norm` is the gradient
-norm before clipping. A narrow terminal gets fewer columns.
-Megatron's line (training/iteration_line.py) is in the log file.
+The other columns are MFU, if the peak is known, and the time left. `samples` counts all samples so
+far, and `tokens/s` the tokens of all ranks. `norm` is the gradient norm before clipping. A narrow
+terminal gets fewer columns. Megatron's line (training/iteration_line.py) is in the log file.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class ShortLines:
         self._shown = _fitting(
             [
                 _Column("iteration", max(9, counts)),
-                _Column("samples", max(7, len(f"{facts.num_samples:,}"))),
-                _Column("ms/step", 9),
+                _Column("samples", max(7, len(str(facts.num_samples)))),
+                _Column("ms/step", 8),
                 _Column("tokens/s", 10),
                 *([] if facts.peak_flops is None else [_Column("MFU", 6)]),
-                _Column("loss", 8),
+                _Column("loss", 7),
                 _Column("norm", 8),
-                _Column("lr", 9),
+                _Column("lr", 8),
                 _Column(memory, len(memory)),
-                _Column("ETA", 9),
+                _Column("ETA", 8),
             ],
             min(columns, MOST_COLUMNS),
         )
@@ -84,17 +84,18 @@ class ShortLines:
 
     def _values(self, records: list[IterationRecord], peak: PeakMemory | None) -> dict[str, str]:
         facts, last = self._facts, records[-1]
+        ms = sum(one.iteration_ms for one in records) / len(records)
         full_ms = full_batch_ms(records, facts)
         share = utilization(records, facts)
         return {
             "iteration": f"{last.iteration}/{facts.num_iterations}",
-            "samples": f"{last.consumed_samples:,}",
-            "ms/step": f"{sum(one.iteration_ms for one in records) / len(records):,.1f}",
+            "samples": str(last.consumed_samples),
+            "ms/step": f"{ms:,.1f}" if ms < 1e4 else f"{ms:,.0f}",
             "tokens/s": f"{facts.tokens / (full_ms / 1000.0):,.0f}",
             "MFU": f"{share['MFU']:.1f}%" if share else "",
             "loss": f"{mean_loss(records):.4f}",
             "norm": _plain(last.grad_norm),
-            "lr": f"{last.learning_rate:.3e}",
+            "lr": f"{last.learning_rate:.2e}",
             PEAK: "-" if peak is None else _pair(peak.predicted, peak.measured),
             KEPT: _pair(last.activation_bytes_predicted, last.activation_bytes_measured),
             "ETA": eta(last, facts, full_ms),

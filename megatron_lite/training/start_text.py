@@ -51,11 +51,11 @@ def short_settings(config: RunConfig, *, columns: int) -> list[str]:
 
     columns: the longest line. A value may be shortened, and settings that do not fit are counted.
     """
-    path = log_file_path(config)
-    everything = "--dump-config prints all" if path is None else f"all of them: {path}"
+    log = log_file_path(config)
+    everything = "--dump-config prints all" if log is None else f"all of them: {log.path}"
     topics: dict[str, list[str]] = {}
     for setting in changed_settings(config):
-        topics.setdefault(setting.topic, []).append(_shown(setting.words))
+        topics.setdefault(setting.topic, []).append(_shown(setting.words, columns - LABEL))
     lines_each = MOST_LINES
     while True:
         lines = [
@@ -68,12 +68,14 @@ def short_settings(config: RunConfig, *, columns: int) -> list[str]:
         lines_each -= 1
 
 
-def _shown(words: tuple[str, ...]) -> str:
+def _shown(words: tuple[str, ...], columns: int) -> str:
+    """Returns a flag with its values, shortened to `columns` and to a value of 60 characters."""
     flag, *values = words
     text = shlex.join(values)
-    if len(text) > LONGEST_VALUE:
+    longest = min(LONGEST_VALUE, columns - len(flag) - 1)
+    if len(text) > longest:
         count = f" ({len(values)} words)" if len(values) > 2 else ""
-        text = f"{text[: LONGEST_VALUE - 3 - len(count)]}...{count}"
+        text = f"{text[: max(0, longest - 3 - len(count))]}...{count}"
     return f"{flag} {text}" if values else flag
 
 
