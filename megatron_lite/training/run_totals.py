@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,11 +62,10 @@ class RunTotals:
         progress: where the run is. summary: its predictions. finished: whether it is complete.
         """
         word = "finished" if finished else "stopped"
-        elapsed = clock(time.monotonic() - self.began)
         rows = [
             (
-                f"{word} at iteration {progress.iteration} of {self.facts.num_iterations}: "
-                f"{self.iterations} iterations in {elapsed}, with evaluations and saves"
+                f"{word} at iteration {progress.iteration} of {self.facts.num_iterations} after "
+                f"{clock(time.monotonic() - self.began)}, with evaluations and saves"
             )
         ]
         details = [
@@ -85,8 +84,8 @@ class RunTotals:
             share = f", MFU {100.0 * flops / (facts.peak_flops * facts.world_size * seconds):.1f}%"
         yield (
             "trained",
-            f"{self.samples:,} samples, {tokens:,} tokens; {tokens / seconds:,.0f} tokens/s{share} "
-            f"in {clock(seconds)} of iterations",
+            f"{self.samples:,} samples, {tokens:,} tokens in {clock(seconds)}: "
+            f"{tokens / seconds:,.0f} tokens/s{share}",
         )
         count = len(self.last)
         mean = "of the last iteration" if count == 1 else f"(mean of the last {count} iterations)"
@@ -115,9 +114,19 @@ class RunTotals:
             yield "log", log.path
         if logging.metrics_jsonl is not None:
             own = log.path if log is not None and log.flag == "--log-file" else None
-            paths = (logging.metrics_jsonl, logging.tensorboard_dir, save, own)
-            words = dict.fromkeys(path for path in paths if path is not None)
+            others = [path for path in (logging.tensorboard_dir, save, own) if path is not None]
+            words = _paths_of_report(logging.metrics_jsonl, others)
             yield "report", f"python -m megatron_lite.tools.report {shlex.join(words)}"
+
+
+def _paths_of_report(metrics: str, others: Sequence[str]) -> list[str]:
+    """Returns what the report tool needs: the folder of the run if it has one, else each path."""
+    folder = Path(metrics).parent
+    # Another file of metrics could be another run's. A run of the current folder is not alone in it.
+    alone = folder != Path() and list(folder.glob("*.jsonl")) == [Path(metrics)]
+    if alone and all(Path(path).absolute().is_relative_to(folder.absolute()) for path in others):
+        return [str(folder)]
+    return list(dict.fromkeys([metrics, *others]))
 
 
 def _of_memory(
@@ -125,10 +134,10 @@ def _of_memory(
 ) -> Iterator[tuple[str, str]]:
     if last and (measured := last[-1].activation_bytes_measured) is not None:
         predicted = last[-1].activation_bytes_predicted or 0
-        told = "as predicted, to the byte"
+        told = "as predicted to the byte"
         if predicted != measured:
             told = f"{size(predicted)} were predicted"
-        yield "kept", f"{size(measured)} for backward by one micro-batch, {told}"
+        yield "kept", f"{size(measured)} for backward by a micro-batch, {told}"
     parts = dict(summary.parts())
     if "peak of a step" in parts:
         yield "peak", parts["peak of a step"]

@@ -30,7 +30,7 @@ HEADING_EVERY = 25
 KEPT = "kept predicted/measured"
 PEAK = "peak predicted/measured"
 # The columns that a narrow terminal does without, in this order.
-DISPENSABLE = ("samples", "lr", "norm", "MFU", KEPT, PEAK)
+DISPENSABLE = ("samples", KEPT, PEAK, "lr", "norm", "MFU")
 
 
 class _Column(NamedTuple):
