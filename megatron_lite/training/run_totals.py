@@ -122,7 +122,7 @@ class RunTotals:
 def _paths_of_report(metrics: str, others: Sequence[str]) -> list[str]:
     """Returns what the report tool needs: the folder of the run if it has one, else each path."""
     folder = Path(metrics).parent
-    # Another file of metrics could be another run's. A run of the current folder is not alone in it.
+    # Another file of metrics could be another run's. The current folder may hold anything.
     alone = folder != Path() and list(folder.glob("*.jsonl")) == [Path(metrics)]
     if alone and all(Path(path).absolute().is_relative_to(folder.absolute()) for path in others):
         return [str(folder)]

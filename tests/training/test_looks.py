@@ -21,7 +21,7 @@ from megatron_lite.training.short_line import HEADING_EVERY, ShortLines
 from megatron_lite.training.slow_work import told_if_slow
 from megatron_lite.training.start_text import MOST_LINES, arguments_table, short_settings
 from tests.support.limits import HANG_S
-from tests.support.runs import run_to_end, tiny_run
+from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 from tests.training.test_logging import FACTS, record
 
 # A run of a trillion parameters: every number has as many digits as it can have.
@@ -218,7 +218,8 @@ def test_the_last_lines_say_what_the_run_did(
     assert f"  checkpoint   {saved}/iter_0000004\n  log          {saved}/train.log\n" in text
     assert text.endswith(f"tools.report {tmp_path}\n")
     (tmp_path / "of_another_run.jsonl").write_text("")
-    run_to_end(finished_run(tmp_path / "."))
+    again = finished_run(tmp_path)
+    run_to_end(with_checkpoint(again, save=str(saved), load=str(saved)))
     assert capsys.readouterr().out.endswith(f"tools.report {tmp_path}/m.jsonl {saved}\n")
 
 
