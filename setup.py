@@ -17,7 +17,6 @@ setup(
         "megatron_lite.plan": ["machines/*.json"],
         "megatron_lite.pages": ["*.css", "*.js"],
     },
-    py_modules=["arguments", "pretrain_gpt"],
     install_requires=[
         "torch>=2.6",
         "numpy",

@@ -41,7 +41,7 @@ MOST_UPDATES = 10**9 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """How far the run had come, how it was split over ranks, and which data it read.
+    """The progress of a saved run, its layout over ranks, and the data that it read.
 
     tp_size, dp_size, pp_size, cp_size: the sizes of the parallel axes.
     num_updates: how many updates the optimizer had made.

@@ -1,4 +1,4 @@
-"""The flags of a configuration: the inverse of arguments.py. Standard library only.
+"""The flags of a configuration: the inverse of cli/arguments/. Standard library only.
 
 A field's flag is its name with dashes. OFF_SWITCHES has the exceptions: the flags that turn a field
 off. tests/config/test_command_line.py compares all of them with the parser.
@@ -33,7 +33,7 @@ def flag_of(field: str) -> str:
 
 
 def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
-    """Returns the words of a command line that arguments.py parses to an equal configuration.
+    """Returns the words of a command line that `parse_args` parses to an equal configuration.
 
     Fields with their default values are left out, and so are the fields in `without`.
     """

@@ -36,7 +36,7 @@ class Only(NamedTuple):
     reason: str
 
 
-class Rule(NamedTuple):
+class KeyRule(NamedTuple):
     """A fact of a model that is not one key.
 
     read: sets fields from a config, in a dict. It returns notes about what changes no size and
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     keys: tuple[str, ...]
 
 
-class Family(NamedTuple):
+class FamilyKeys(NamedTuple):
     """One model_type.
 
     architecture: the class of transformers that holds the model with its head.
@@ -62,7 +62,7 @@ class Family(NamedTuple):
     keys: Mapping[str, Key]
     only: Mapping[str, Only]
     fields: Mapping[str, Any]
-    rules: tuple[Rule, ...]
+    rules: tuple[KeyRule, ...]
 
 
 REQUIRED = object()

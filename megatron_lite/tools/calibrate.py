@@ -41,7 +41,7 @@ RENDEZVOUS = datetime.timedelta(seconds=120)
 
 
 class Effort(NamedTuple):
-    """How much is measured. seconds: the time of each single measurement."""
+    """The extent of the measurements. seconds: the time of each single one."""
 
     seconds: float
     shapes: tuple[tuple[int, int, int], ...]

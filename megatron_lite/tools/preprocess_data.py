@@ -37,7 +37,8 @@ from megatron_lite.config.data_settings import (
     TOKENIZER_TYPES,
     TokenizerConfig,
 )
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status

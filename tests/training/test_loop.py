@@ -327,7 +327,7 @@ def test_a_split_without_documents_is_said(
 ) -> None:
     import numpy as np
 
-    from megatron_lite.data.indexed import IndexedDatasetWriter
+    from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 
     with IndexedDatasetWriter(str(tmp_path / "data"), np.dtype(np.uint16)) as writer:
         for document in range(12):
