@@ -22,6 +22,7 @@ from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
 from megatron_lite.config.optimizer_settings import OPTIMIZERS
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training.start_text import arguments_table
 from tests.support.pairs import sampled
 
 ROOT = Path(__file__).resolve().parent.parent

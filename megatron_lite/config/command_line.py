@@ -43,8 +43,13 @@ def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
             if value != field.default and field.name not in without:
-                words += [flag_of(field.name), *_words(field.name, value)]
+                words += flag_words(field.name, value)
     return words
+
+
+def flag_words(field: str, value: Any) -> list[str]:
+    """Returns the words of a command line that give the field this value, not its default."""
+    return [flag_of(field), *_words(field, value)]
 
 
 def _words(field: str, value: Any) -> list[str]:
