@@ -577,8 +577,8 @@ def _add_recompute_arguments(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--activation-memory-budget",
         float,
-        "under --torch-compile: the share of its activations, 0 to 1, that a "
-        "compiled layer may keep for backward",
+        "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
+        "it keeps for backward: at most this share of its activations, 0 to 1",
     )
     group.off_switch(
         "--no-recompute-tail-skip",
@@ -705,7 +705,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
         "each checkpoint",
     )
     group.switch(
-        "--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)"
+        "--torch-compile",
+        "compile norms, activations, rotary embedding and dropout with torch's compiler; with "
+        "--activation-memory-budget each layer as a whole, at one rank per layer",
     )
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
 

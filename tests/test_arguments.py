@@ -92,8 +92,9 @@ FAULTS = [
         "--overlap-param-gather needs --overlap-grad-reduce",
     ),
     (
-        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile",
-        "--overlap-param-gather cannot go with --torch-compile",
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile "
+        "--activation-memory-budget 0.5",
+        "--overlap-param-gather cannot go with --activation-memory-budget",
     ),
     (
         "--torch-fsdp2-no-reshard-after-forward",
@@ -269,10 +270,11 @@ FAULTS = [
         ),
     ),
     (
-        "--context-parallel-size 2 --attention-dropout 0 --torch-compile",
+        "--context-parallel-size 2 --attention-dropout 0 --torch-compile "
+        "--activation-memory-budget 0.5",
         (
-            "--torch-compile needs --context-parallel-size 1 (got 2): every collective would end a "
-            "compiled graph"
+            "--activation-memory-budget needs --context-parallel-size 1 (got 2): every collective "
+            "would end a graph of a compiled layer"
         ),
     ),
     (

@@ -72,7 +72,7 @@ class Trainer:
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
     activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
-        and under --torch-compile.
+        and if the compiler decides what layers keep (--activation-memory-budget).
     """
 
     config: RunConfig
@@ -256,7 +256,7 @@ class Trainer:
             timed=self._timers,
             rules=self.rules,
         )
-        measured = self.activation_bytes is not None or self.config.training.torch_compile
+        measured = self.activation_bytes is not None or self.config.compiles_layers
         meter = (
             None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
         )

@@ -107,7 +107,7 @@ class Predictions:
         )
 
     def _can_measure(self) -> bool:
-        if self._config.training.torch_compile:  # the compiler decides what is kept
+        if self._config.training.torch_compile:  # the temporaries of compiled code are not known
             return False
         return self._parallel.device.type == "cuda" or self._config.logging.log_peak_memory
 
