@@ -33,7 +33,7 @@ class FirstSteps:
 
     def observer(self) -> Observer:
         """Returns the observer of the step that begins now."""
-        if self.activation_bytes is None and not self._config.training.torch_compile:
+        if self.activation_bytes is None and not self._config.compiles_layers:
             self._meter = ActivationMeter(thorough=self._config.recompute.recompute_verify)
             return self._meter
         if self.timeline_is_due:
