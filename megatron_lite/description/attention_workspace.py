@@ -27,19 +27,14 @@ def split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: 
     """Returns the workspace of the split of linear_qkv's output into query, key and value.
 
     Each of the three is a view or a copy (model/attention.py). If all are copies, linear_qkv's
-    output is freed. Backward writes each gradient into zeros as large as that output, and adds
-    them up in place.
+    output is freed. Backward joins the three gradients.
     """
     whole = heads.query + 2 * heads.kv
     copied_later = model.norm_impl == "apex" if model.qk_layernorm else rotary
     copies = [heads.query] if grouped else []
     copies += [heads.kv] if grouped and not copied_later else []
     copies += [heads.kv] if grouped or copied_later else []
-    value, key, query = heads.kv, heads.kv, heads.query
-    return Workspace(
-        course(*copies, -whole if len(copies) == 3 else 0),
-        course(+whole, -value, +whole, -key, -whole, +whole, -query, -whole),
-    )
+    return Workspace(course(*copies, -whole if len(copies) == 3 else 0), course(+whole, -whole))
 
 
 def norms_workspace(

@@ -102,16 +102,35 @@ class SelfAttention(nn.Module):
         contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
         beside that copy, so the tensors that nothing copies later become contiguous here.
         """
-        s, b, _ = qkv.shape
-        q, d = self.queries_per_group, self.config.head_dim
-        grouped = qkv.view(s, b, self.groups, q + 2, d)
-        query = grouped[..., :q, :].reshape(s, b, self.groups * q, d)
-        key = grouped[..., q, :]
-        value = grouped[..., q + 1, :]
+        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.config.head_dim)
         copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
-        if q > 1:
+        if self.queries_per_group > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value
+
+
+class _SplitHeads(torch.autograd.Function):
+    """[s, b, g/t (q + 2) d] -> query [s, b, g/t q, d], key and value [s, b, g/t, d]. Keeps nothing.
+
+    The results are views, except for a query that has to be regrouped. Backward joins the three
+    gradients in one pass. Autograd would write each of them into zeros as large as the input, and
+    add these tensors up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, queries_per_group: int, d: int) -> tuple[Tensor, ...]:
+        ctx.queries_per_group = queries_per_group
+        grouped = qkv.unflatten(-1, (-1, queries_per_group + 2, d))  # [s, b, g/t, q + 2, d]
+        query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
+        return query.flatten(2, 3), key, value
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, None, None]:
+        queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))
+        whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
+        return whole.flatten(2), None, None
 
 
 class CoreAttention(nn.Module):
