@@ -17,10 +17,11 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.context_parallel.attention_kernels import has_kernel
+from megatron_lite.context_parallel.attention_kernels import has_kernel, in_autocast_dtype
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.all_heads_norm import AllHeadsNorm
+from megatron_lite.model.causal_blocks import attends_in_blocks, causal_attention
 from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
@@ -233,6 +234,10 @@ class CoreAttention(nn.Module):
                     document_starts=document_starts,
                 ).flatten(2)
             mask = attention_mask(query, limit, document_starts)
+        elif dropout_p == 0.0:
+            query, key, value = in_autocast_dtype(query, key, value)
+            if attends_in_blocks(query):
+                return causal_attention(query, key, value, scale=self.scale).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             attended = F.scaled_dot_product_attention(
