@@ -24,6 +24,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.config.parallel import SHARED_REGION_BYTES
 from megatron_lite.parallel.shared_transfers import (
     COMBINES,
     DTYPES,
@@ -42,8 +44,8 @@ from megatron_lite.parallel.shared_transfers import (
 )
 from megatron_lite.parallel.waiting import WAITING
 
-SLOTS, SLOT_BYTES = 8, 2**20
-REGION_BYTES = SLOTS * SLOT_BYTES
+SLOTS = 8
+SLOT_BYTES = SHARED_REGION_BYTES // SLOTS
 # A rank tries this long before it sleeps. To be woken takes tens of microseconds on a virtual
 # machine. It gives its core away between two tries, so that another rank may run there.
 SPIN_S = 100e-6
@@ -67,8 +69,8 @@ class Channel:
 
     rank, size: this rank's place in the group, and the size of the group.
     timeout: limit in seconds for one wait for another rank.
-
-    regions: the region of every rank, uint8 [REGION_BYTES], in rank order; this rank's is writable.
+    regions: the region of every rank in rank order, uint8 [SHARED_REGION_BYTES]. This rank's region
+        is writable.
     sockets: the sockets to every rank, in rank order; None is this rank.
     """
 
@@ -118,9 +120,7 @@ class Channel:
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Begins to overwrite contiguous `tensor` with that of rank `source` of the group."""
-        return self._begin(
-            Broadcast(tensor, rank=self.rank, source=source, slot_bytes=SLOT_BYTES)
-        )
+        return self._begin(Broadcast(tensor, rank=self.rank, source=source, slot_bytes=SLOT_BYTES))
 
     def _begin(self, transfer: Transfer) -> Pending:
         self.start(transfer)
@@ -218,11 +218,11 @@ class Channel:
 
     def _tell(self, signature: int) -> None:
         message = MESSAGE.pack(self._collected % COUNTS, signature)
-        for other, one in self._sockets.items():
-            try:
-                one.send(message)
-            except OSError as error:
-                raise self._lost(other, error) from error
+        for one in self._sockets.values():
+            # A rank whose part was done may have ended in good order. If this rank still needs a
+            # message of it, the wait for that message fails.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                one.send(message, socket.MSG_NOSIGNAL)
         self._told = self._collected
 
     def _hear(self, other: int) -> None:

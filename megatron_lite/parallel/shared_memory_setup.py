@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.config.parallel import SHARED_REGION_BYTES
 from megatron_lite.parallel.collectives import all_gather_bytes
-from megatron_lite.parallel.shared_memory import CHANNELS, REGION_BYTES, Channel
+from megatron_lite.parallel.shared_memory import CHANNELS, Channel
 
 CONNECT_S = 60.0  # the limit for one step of a connection; both ranks have arrived before
 HELLO = struct.Struct("<I16s")  # a rank, and its secret
@@ -75,7 +76,7 @@ def open_channel(
         fault, secret, name = "", secrets.token_hex(8), ""
         try:
             memory = made.enter_context(_new_memory())
-            listener = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listener.bind("\0megatron_lite." + secrets.token_hex(16))
             listener.listen(group.size())
             name = listener.getsockname()[1:].decode()
@@ -126,13 +127,13 @@ def _fault_of(offers: Sequence[Mapping[str, str]]) -> str:
 
 @contextmanager
 def _new_memory() -> Iterator[int]:
-    """Yields the file descriptor of REGION_BYTES of memory without a name, and closes it.
+    """Yields the file descriptor of SHARED_REGION_BYTES of memory without a name, and closes it.
 
     Raises OSError if the memory is not available now. No later write can fail.
     """
     descriptor = os.memfd_create("megatron_lite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(descriptor, 0, REGION_BYTES)
+        os.posix_fallocate(descriptor, 0, SHARED_REGION_BYTES)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         yield descriptor
     finally:
@@ -148,7 +149,7 @@ def _connect(
     """Fills `sockets` with a connection to every other rank. The lower of two ranks listens."""
     rank = group.rank()
     for other in range(rank):
-        one = sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one = sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         one.settimeout(CONNECT_S)
         one.connect("\0" + offers[other]["name"])
         one.send(HELLO.pack(rank, offers[rank]["secret"].encode()))
@@ -191,8 +192,8 @@ def _exchange_memory(rank: int, memory: int, sockets: Sockets) -> list[Tensor]:
 
 
 def _mapped(descriptor: int, protection: int) -> Tensor:
-    """Returns the memory as uint8 [REGION_BYTES], which is unmapped with the last tensor of it."""
-    mapped = mmap.mmap(descriptor, REGION_BYTES, prot=protection)
+    """Returns the memory as uint8 [SHARED_REGION_BYTES]. It is unmapped with its last tensor."""
+    mapped = mmap.mmap(descriptor, SHARED_REGION_BYTES, prot=protection)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -141,16 +141,15 @@ class ReduceScatter(_Chunked):
         first, last = self._span(chunk)
         size = len(self._rows)
         views = [
-            self._view(slot, size * (last - first)).view(size, last - first)[self._rank] for slot in slots
+            self._view(slot, size * (last - first)).view(size, last - first)[self._rank]
+            for slot in slots
         ]
         if size == 2:
             mine = self._rows[self._rank, first:last]
             torch.add(mine, views[1 - self._rank], out=self._own[first:last])
             return
         before = self._rank * self._length  # elements of the parts of lower ranks
-        for start, stop, ranks in stretches(
-            before + first, before + last, self._order, size
-        ):
+        for start, stop, ranks in stretches(before + first, before + last, self._order, size):
             start, stop = start - before, stop - before
             _combine_into(
                 self._own[start:stop],
