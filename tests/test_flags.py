@@ -65,6 +65,7 @@ MEGATRON: tuple[tuple[Any, ...], ...] = (
     ("--context-parallel-size", int, 1, "2"),
     ("--cp-comm-type", str, ["p2p"], "allgather"),
     ("--distributed-backend", str, "nccl", "gloo"),
+    ("--no-shared-memory-collectives", OFF, True),
     ("--distributed-timeout-minutes", int, 10, "3"),
     ("--distributed-timeout-seconds-after-init", int, None, "30"),
     ("--overlap-grad-reduce", ON, False),
