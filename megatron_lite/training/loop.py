@@ -322,7 +322,8 @@ class Trainer:
         if self._timeline_is_due:
             self._timeline_is_due = False
             return TimelineRecorder(
-                self.config.logging.memory_timeline if self.parallel.rank == 0 else None
+                self.config.logging.memory_timeline if self.parallel.rank == 0 else None,
+                self.config,
             )
         return Observer()
 

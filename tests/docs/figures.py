@@ -1,0 +1,5 @@
+"""x"""
+
+TEXTS = {}
+FIGURES = {}
+PICTURES = {}
