@@ -23,6 +23,9 @@ def made(block: Block) -> str:
     """Returns the text that a generated block should have."""
     if block.kind == "output of":
         return outputs.kept(outputs.output(block.value), block.settings)
+    if block.kind == "printed":
+        program = [one for one in blocks(block.page) if one.start < block.start][-1]
+        return outputs.kept(outputs.printed(program.text), block.settings)
     if block.kind == "record":
         return outputs.kept(outputs.record(block.value), block.settings)
     return figures.TEXTS[block.value]().rstrip("\n")
@@ -30,7 +33,7 @@ def made(block: Block) -> str:
 
 def is_quick(block: Block) -> bool:
     """Whether the text is made without a command."""
-    return block.kind in GENERATED and block.kind != "output of"
+    return block.kind in ("record", "made by")
 
 
 def remade(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from tests.support.limits import HANG_S
 RECORDS = ROOT / "docs" / "records"
 # Runs that take long. `python -m tests.docs.generate --record NAME` writes docs/records/NAME.txt.
 COMMANDS = {
-    "quickstart": "bash examples/quickstart.sh --output work",
+    "quickstart": "bash examples/quickstart.sh",
     "peak": (
         "python pretrain_gpt.py --num-layers 8 --hidden-size 256 --num-attention-heads 8"
         " --seq-length 512 --max-position-embeddings 512 --micro-batch-size 4 --global-batch-size 4"
@@ -32,7 +31,6 @@ COMMANDS = {
         " --dry-run-ranks 0"
     ),
 }
-OUTPUT_LINES = 20_000
 
 
 @contextmanager
@@ -76,6 +74,14 @@ def output(command: str) -> str:
         return run(command, where)
 
 
+@lru_cache
+def printed(program: str) -> str:
+    """Returns what a Python program prints."""
+    with folder() as where:
+        Path(where, "program.py").write_text(program, encoding="utf-8")
+        return run("python program.py", where)
+
+
 def record(name: str) -> str:
     """Returns the output in docs/records. Its first line must have the command of COMMANDS."""
     first, _, text = (RECORDS / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
@@ -85,17 +91,17 @@ def record(name: str) -> str:
 
 
 def write_record(name: str) -> None:
-    """Runs the command of a record, in minutes, and writes the record."""
+    """Runs the command of a record, in minutes, and writes the record.
+
+    The quickstart runs in the repository itself, whose environment it uses. OUTPUT names the folder
+    for its files.
+    """
     with folder() as where:
-        text = run(COMMANDS[name], where, timeout=3600)
-        for extra in where.iterdir():
-            if not extra.is_symlink() and extra.is_dir():
-                shutil.rmtree(extra)
-    lines = text.splitlines()[:OUTPUT_LINES]
+        os.environ["OUTPUT"] = str(where / "runs" / "quickstart")
+        text = run(COMMANDS[name], ROOT if name == "quickstart" else where, timeout=3600)
+    text = text.replace(f"{where}/", "")
     RECORDS.mkdir(exist_ok=True)
-    (RECORDS / f"{name}.txt").write_text(
-        "\n".join([f"$ {COMMANDS[name]}", *lines]) + "\n", encoding="utf-8"
-    )
+    (RECORDS / f"{name}.txt").write_text(f"$ {COMMANDS[name]}\n{text}\n", encoding="utf-8")
 
 
 def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
@@ -117,7 +123,7 @@ def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
         shown: list[str] = []
         last = 0
         for start, stop in ranges:
-            shown += ["..."] * (start > last) + lines[start:stop]
+            shown += ["..."] * (start > last > 0) + lines[start:stop]
             last = stop
         lines = shown + ["..."] * (last < len(lines))
     for key, value in settings:
