@@ -1,13 +1,13 @@
 """The texts, figures and pictures of the pages that are made of results and of the package itself.
 
 TEXTS has the functions that a mark `made by: NAME` names, FIGURES those of `<!--=NAME-->`, and
-PICTURES those that make a file. All are quick: they read results in JSON and run no command.
+FILES those that make a whole file. All are quick: they read results in JSON and run no command.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from arguments import build_parser
 from megatron_lite.config import policy
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.model import ModelConfig
@@ -26,6 +27,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
+from megatron_lite.pipeline.order import orders
 from megatron_lite.plan.plan_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs.layer_drawing import layer_svg
@@ -197,6 +199,68 @@ def grammar() -> str:
     return textwrap.dedent(found)
 
 
+def schedule() -> str:
+    """Returns the drawing of a 1F1B pipeline: the lists of pipeline/order.py, simulated."""
+    size, number = 4, 6
+    lists = orders(size=size, num_microbatches=number)
+    ends: dict[tuple[int, str, int], int] = {}
+    rows, done = [""] * size, [0] * size
+    while any(done[rank] < len(lists[rank]) for rank in range(size)):
+        for rank in range(size):
+            if done[rank] == len(lists[rank]):
+                continue
+            action = lists[rank][done[rank]]
+            forward = action.kind == "forward"
+            other = rank - 1 if forward else rank + 1
+            needed = (other, action.kind, action.microbatch)
+            if not 0 <= other < size:
+                needed = (rank, "forward", action.microbatch)
+            own = forward and rank == 0
+            if not own and needed not in ends:
+                continue
+            start = max(len(rows[rank]), 0 if own else ends[needed])
+            letter = str(action.microbatch) if forward else 2 * "abcdef"[action.microbatch]
+            rows[rank] = rows[rank].ljust(start, ".") + letter
+            ends[rank, action.kind, action.microbatch] = len(rows[rank])
+            done[rank] += 1
+    longest = max(map(len, rows))
+    return "\n".join(
+        [
+            f"PP {size}, {number} micro-batches. A digit is a forward, a letter a backward, which "
+            "takes twice as long",
+            *(f"rank {rank}   {row.ljust(longest, '.')}" for rank, row in enumerate(rows)),
+        ]
+    )
+
+
+def flags_page() -> str:
+    """Returns docs/flags.md: every flag of the launcher, by the groups of its --help."""
+    parser = build_parser()
+    lines = [
+        "# Flags",
+        "",
+        "This page is made from the parser of `pretrain_gpt.py`. Names, types and defaults are "
+        "Megatron's",
+        "wherever Megatron has the flag. `python pretrain_gpt.py --help ignored` lists flags of "
+        "Megatron that",
+        "change no result here, and `--help refused` those that are not supported, each with the "
+        "reason.",
+    ]
+    for group in parser._action_groups:
+        actions = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
+        if not actions or group.title in ("options", "positional arguments"):
+            continue
+        title = group.title or ""
+        lines += ["", f"## {title[:1].upper()}{title[1:]}", ""]
+        lines += ["| flag | meaning |", "|---|---|"]
+        for action in actions:
+            names = ", ".join(f"`{name}`" for name in action.option_strings)
+            text = " ".join(str(action.help or "").replace("%%", "%").split())
+            text = text.replace("%(default)s", str(action.default))
+            lines.append(f"| {names} | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |")
+    return "\n".join(lines) + "\n"
+
+
 # Other results
 
 
@@ -208,16 +272,6 @@ def worst_peak() -> str:
 def peak_rows() -> str:
     """Returns the number of measured peaks."""
     return str(len(result("memory")["rows"]))
-
-
-def step_ratio(dtype: str, dropout: float) -> str:
-    """Returns the time of a step of every layer's recomputation over that without."""
-    (row,) = [
-        one
-        for one in result("recompute_tp1")["rows"]
-        if (one["engine"], one["dtype"], one["dropout"]) == ("uniform 1", dtype, dropout)
-    ]
-    return f"{row['time_ratio'][0]:.2f}"
 
 
 LAYOUTS = (
@@ -255,17 +309,6 @@ def any_model(what: str) -> str:
     }[what]
 
 
-def logged(pattern: str) -> Callable[[], str]:
-    """Returns a function that finds a figure in the record of the quickstart."""
-
-    def found() -> str:
-        from tests.docs.outputs import record
-
-        return re.findall(pattern, record("quickstart"))[-1]
-
-    return found
-
-
 def picture_of_memory() -> str:
     """Returns the picture of the README, as tools/plot_memory makes it."""
     import matplotlib
@@ -285,24 +328,19 @@ TEXTS: dict[str, Callable[[], str]] = {
     "costs": costs,
     "regions": regions_table,
     "layouts": layouts_table,
-}
-ENGINES = {
-    "ours": "ours, `full`",
-    "torch": "torch, non-reentrant",
-    "torch-reentrant": "torch, reentrant",
-    "transformers": "transformers",
+    "schedule": schedule,
 }
 FIGURES: dict[str, Callable[[], str]] = {
     "situations": situations,
     "worst-peak": worst_peak,
     "peak-rows": peak_rows,
-    "full-time": partial(step_ratio, "float32", 0.0),
-    "validation-loss": logged(r"validation loss +([\d.]+) nats"),
-    **{f"right.{short}": partial(right, name) for short, name in ENGINES.items()},
-    **{f"wrong.{short}": partial(wrong, name) for short, name in ENGINES.items()},
+    "right.ours": partial(right, "ours, `full`"),
+    "right.torch": partial(right, "torch, non-reentrant"),
+    "wrong.torch": partial(wrong, "torch, non-reentrant"),
     **{f"any-model.{what}": partial(any_model, what) for what in ("least", "none", "ratios")},
 }
-PICTURES: dict[Path, Callable[[], str]] = {
+FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,
     ROOT / "docs" / "pictures" / "layer.svg": lambda: layer_svg(drawn_run()),
+    ROOT / "docs" / "flags.md": flags_page,
 }

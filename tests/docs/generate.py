@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"written: {page.relative_to(ROOT)}")
         elif found:
             print(found)
-    for path, make in figures.PICTURES.items():
+    for path, make in figures.FILES.items():
         text = make()
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale += 1

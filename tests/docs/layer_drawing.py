@@ -104,8 +104,8 @@ def layer_svg(config: RunConfig) -> str:
     out.append(
         f'<text class="small" x="{NAMES + 12}" y="{height - 14}">MiB on one GPU: hidden size '
         f"{config.model.hidden_size:,}, {tokens}, tensor- and sequence-parallel {sizes.tp_size}, "
-        "bf16, hidden dropout 0.1, flash attention. A bar stands at the first operation that keeps the "
-        "tensor.</text>"
+        "bf16, hidden dropout 0.1, flash attention. A bar stands at the first operation that "
+        "keeps the tensor.</text>"
     )
     return "\n".join([*out, "</svg>", ""])
 

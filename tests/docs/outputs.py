@@ -21,14 +21,14 @@ RECORDS = ROOT / "docs" / "records"
 COMMANDS = {
     "quickstart": "bash examples/quickstart.sh",
     "peak": (
-        "python pretrain_gpt.py --num-layers 8 --hidden-size 256 --num-attention-heads 8"
-        " --seq-length 512 --max-position-embeddings 512 --micro-batch-size 4 --global-batch-size 4"
-        " --train-iters 3 --lr 1e-3 --mock-data --vocab-size 4096 --log-peak-memory"
-        " --log-interval 1 --distributed-backend gloo"
+        "python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8"
+        " --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 --global-batch-size 4"
+        " --train-iters 2 --lr 1e-3 --mock-data --vocab-size 4095 --log-peak-memory"
+        " --eval-iters 0 --log-interval 1 --distributed-backend gloo"
     ),
-    "dry_run_70b": (
-        "bash examples/large/llama3_70b.sh --dry-run-memory --dry-run-world-size 64"
-        " --dry-run-ranks 0"
+    "dry_run": (
+        "NPROC_PER_NODE=1 bash examples/large/llama3_8b.sh --dry-run-memory"
+        " --dry-run-world-size 8 --dry-run-ranks 0 --dry-run-device cpu"
     ),
 }
 

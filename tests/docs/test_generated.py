@@ -28,9 +28,9 @@ def test_what_commands_print_is_not_stale(page: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", figures.PICTURES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", figures.FILES, ids=lambda path: path.name)
 def test_a_picture_is_not_stale(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == figures.PICTURES[path]()
+    assert path.read_text(encoding="utf-8") == figures.FILES[path]()
 
 
 def test_every_block_has_a_mark_that_fits_it() -> None:
@@ -67,7 +67,7 @@ def test_every_function_and_record_is_used() -> None:
     inline = {name for page in PAGES for name, _ in INLINE.findall(page.read_text())}
     assert inline == set(figures.FIGURES)
     shown = "".join(page.read_text() for page in PAGES)
-    assert all(path.relative_to(ROOT).name in shown for path in figures.PICTURES)
+    assert all(path.relative_to(ROOT).name in shown for path in figures.FILES)
 
 
 def test_the_readme_is_short() -> None:
@@ -86,7 +86,7 @@ def test_a_stale_figure_and_a_stale_block_are_shown_and_mended(
     )
     monkeypatch.setattr("tests.docs.generate.ROOT", tmp_path)
     monkeypatch.setattr("tests.docs.marks.ROOT", tmp_path)
-    monkeypatch.setattr("tests.docs.figures.PICTURES", {})
+    monkeypatch.setattr("tests.docs.figures.FILES", {})
     assert main(["--check", str(page)]) == 1
     shown = capsys.readouterr().out
     assert "-| old |" in shown and "+Of <!--=situations-->66<!--/--> rows:" in shown
