@@ -39,7 +39,7 @@ class FirstSteps:
         if self.timeline_is_due:
             self.timeline_is_due = False
             path = self._config.logging.memory_timeline
-            return TimelineRecorder(path if self._parallel.rank == 0 else None)
+            return TimelineRecorder(path if self._parallel.rank == 0 else None, self._config)
         return Observer()
 
     def compare(self, log: RunLog) -> None:
