@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
+import tempfile
 from itertools import zip_longest
 from pathlib import Path
 
@@ -57,15 +59,14 @@ def main() -> None:
     """Walks through the kinds, and prints on rank 0."""
     dist.init_process_group("gloo")
     for kind, flags in KINDS.items():
-        lines, log = one_step(flags.split())
+        lines, loss = one_step(flags.split())
         shapes = everywhere("\n".join(lines))
-        losses = re.findall(r"lm loss: (\S+)", "".join(everywhere(log)))
         if dist.get_rank() == 0:
             print(f"{kind}: {flags or 'no flag'}")
             row("rank 0", "rank 1")
             for left, right in zip_longest(*(text.splitlines() for text in shapes), fillvalue=""):
                 row(left, right)
-            print(f"    loss {float(losses[0]):.4f}\n")
+            print(f"    loss {loss:.4f}\n")
     dist.destroy_process_group()
 
 
@@ -79,18 +80,19 @@ def everywhere(text: str) -> list[str]:
     return [data.decode() for data in all_gather_bytes(text.encode(), dist.group.WORLD)]
 
 
-def one_step(flags: list[str]) -> tuple[list[str], str]:
-    """Trains one step. Returns what this rank has seen, and the log."""
-    config = parse_args([*MODEL.split(), *flags]).config
+def one_step(flags: list[str]) -> tuple[list[str], float]:
+    """Trains one step. Returns what this rank has seen, and on rank 0 the loss."""
     seen: list[str] = []
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as log,
-        parallel_state(config.parallel, seed=config.training.seed, run=config) as parallel,
-    ):
-        trainer = build_trainer(config, parallel)
-        watch(trainer.model, seen)
-        trainer.run()
-    return seen, log.getvalue()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        metrics = Path(folder, "metrics.jsonl")
+        config = parse_args([*MODEL.split(), *flags, "--metrics-jsonl", str(metrics)]).config
+        with parallel_state(config.parallel, seed=config.training.seed, run=config) as parallel:
+            trainer = build_trainer(config, parallel)
+            watch(trainer.model, seen)
+            trainer.run()
+        if dist.get_rank() > 0:
+            return seen, 0.0
+        return seen, json.loads(metrics.read_text())["lm_loss"]
 
 
 def watch(model: nn.Module, seen: list[str]) -> None:

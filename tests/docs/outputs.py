@@ -17,6 +17,8 @@ from tests.support.commands import environment
 from tests.support.limits import HANG_S
 
 RECORDS = ROOT / "docs" / "records"
+# The command that an installation makes: tests may run without one.
+INSTALLED = 'megatron-lite() { python -m megatron_lite "$@"; }; '
 # Runs that take long. `python -m tests.docs.generate --record NAME` writes docs/records/NAME.txt.
 COMMANDS = {
     "quickstart": "bash examples/quickstart.sh",
@@ -50,7 +52,7 @@ def run(command: str, where: Path, *, timeout: float = HANG_S) -> str:
     """
     python = Path(sys.executable).parent
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
+        ["bash", "-euo", "pipefail", "-c", INSTALLED + command],
         cwd=where,
         env=environment(
             PYTHONPATH=str(ROOT), PATH=f"{python}{os.pathsep}{os.environ['PATH']}", COLUMNS="100"
@@ -62,6 +64,7 @@ def run(command: str, where: Path, *, timeout: float = HANG_S) -> str:
         check=False,
     )
     text = done.stdout.replace(f"{where.resolve()}/", "").replace(f"{ROOT}/", "")
+    text = text.replace(str(ROOT), ".")
     if done.returncode > 1 or "Traceback" in text:
         raise RuntimeError(f"{command}\nended with status {done.returncode}:\n{text}")
     return "\n".join(line.rstrip() for line in text.splitlines())

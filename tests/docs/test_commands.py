@@ -34,7 +34,7 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
 
 
 def test_enough_commands_run() -> None:
-    assert sum(map(len, RUN.values())) >= 8
+    assert sum(map(len, RUN.values())) >= 5
 
 
 def test_the_flags_of_the_launcher_exist_on_every_page() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.docs.generate import difference, is_quick, main
 from tests.docs.marks import COMMANDS, GENERATED, INLINE, PAGES, ROOT, blocks
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-NAMES = [page.name for page in PAGES]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -45,6 +46,18 @@ def test_every_block_has_a_mark_that_fits_it() -> None:
     assert wrong == []
 
 
+def test_what_stands_above_its_output_is_the_command_of_the_output() -> None:
+    above = [
+        (block, following)
+        for block, following in pairwise(BLOCKS)
+        if block.value == "its output is below"
+    ]
+    assert len(above) >= 3
+    for block, following in above:
+        assert following.kind == "output of"
+        assert following.value.split() == block.text.replace("\\\n", " ").split(), block.name
+
+
 def test_no_block_is_hidden_from_the_marks() -> None:
     """An indented block would be shown like a fenced one."""
     found = []
@@ -57,6 +70,30 @@ def test_no_block_is_hidden_from_the_marks() -> None:
             if line.startswith("    ") and not before and not inside_list:
                 found.append(f"{page.name}: {line}")
     assert found == []
+
+
+# Numbers with a unit that are no results: limits and rules of the program, which its tests check,
+# and what is said of the past or of this project's own tests.
+RULES = (
+    *("80GiB", "4GiB", "256 MiB", "64 MiB", "4 KiB", "1 GiB and 3%", "0.05%", "more than 10%"),
+    *("0.2 ms for the start", "every 30 seconds", "after 15\nseconds"),
+    *("errors was 19.2%", "it was about 11.7%", "took 7 minutes", "13 minutes of", "65 minutes of"),
+    "expect 35 minutes",
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_a_figure_with_a_unit_has_a_mark(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    for block in blocks(page):
+        lines[block.start : block.stop] = [""] * (block.stop - block.start)
+    text = "\n".join(lines)
+    text = re.sub(r"<!-- (?:begin|tables of).*?<!-- end", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`\n]*`|<!--.*?-->", "", INLINE.sub("", text), flags=re.DOTALL)
+    for rule in RULES:
+        text = text.replace(rule, "")
+    unit = r"(?:%|[KMG]iB|ms\b|seconds\b|minutes\b|times as\b)"
+    assert re.findall(rf"\b\d[\d.,]*\s?{unit}[^\n]*", text) == []
 
 
 def test_every_function_and_record_is_used() -> None:
