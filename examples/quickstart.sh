@@ -103,6 +103,7 @@ define_command() {
     )
     EVAL_AND_LOGGING_ARGS=(
         --log-interval 10
+        --log-file "$RUN/train.log"
         --log-peak-memory
         --eval-interval 100
         --eval-iters 20
@@ -171,7 +172,7 @@ echo "[5/7] Training: $STEPS iterations, tensor-parallel $RANKS," \
     "on $( ((gpus)) && echo GPU || echo CPU), log in $RUN/train.log"
 printf '%q ' "${COMMAND[@]}" > "$RUN/train.log"
 echo >> "$RUN/train.log"
-"${COMMAND[@]}" 2>&1 | tee -a "$RUN/train.log" \
+"${COMMAND[@]}" \
     || fail "the training failed; its log is $RUN/train.log"
 
 echo "[6/7] Did it learn?"

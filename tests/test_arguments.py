@@ -16,12 +16,12 @@ import pytest
 import pretrain_gpt
 from arguments import ParsedArguments, build_parser, parse_args, supported_flags, topics
 from megatron_lite.cli.arguments.help import EXAMPLE, MOST_USED, TOPICS
-from megatron_lite.cli.preparation import arguments_table
 from megatron_lite.config import flags
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
 from megatron_lite.config.optimizer_settings import OPTIMIZERS
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training.start_text import arguments_table
 from tests.support.pairs import sampled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,8 +95,9 @@ FAULTS = [
         "--overlap-param-gather needs --overlap-grad-reduce",
     ),
     (
-        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile",
-        "--overlap-param-gather cannot go with --torch-compile",
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile "
+        "--activation-memory-budget 0.5",
+        "--overlap-param-gather cannot go with --activation-memory-budget",
     ),
     (
         "--torch-fsdp2-no-reshard-after-forward",
@@ -272,10 +273,11 @@ FAULTS = [
         ),
     ),
     (
-        "--context-parallel-size 2 --attention-dropout 0 --torch-compile",
+        "--context-parallel-size 2 --attention-dropout 0 --torch-compile "
+        "--activation-memory-budget 0.5",
         (
-            "--torch-compile needs --context-parallel-size 1 (got 2): every collective would end a "
-            "compiled graph"
+            "--activation-memory-budget needs --context-parallel-size 1 (got 2): every collective "
+            "would end a graph of a compiled layer"
         ),
     ),
     (

@@ -76,7 +76,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
         supervised(config, parallel, launch) as supervision,
         memory_limited(config, parallel.device),
     ):
-        supervision.start(notices)
-        trainer = build_trainer(config, parallel, pulse=supervision.pulse)
+        printed = supervision.start(notices)
+        trainer = build_trainer(config, parallel, pulse=supervision.pulse, printed=printed)
         trainer.run(supervision.exits)
     return supervision.status

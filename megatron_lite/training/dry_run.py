@@ -159,7 +159,7 @@ def dry_run(
 def check_can_run_dry(config: RunConfig) -> None:
     """Raises InputError for a setting that a run without values cannot follow."""
     refused = {
-        "--torch-compile": (config.training.torch_compile, "compiled code hides its tensors"),
+        "--torch-compile": (config.training.torch_compile, "compiled code hides its temporaries"),
         "--recompute-verify": (
             config.recompute.recompute_verify,
             "it compares values, and a dry run has none",

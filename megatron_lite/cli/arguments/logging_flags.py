@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 
 from megatron_lite.cli.arguments.flag_group import FlagGroup
-from megatron_lite.config.logging_settings import TIMING_LOG_OPTIONS, LoggingConfig
+from megatron_lite.config.logging_settings import LOG_STYLES, TIMING_LOG_OPTIONS, LoggingConfig
 from megatron_lite.config.profiling import ProfilingConfig
 
 
 def add_logging_flags(parser: argparse.ArgumentParser) -> None:
     group = FlagGroup(parser, "logging", LoggingConfig)
     group.value("--log-interval", int, "iterations between two lines")
+    group.value(
+        "--log-style",
+        str,
+        "standard output: short lines of at most 120 columns, or Megatron's table of arguments and "
+        "iteration line, which the log file always has",
+        values=LOG_STYLES,
+    )
+    group.value(
+        "--log-file",
+        str,
+        "file to which the whole log is appended; derived: train.log in the folder of --save, or "
+        "else of --tensorboard-dir",
+    )
     group.value(
         "--peak-tflops-per-gpu",
         float,
@@ -37,12 +50,12 @@ def add_logging_flags(parser: argparse.ArgumentParser) -> None:
         "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
         "tools/calibrate.py; derived from the GPU's name",
     )
-    group.switch("--log-throughput", "TFLOP/s per GPU in the iteration line")
+    group.switch("--log-throughput", "TFLOP/s per GPU in Megatron's iteration line")
     group.switch("--log-params-norm", "norm of all weights")
     group.switch("--log-num-zeros-in-grad", "number of gradient elements that are zero")
     group.switch("--log-validation-ppl-to-tensorboard", "validation perplexity in TensorBoard")
     group.switch("--log-timers-to-tensorboard", "iteration time in TensorBoard")
-    group.switch("--log-memory-to-tensorboard", "memory in TensorBoard")
+    group.switch("--log-memory-to-tensorboard", "all figures of the CUDA allocator in TensorBoard")
     group.switch("--log-world-size-to-tensorboard", "number of ranks in TensorBoard")
     group.off_switch(
         "--no-log-loss-scale-to-tensorboard",

@@ -60,8 +60,8 @@ def add_recompute_flags(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--activation-memory-budget",
         float,
-        "under --torch-compile: the share of its activations, 0 to 1, that a "
-        "compiled layer may keep for backward",
+        "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
+        "it keeps for backward: at most this share of its activations, 0 to 1",
     )
     group.off_switch(
         "--no-recompute-tail-skip",
