@@ -24,7 +24,7 @@ from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.profiling import ProfilingConfig
@@ -226,17 +226,14 @@ class RunConfig:
                 f"--context-parallel-size {size}{shards} = {parts}: each rank holds two chunks of "
                 f"the sequence{under}"
             )
-        if self.model.attention_dropout > 0.0 and not self.model.always_unfused:
+        hindrance = no_flash_across_ranks(
+            self.model.attention_dropout, self.data.reset_attention_mask
+        )
+        if hindrance is not None and not self.model.always_unfused:
+            without = "--attention-dropout 0, or " if "dropout" in hindrance else ""
             raise ValueError(
-                f"--context-parallel-size {size} has no flash attention with --attention-dropout "
-                f"{self.model.attention_dropout}: give --attention-dropout 0, or "
-                "--attention-backend unfused, which builds the scores"
-            )
-        if self.data.reset_attention_mask and not self.model.always_unfused:
-            raise ValueError(
-                f"--context-parallel-size {size} has no flash attention with "
-                "--reset-attention-mask: which keys of another rank belong to a document differs "
-                "from sample to sample. Give --attention-backend unfused, which builds the scores"
+                f"--context-parallel-size {size} has no flash attention with {hindrance}: give "
+                f"{without}--attention-backend unfused, which builds the scores"
             )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:

@@ -18,6 +18,10 @@ CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 # The elements that RMSNorm and GELU compute at a time on a CPU. Their float32 copies stay in the
 # cache.
 CPU_BLOCK = 2**16
+# The queries that causal attention computes at a time on a CPU (model/causal_blocks.py), in
+# sequences of these lengths. In longer ones the kernel skips enough keys by itself.
+QUERY_BLOCK = 128
+SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,3 +203,14 @@ def rows_at_a_time(width: int, device: str) -> int:
     256 MiB.
     """
     return max(1, (2**20 if device == "cpu" else 2**28) // (4 * max(1, width)))
+
+
+def query_blocks(seq_length: int, element_bytes: int, device: str) -> list[slice]:
+    """Returns the ranges of queries that causal attention computes one after the other.
+
+    The result is one range, for the kernel's own causal attention, unless the tensors are float32
+    on a CPU and the sequence has a length that gains from blocks.
+    """
+    fits = SHORTEST_IN_BLOCKS <= seq_length <= LONGEST_IN_BLOCKS
+    step = QUERY_BLOCK if fits and device == "cpu" and element_bytes == 4 else max(1, seq_length)
+    return [slice(start, min(start + step, seq_length)) for start in range(0, seq_length, step)]

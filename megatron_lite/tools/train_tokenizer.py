@@ -7,11 +7,11 @@ DIR`. The tokenizer can encode every text, since all 256 bytes are tokens. Id 0 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.tools.command import exit_status
@@ -22,7 +22,7 @@ SMALLEST_VOCABULARY = 257  # the bytes and the end of a document
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_lite.tools.train_tokenizer",
         allow_abbrev=False,
         description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
