@@ -318,6 +318,7 @@ def _parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     add("--input", required=True, help="file with one JSON object per line")
     add(
         "--json-keys",
+        "--json-key",
         nargs="+",
         default=["text"],
         help="keys whose texts are read, one dataset each (default: text)",

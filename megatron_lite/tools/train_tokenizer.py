@@ -28,7 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
     )
     parser.add_argument("--input", required=True, help="file with one JSON object per line")
-    parser.add_argument("--json-key", default="text", help="key whose text is read (default: text)")
+    parser.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        help="keys whose texts are read (default: text)",
+    )
     parser.add_argument(
         "--vocab-size", type=int, default=4096, help="number of tokens (default: 4096)"
     )
@@ -36,14 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_max_line_bytes(parser)
     args = parser.parse_args(argv)
     return exit_status(
-        lambda: train(args.input, args.json_key, args.vocab_size, args.output, args.max_line_bytes)
+        lambda: train(args.input, args.json_keys, args.vocab_size, args.output, args.max_line_bytes)
     )
 
 
 def train(
-    source: str, key: str, vocab_size: int, output: str, max_line_bytes: int = MAX_LINE_BYTES
+    source: str,
+    keys: Sequence[str],
+    vocab_size: int,
+    output: str,
+    max_line_bytes: int = MAX_LINE_BYTES,
 ) -> None:
-    """Writes output/tokenizer.json, trained on the texts under `key` of the file `source`.
+    """Writes output/tokenizer.json, trained on the texts under `keys` of the file `source`.
 
     Raises InputError for a vocabulary below 257, a missing file or a bad line.
     """
@@ -69,7 +79,7 @@ def train(
     texts = [
         text
         for line in lines_of(source, max_line_bytes)
-        for text in parse_line(line.content, [key], f"{source}:{line.number}")
+        for text in parse_line(line.content, keys, f"{source}:{line.number}")
     ]
     tokenizer.train_from_iterator(texts, trainer)
     os.makedirs(output, exist_ok=True)
