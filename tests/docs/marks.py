@@ -17,7 +17,7 @@ before a fenced block or a table:
 
 In a line of text a figure stands between <!--=NAME--> and <!--/-->.
 
-The marks of the benchmarks that write into a page themselves (`<!-- begin: ... -->`) are theirs.
+The benchmarks that write into a page themselves have marks of their own (THEIR_BEGIN, THEIR_END).
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ KINDS = ("output of", "record", "made by", "printed", "run", "not run", "not out
 GENERATED = KINDS[:4]
 COMMANDS = ("bash", "python")
 INLINE = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.DOTALL)
+# Parts that a benchmark writes.
+THEIR_BEGIN = re.compile(r"<!-- (begin|tables of|figures: begin|candidates)\b")
+THEIR_END = re.compile(r"<!-- (end|figures: end|/candidates)\b")
 _MARK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.*?))? -->\s*", re.DOTALL)
 
 
@@ -78,9 +81,9 @@ def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
     number = 0
     while number < len(lines):
         line = lines[number].strip()
-        if re.match(r"<!-- (begin|tables of)", line):
+        if THEIR_BEGIN.match(line):
             theirs = True
-        elif re.match(r"<!-- end", line):
+        elif THEIR_END.match(line):
             theirs = False
         fence = re.match(r"( *)(`{3,})(\w*)$", lines[number])
         if line.startswith("<!-- ") and not theirs:

@@ -12,8 +12,6 @@ import pytest
 from tests.docs.marks import PAGES, ROOT
 
 CHECKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("README.md"))]
-# Pages that another change brings. Remove a name when its page is there.
-COMING = {"performance.md"}
 
 
 def without_code(text: str) -> str:
@@ -44,8 +42,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             continue
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if target.name in COMING and not target.exists():
-            continue
         if not target.exists() or (anchor and anchor not in anchors(target)):
             dead.append(link)
     assert dead == []
