@@ -211,6 +211,8 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--save-keep-last", int, None, "3"),
     ("--no-load-fallback", ON, False),
     ("--allow-changed-data", ON, False),
+    ("--log-style", str, "short", "megatron"),
+    ("--log-file", str, None, "run.log"),
     ("--metrics-jsonl", str, None, "m.jsonl"),
     ("--peak-tflops-per-gpu", float, None, "312.5"),
     ("--memory-timeline", str, None, "timeline.json"),

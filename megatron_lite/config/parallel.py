@@ -158,3 +158,14 @@ class ParallelConfig:
                 f"{ranks} processes (torchrun --nproc_per_node, srun --ntasks)"
             )
         return world_size // ranks
+
+
+def no_flash_across_ranks(attention_dropout: float, reset_attention_mask: bool) -> str | None:
+    """Returns the flag with which flash attention over context-parallel ranks cannot work, if any.
+
+    Its kernels have no dropout there. Which keys of another rank belong to a document differs from
+    sample to sample.
+    """
+    if attention_dropout > 0.0:
+        return f"--attention-dropout {attention_dropout}"
+    return "--reset-attention-mask" if reset_attention_mask else None
