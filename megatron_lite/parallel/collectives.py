@@ -5,6 +5,8 @@ need not be contiguous unless a docstring says so. Sums of bf16 run in bf16 and 
 order, so gradients are reduced in float32 (see optim/). Functions whose names end in an underscore
 write into their argument; the others never do. Under a selective checkpoint the collectives are
 functional operators, whose results the checkpoint may keep: see `results_may_be_kept`.
+Collectives of CPU tensors between ranks of one host go through shared memory, with the bits of
+gloo's (shared_memory.py), if `parallel_state` has opened a channel for the group.
 """
 
 from __future__ import annotations

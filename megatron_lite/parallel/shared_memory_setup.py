@@ -71,7 +71,7 @@ def open_channel(
         return None
     with ExitStack() as made:
         sockets: Sockets = {}
-        made.callback(lambda: [one.close() for one in sockets.values()])
+        made.callback(_close, sockets)
         regions: list[Tensor] = []
         fault, secret, name = "", secrets.token_hex(8), ""
         try:
@@ -103,8 +103,13 @@ def open_channel(
             [sockets.get(rank) for rank in range(group.size())],
             timeout=timeout,
         )
-        sockets = {}  # the channel closes them
+        sockets.clear()  # the channel closes them
         return channel
+
+
+def _close(sockets: Sockets) -> None:
+    for one in sockets.values():
+        one.close()
 
 
 def _all_on_one_host(group: ProcessGroup) -> bool:
