@@ -197,7 +197,7 @@ cat <<NEXT
 Done. After source ${VIRTUAL_ENV}/bin/activate you can
   sample again    python -m megatron_lite.tools.generate --load $RUN/checkpoint --prompt "..." --top-p 0.8
   look at the run python -m megatron_lite.tools.report $RUN, which makes an HTML page of it
-  see the curves  tensorboard --logdir $RUN/tensorboard
+  see the curves  pip install -e '$root[tensorboard]', then tensorboard --logdir $RUN/tensorboard
   train on        use the command at the top of $RUN/train.log, with more --train-iters and
                   --load $RUN/checkpoint
 NEXT

@@ -221,6 +221,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--torch-compile", ON, False),
     ("--activation-memory-budget", float, None, "0.5"),
     ("--no-recompute-tail-skip", OFF, True),
+    ("--no-shared-memory-collectives", OFF, True),
     ("--recompute-verify", ON, False),
     ("--loss-chunk-size", int, None, "256"),
     ("--memory-limit", str, None, "4GiB"),

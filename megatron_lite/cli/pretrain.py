@@ -21,19 +21,23 @@ from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.one_voice import silent_unless
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") -> int:
     """Runs the command line and returns the exit status.
+
+    program: the name of the program in its help. Its messages are those of pretrain_gpt.py, which
+        log readers know.
 
     The status is 0 if the run is done, 1 if the training failed, and 2 for a fault in the input.
     """
-    return exit_status(lambda launch: run(sys.argv[1:] if argv is None else argv, launch))
+    words = sys.argv[1:] if argv is None else argv
+    return exit_status(lambda launch: run(words, launch, program))
 
 
-def run(argv: Sequence[str], launch: Launch) -> int:
+def run(argv: Sequence[str], launch: Launch, program: str = "pretrain_gpt.py") -> int:
     """Prints the configuration or the explanation if a flag asks for it, or else trains."""
     # Every rank meets the same faults and exits with status 2. Only rank 0 prints them.
     with silent_unless(launch.rank == 0):
-        arguments = parse_args(argv)
+        arguments = parse_args(argv, program)
     if arguments.dry_run is not None:
         print_dry_run_memory(arguments.config, arguments.dry_run, arguments.notices, launch)
         return 0

@@ -18,6 +18,7 @@ OFF_SWITCHES: Mapping[str, str] = {
     "log_loss_scale_to_tensorboard": "--no-log-loss-scale-to-tensorboard",
     "add_bias_linear": "--disable-bias-linear",
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "shared_memory_collectives": "--no-shared-memory-collectives",
     "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
     "recompute_tail_skip": "--no-recompute-tail-skip",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",

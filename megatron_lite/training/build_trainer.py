@@ -25,6 +25,7 @@ from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
@@ -61,6 +62,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=PARAMS_DTYPE[config.training.precision],
         cp_comm_type=config.parallel.cp_comm_type,
+        kernels=CompiledKernels(parallel.device) if config.compiles_kernels else None,
     )
     model = GPTModel(
         config.model,
@@ -74,7 +76,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
     initialize_parameters_(
         model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
     )
-    if config.training.torch_compile:
+    if config.compiles_layers:
         compile_layers_(model)
     shard_model_(model, parallel, config.data_parallel)
     return model
@@ -177,7 +179,9 @@ def _build(
     with told_by_rank_0("building the model and its optimizer", parallel):
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
-    accumulation = fuse_weight_gradients_(config.training, parallel, model, optimizer)
+    accumulation = fuse_weight_gradients_(
+        config.training, parallel, model, optimizer, compiled_layers=config.compiles_layers
+    )
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,
@@ -218,7 +222,8 @@ def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str,
 def _predicted_peak(
     config: RunConfig, parallel: ParallelState, batches: BatchSchedule
 ) -> tuple[str, ...]:
-    """Returns the lines about the predicted peak. Nobody predicts what --torch-compile keeps."""
+    """Returns the lines about the predicted peak; none for compiled code, whose temporaries are
+    not known."""
     if config.training.torch_compile or parallel.rank:
         return ()
     peak = fullest_step_peak(

@@ -17,9 +17,9 @@ from megatron_lite.training.step import TrainingError
 class FirstSteps:
     """Chooses what observes each step of a run. Every rank makes the same calls.
 
-    The first step measures the kept bytes of a micro-batch, unless --torch-compile decides what is
-    kept. The second one records the memory timeline, if the user asked for one: its memory is that
-    of all later steps.
+    The first step measures the kept bytes of a micro-batch, unless the compiler of whole layers
+    decides what is kept. The second one records the memory timeline, if the user asked for one: its
+    memory is that of all later steps.
 
     activation_bytes: the bytes that the first micro-batch keeps for backward, once they are known.
     timeline_is_due: whether a timeline has been asked for and has not been recorded yet.
@@ -33,13 +33,13 @@ class FirstSteps:
 
     def observer(self) -> Observer:
         """Returns the observer of the step that begins now."""
-        if self.activation_bytes is None and not self._config.training.torch_compile:
+        if self.activation_bytes is None and not self._config.compiles_layers:
             self._meter = ActivationMeter(thorough=self._config.recompute.recompute_verify)
             return self._meter
         if self.timeline_is_due:
             self.timeline_is_due = False
             path = self._config.logging.memory_timeline
-            return TimelineRecorder(path if self._parallel.rank == 0 else None)
+            return TimelineRecorder(path if self._parallel.rank == 0 else None, self._config)
         return Observer()
 
     def compare(self, log: RunLog) -> None:

@@ -395,7 +395,7 @@ def test_ctrl_c_before_the_ranks_have_joined_is_one_line(monkeypatch: pytest.Mon
 
     def prepare(rank: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        pretrain.parse_args = lambda argv: interrupted()  # type: ignore[assignment, return-value]
+        pretrain.parse_args = lambda *words: interrupted()  # type: ignore[assignment, return-value]
 
     with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
         assert run.wait() == [-signal.SIGINT] * 2, run.everything()

@@ -7,19 +7,17 @@ Flags have Megatron-LM's names, types and defaults. The module does not import t
 from __future__ import annotations
 
 import argparse
-import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.cli.arguments.flag_group import field_name
+from megatron_lite.cli.arguments.help import print_help
 from megatron_lite.cli.arguments.parser import build_parser, supported_flags
 from megatron_lite.cli.arguments.run_config import build_config
 from megatron_lite.config import flags
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
-from megatron_lite.config.flag_help import help_on
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
@@ -46,15 +44,17 @@ class ParsedArguments:
     local_rank: int | None = None
 
 
-def parse_args(argv: Sequence[str]) -> ParsedArguments:
+def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> ParsedArguments:
     """Parses a command line, given without the name of the program.
+
+    program: its name in the text of --help, which is printed if the words ask for it.
 
     Faults in the command line are printed on stderr, all of them at once, and the program exits
     with status 2.
     """
+    print_help(argv, program)
     parser = build_parser()
     argv, notices = _rename_old_spellings(argv, parser)
-    _print_help_on(argv)
     read = parser.read(argv)
     unknown, meant = flags.unread_faults(read.unread, supported_flags(parser))
     faults = Faults([*read.faults, *unknown], {*read.failed, *map(field_name, meant)})
@@ -109,14 +109,6 @@ def _rename_old_spellings(
             renamed += added
         renamed.append(name + equals + value)
     return renamed, notices
-
-
-def _print_help_on(argv: Sequence[str]) -> None:
-    """Prints the text and exits with status 0 if the words are `--help TOPIC`."""
-    for word, topic in itertools.pairwise(argv):
-        if word in ("-h", "--help") and (text := help_on(topic)) is not None:
-            print(text)
-            sys.exit(0)
 
 
 def _without_effect(given: dict[str, Any], faults: Faults) -> list[str]:

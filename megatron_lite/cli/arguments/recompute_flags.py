@@ -44,7 +44,7 @@ def add_recompute_flags(parser: argparse.ArgumentParser) -> None:
         "--recompute-policy",
         str,
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
-        "every-2:core_attn+layernorm; *:none' (see config/policy.py), instead of the flags above; "
+        "every-2:core_attn+layernorm; *:none' instead of --recompute-granularity and its modules; "
         "auto chooses the fastest one that fits --memory-budget",
     )
     group.value(
@@ -60,8 +60,8 @@ def add_recompute_flags(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--activation-memory-budget",
         float,
-        "under --torch-compile: the share of its activations, 0 to 1, that a "
-        "compiled layer may keep for backward",
+        "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
+        "it keeps for backward: at most this share of its activations, 0 to 1",
     )
     group.off_switch(
         "--no-recompute-tail-skip",

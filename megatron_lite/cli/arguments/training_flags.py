@@ -105,6 +105,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "each checkpoint",
     )
     group.switch(
-        "--torch-compile", "compile each layer with torch.compile (tensor-parallel size 1)"
+        "--torch-compile",
+        "compile norms, activations, rotary embedding and dropout with torch's compiler; with "
+        "--activation-memory-budget each layer as a whole, at one rank per layer",
     )
     group.switch("--deterministic-mode", "only algorithms that give the same bits every time")
