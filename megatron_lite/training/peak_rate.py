@@ -26,7 +26,7 @@ class PeakRate(NamedTuple):
         if self.flops is None:
             return (
                 f"MFU is left out: the peak FLOP/s of {self.source} is not known "
-                "(--peak-tflops-per-gpu X, or --machine FILE of tools/calibrate.py)"
+                "(--peak-tflops-per-gpu X or --machine FILE gives it)"
             )
         return f"MFU is relative to {self.flops / 1e12:g} TFLOP/s per rank, from {self.source}"
 

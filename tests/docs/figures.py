@@ -321,6 +321,44 @@ def picture_of_memory() -> str:
         return svg_text(draw([read_timeline(str(path)) for path in files]))
 
 
+def terminal_row() -> str:
+    """Returns the heading and one row of the terminal, of made-up figures."""
+    import torch
+
+    from megatron_lite.training.iteration_line import RunFacts
+    from megatron_lite.training.metrics import IterationRecord
+    from megatron_lite.training.short_line import ShortLines
+
+    facts = RunFacts(
+        num_iterations=300,
+        num_samples=4800,
+        batch_size=16,
+        tokens=2048,
+        world_size=1,
+        flops=412_000,
+        hardware_flops=412_000,
+        peak_flops=412_000 / 0.412 / 0.6772,
+        device=torch.device("cpu"),
+    )
+    record = IterationRecord(
+        iteration=100,
+        consumed_samples=1600,
+        global_batch_size=16,
+        lm_loss=2.5063,
+        grad_norm=1.661,
+        learning_rate=6.16e-4,
+        loss_scale=1.0,
+        iteration_ms=677.2,
+        tokens_per_second=3024.0,
+        skipped=0,
+        nan=0,
+        activation_bytes_predicted=round(14.332 * 2**20),
+        activation_bytes_measured=round(14.332 * 2**20),
+    )
+    lines = ShortLines(facts, columns=120, shows_peak=False).lines([record], None)
+    return "\n".join(lines)
+
+
 MEMORY_RUNS = {"none": "*:none", "every2": "every-2:full", "full": "*:full"}
 TEXTS: dict[str, Callable[[], str]] = {
     "grammar": grammar,
@@ -329,6 +367,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "regions": regions_table,
     "layouts": layouts_table,
     "schedule": schedule,
+    "terminal-row": terminal_row,
 }
 FIGURES: dict[str, Callable[[], str]] = {
     "situations": situations,

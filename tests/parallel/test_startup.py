@@ -140,6 +140,7 @@ def test_every_flag_counts_but_those_that_each_node_may_set_for_itself() -> None
     }
     assert fields - compared == {
         "--data-cache-path",
+        "--log-file",
         "--metrics-jsonl",
         "--tensorboard-dir",
         "--memory-timeline",
