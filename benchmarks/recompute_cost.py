@@ -331,11 +331,14 @@ def figures(report: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {us:.0f}" for name, us in report["regions"].items())
         + ".",
         "",
-        "The first step of a process, in seconds of processor time, the compiler's included: "
-        + ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["starts"].items())
-        + ".",
-        "",
     ]
+    if "starts" in report:  # a run that was cut short lacks them
+        lines += [
+            "The first step of a process, in seconds of processor time, the compiler's included: "
+            + ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["starts"].items())
+            + ".",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -369,6 +372,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for dtype in args.dtype
         for row in kernels(replace(settings[0], dtype=dtype), args.repeats)
     ]
+    write_report(report, args.json)
+    progress("kernels are done")
     report["starts"] = starts(_without_output(argv))
     write_report(report, args.json)
     text = figures(report)

@@ -13,11 +13,16 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.parallel.compiled import missing_compiler
 from megatron_lite.training.compiler import compile_layers_, memory_budget
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.runs import run_to_end, tiny_run
 
 ONE_LAYER = dict(num_layers=1, hidden_dropout=0.0, attention_dropout=0.0)
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    missing_compiler() is not None, reason=f"inductor {missing_compiler()}"
+)
 
 
 def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:
@@ -34,6 +39,7 @@ def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[t
 
 
 @pytest.mark.long
+@NEEDS_COMPILER
 def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
     _, expected = kept_and_grads(None, compiled=False)
     kept = []
@@ -47,6 +53,7 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+@NEEDS_COMPILER
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
     config = tiny_run(
         metrics=tmp_path / "m", model=ONE_LAYER, training=dict(train_iters=3, torch_compile=True)
