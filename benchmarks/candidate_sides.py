@@ -146,8 +146,9 @@ def loss_in_one_pass() -> Sides:
             overwrite_logits=True,
         )
         (grad,) = torch.autograd.grad(losses.mean(), logits)
-        grad.view(TOKENS, V).mm(weight)
-        torch.addmm(total, grad.view(TOKENS, V).t(), x, beta=0, out=total)
+        rows = grad.detach().view(TOKENS, V)  # written over the logits, so it is their leaf
+        rows.mm(weight)
+        torch.addmm(total, rows.t(), x, beta=0, out=total)
 
     def in_one_pass() -> None:
         grad_input, losses = torch.empty_like(x), torch.empty(TOKENS)
