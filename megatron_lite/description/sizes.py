@@ -48,6 +48,8 @@ class Sizes:
     resets_positions: whether it has position ids, which learned positions read
         (--reset-position-ids).
     resets_attention: whether it has the starts of its documents (--reset-attention-mask).
+    compiled_kernels: whether norms, activations, rotary embedding and dropout are compiled
+        (--torch-compile).
     """
 
     micro_batch_size: int
@@ -70,6 +72,7 @@ class Sizes:
     masks_loss: bool = False
     resets_positions: bool = False
     resets_attention: bool = False
+    compiled_kernels: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
@@ -95,6 +98,7 @@ class Sizes:
             masks_loss=config.data.eod_mask_loss,
             resets_positions=config.data.reset_position_ids and config.model.positions.learned,
             resets_attention=config.data.reset_attention_mask,
+            compiled_kernels=config.compiles_kernels,
         )
 
     @classmethod
@@ -108,7 +112,7 @@ class Sizes:
             # training/apex_kernels.py chooses addmm for float32 weights
             adds_in_matmul=training.gradient_accumulation_fusion
             and training.precision == "fp32"
-            and not training.torch_compile,
+            and not config.compiles_layers,
             inside_operators=True,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )

@@ -22,11 +22,13 @@ from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.all_heads_norm import AllHeadsNorm
 from megatron_lite.model.causal_blocks import attends_in_blocks, causal_attention
+from megatron_lite.model.compiled_rotary import compiled_rotary
 from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.recompute.region_runner import Regions
@@ -76,7 +78,10 @@ class SelfAttention(nn.Module):
             # sequence parallelism.
             self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
             self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
-        self.core_attention = CoreAttention(config, context.rng, context.cp, layer=layer)
+        self.kernels = context.kernels
+        self.core_attention = CoreAttention(
+            config, context.rng, context.cp, layer=layer, kernels=context.kernels
+        )
 
     def forward(
         self,
@@ -90,10 +95,15 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotates:
             assert rotary is not None
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+            query, key = self._rotated(query, rotary), self._rotated(key, rotary)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
         )
+
+    def _rotated(self, heads: Tensor, tables: RotaryTables) -> Tensor:
+        if self.kernels is None:
+            return apply_rotary(heads, tables)
+        return compiled_rotary(self.kernels, heads, *tables)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
@@ -169,7 +179,13 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, rng: RngStreams, cp: ContextParallel | None = None, *, layer: int
+        self,
+        config: ModelConfig,
+        rng: RngStreams,
+        cp: ContextParallel | None = None,
+        *,
+        layer: int,
+        kernels: CompiledKernels | None = None,
     ) -> None:
         super().__init__()
         self.window = config.layer_window(layer)
@@ -178,6 +194,7 @@ class CoreAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
         self.rng = rng
+        self.kernels = kernels
         self.cp = cp or ContextParallel()
         if self.cp.group is not None:
             chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
@@ -280,7 +297,9 @@ class CoreAttention(nn.Module):
         )
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         attended = weighted_sum(
-            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, skip_tail=skip_tail
+            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels),
+            value,
+            skip_tail=skip_tail,
         )
         return attended.transpose(0, 1).reshape(s, b, -1)
 
