@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -62,14 +63,19 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attention_in_blocks(length: int, samples: int) -> Sides:
-    """Forward and backward of causal attention, on views of linear_qkv's output."""
+    """Forward and backward of causal attention, on views of linear_qkv's output.
+
+    The second side runs in blocks at any length.
+    """
     heads = torch.randn(length, samples, A, 3, D)
     leaves = [heads[..., part, :].requires_grad_() for part in range(3)]
     grad = torch.randn(length, samples, A, D)
-    return (
-        lambda: torch.autograd.grad(_sdpa(*leaves), leaves, grad),
-        lambda: torch.autograd.grad(causal_attention(*leaves, scale=D**-0.5), leaves, grad),
-    )
+
+    def in_blocks() -> None:
+        with patch("megatron_lite.description.sizes.LONGEST_IN_BLOCKS", length):
+            torch.autograd.grad(causal_attention(*leaves, scale=D**-0.5), leaves, grad)
+
+    return lambda: torch.autograd.grad(_sdpa(*leaves), leaves, grad), in_blocks
 
 
 def contiguous_heads() -> Sides:
@@ -146,8 +152,9 @@ def loss_in_one_pass() -> Sides:
             overwrite_logits=True,
         )
         (grad,) = torch.autograd.grad(losses.mean(), logits)
-        grad.view(TOKENS, V).mm(weight)
-        torch.addmm(total, grad.view(TOKENS, V).t(), x, beta=0, out=total)
+        rows = grad.detach().view(TOKENS, V)  # written over the logits, so it is their leaf
+        rows.mm(weight)
+        torch.addmm(total, rows.t(), x, beta=0, out=total)
 
     def in_one_pass() -> None:
         grad_input, losses = torch.empty_like(x), torch.empty(TOKENS)

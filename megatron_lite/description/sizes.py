@@ -21,7 +21,7 @@ CPU_BLOCK = 2**16
 # The queries that causal attention computes at a time on a CPU (model/causal_blocks.py), in
 # sequences of these lengths. In longer ones the kernel skips enough keys by itself.
 QUERY_BLOCK = 128
-SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 1024
+SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 512
 
 
 @dataclass(frozen=True, kw_only=True)
