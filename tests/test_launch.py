@@ -38,7 +38,10 @@ def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
             ranks=ranks,
         )
         assert done.returncode == 0, done.stderr
-        assert "arguments" in done.stdout and "validation loss at iteration 12" in done.stdout
+        assert (
+            "settings that differ" in done.stdout
+            and "validation loss at iteration 12" in done.stdout
+        )
     losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("1", "2")]
     assert len(losses[0]) == 12
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

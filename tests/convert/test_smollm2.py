@@ -13,7 +13,8 @@ import torch
 
 from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import read_config
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools import generate
 from tests.support.conversions import converted, same_weights, weights_in

@@ -16,7 +16,7 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.training.loop import Trainer
 from tests.support.commands import SMALL_RUN
 from tests.support.programs import run_program

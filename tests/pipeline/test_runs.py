@@ -20,7 +20,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.prices import price
 from megatron_lite.memory.explain.report import explain
-from megatron_lite.memory.explain.report_text import WIDTH, report_text
+from megatron_lite.memory.explain.report_lines import WIDTH
+from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ranks_memory, ticks
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import parallel_state
@@ -273,7 +274,7 @@ KEPT = "--num-microbatches-with-partial-activation-checkpoints 1 "
         ("--recompute-policy every-9+8:full", "every-9+8 names no layer: the layers are 0 to 7"),
         ("--recompute-policy *:full;0:none", "the rule 0:none never applies"),
         (
-            "--torch-compile --recompute-verify",
+            "--torch-compile --activation-memory-budget 0.5 --recompute-verify",
             "--recompute-verify has nothing to compare under --torch-compile",
         ),
         (

@@ -62,41 +62,37 @@ def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("training", "recompute", "tp_size", "message"),
+    ("compiled", "recompute", "tp_size", "message"),
     [
         (
-            {},
+            False,
             dict(activation_memory_budget=0.5),
             1,
             "--activation-memory-budget 0.5 is a setting of torch's compiler",
         ),
         (
-            dict(torch_compile=True),
-            dict(recompute_policy="*:full"),
+            True,
+            dict(activation_memory_budget=0.5, recompute_policy="*:full"),
             1,
             "instead of a recompute policy",
         ),
         (
-            dict(torch_compile=True),
-            {},
+            True,
+            dict(activation_memory_budget=0.5),
             2,
-            "--torch-compile needs --tensor-model-parallel-size 1 (got 2)",
+            "--activation-memory-budget needs --tensor-model-parallel-size 1 (got 2)",
         ),
-        (
-            dict(torch_compile=True),
-            dict(activation_memory_budget=3e9),
-            1,
-            "a ratio between 0 (keep least) and 1",
-        ),
+        (True, dict(activation_memory_budget=3e9), 1, "a ratio between 0 (keep least) and 1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    training: dict[str, object], recompute: dict[str, object], tp_size: int, message: str
+    compiled: bool, recompute: dict[str, object], tp_size: int, message: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
         replace(
-            tiny_run(tp_size=tp_size, training=training), recompute=RecomputeConfig(**recompute)
-        )  # type: ignore[arg-type]
+            tiny_run(tp_size=tp_size, training=dict(torch_compile=compiled)),
+            recompute=RecomputeConfig(**recompute),  # type: ignore[arg-type]
+        )
     assert message in str(raised.value)
 
 

@@ -1,0 +1,71 @@
+"""Mistakes that only a GPU would punish, each put into a training step: a named test must fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.parallel import collectives
+from megatron_lite.recompute.offload import CudaCopyStreams
+from megatron_lite.training import step
+from megatron_lite.training.micro_batches import StageRunner
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.streams import Stream
+from tests.training.test_device_hot_path import check_short_case
+
+
+@replaces("train", StageRunner)
+def the_loop_reads_the_loss(train: Any, *args: Any, **kwargs: Any) -> Any:
+    loss = train(*args, **kwargs)
+    assert loss.item() == loss.item()
+    return loss
+
+
+@replaces("train", StageRunner)
+def the_loop_prints_the_loss(train: Any, *args: Any, **kwargs: Any) -> Any:
+    loss = train(*args, **kwargs)
+    repr(loss)
+    return loss
+
+
+@replaces("all_reduce_", step)
+def the_loss_is_summed_on_the_host(all_reduce_: Any, tensor: Any, group: Any) -> Any:
+    return all_reduce_(tensor.cpu().to(tensor.device), group)
+
+
+@replaces("all_reduce_", step)
+def a_factor_is_made_on_the_host(all_reduce_: Any, tensor: Any, group: Any) -> Any:
+    return all_reduce_(tensor * torch.ones(()), group)
+
+
+@replaces("wait", CudaCopyStreams)
+def nothing_waits_for_a_copy(wait: Any, self: Any, mark: Any) -> None:
+    pass
+
+
+@replaces("wait_stream", Stream)
+def a_copy_begins_before_its_source_is_written(wait_stream: Any, self: Any, other: Any) -> None:
+    pass
+
+
+@replaces("wait", collectives.Started)
+def a_collective_is_read_before_it_ends(wait: Any, self: Any) -> Any:
+    return self.result
+
+
+MUTANTS = [
+    Mutant(the_loop_reads_the_loss, check_short_case, dict(number=0), error="_local_scalar_dense"),
+    Mutant(nothing_waits_for_a_copy, check_short_case, dict(number=0)),
+    Mutant(the_loop_prints_the_loss, check_short_case, dict(number=1), long=True),
+    Mutant(the_loss_is_summed_on_the_host, check_short_case, dict(number=1), long=True),
+    Mutant(a_factor_is_made_on_the_host, check_short_case, dict(number=1), long=True),
+    Mutant(a_copy_begins_before_its_source_is_written, check_short_case, dict(number=0), long=True),
+    Mutant(a_collective_is_read_before_it_ends, check_short_case, dict(number=3), long=True),
+]
+
+
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_seen(mutant, monkeypatch)

@@ -1,0 +1,181 @@
+"""A stand-in for a GPU, on which a training step of one rank runs and is watched.
+
+torch lets Python register a device of its own. Under FakeTensorMode the tensors of that device have
+shapes and no values, so it needs no kernels. FakeTensorMode itself raises if an operator has
+tensors of both devices. `Watch` notes what else a GPU would punish with a wait or with wrong
+values:
+
+    a tensor of the step that is created on the CPU, or copied between the CPU and the device
+    a value that Python reads: `.item()`, `bool(tensor)`, `.tolist()`, printing, `nonzero`
+    memory that two streams use in no order (streams.py)
+
+A process cannot give the device back, so `run_watched` must run in a process of `run_ranks`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.backend_registration as backends
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel import state
+from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.offload import CudaCopyStreams
+from megatron_lite.recompute.phase import is_allocating_on_host
+from megatron_lite.recompute.stores import Stores
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
+from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.documents import document_rules
+from megatron_lite.training.dry_run import SameTokens, sample_shape
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import train_step
+from tests.support.streams import MAIN, Streams
+
+NAME = "standin"
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
+# They allocate memory of their argument's shape and do not read it.
+ALLOCATIONS = ("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "set_")
+
+
+class Watch(TorchDispatchMode):
+    """Notes the faults of the operators in the block, each with the line of the library.
+
+    streams: the order of the device's work.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams, self.inside = streams, False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        name = func._schema.name.partition("::")[2]
+        given = _tensors((args, kwargs))
+        if name in READS and any(tensor.device.type == NAME for tensor in given):
+            self.streams.fault(f"{name} reads a value of the device")
+        self.inside = True  # torch may print the tensors of an operator for its own messages
+        results = func(*args, **kwargs)
+        self.inside = False
+        made = _tensors(results)
+        self._check_devices(name, given, made)
+        if not func.is_view and name not in ("detach", "alias", *ALLOCATIONS):
+            self._order(func, args, kwargs, made)
+        return results
+
+    def _check_devices(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
+        if is_allocating_on_host() or self.streams.current is not MAIN:
+            return
+        if name == "clone" and given[0].dtype == torch.uint8:  # the state of a generator
+            return
+        known = {tensor.untyped_storage()._cdata for tensor in given}
+        kinds = {tensor.device.type for tensor in given if tensor.dim()}
+        for tensor in made:
+            if not tensor.numel():
+                continue
+            if tensor.device.type == "cpu" and tensor.untyped_storage()._cdata not in known:
+                self.streams.fault(f"{name} makes a tensor on the CPU")
+            elif tensor.device.type == NAME and kinds == {"cpu"}:
+                self.streams.fault(f"{name} copies a tensor of the CPU")
+        if name == "copy_" and len({tensor.device.type for tensor in given}) > 1:
+            self.streams.fault("copy_ copies between the CPU and the device")
+
+    def _order(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: list[Tensor]
+    ) -> None:
+        """Tells the streams what memory the operator reads and writes."""
+        written = [*made]
+        for number, argument in enumerate(func._schema.arguments):
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += _tensors(value)
+        self.streams.use(
+            reads=_tensors((args, kwargs)), writes=written, stream=self.streams.current
+        )
+
+
+class _Module(backends._DummyBackendModule):
+    """What torch asks of the module of a device."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def rank_on_the_device(
+    config: RunConfig, patch: pytest.MonkeyPatch, fake: SimulatedTensors, **place: int
+) -> Iterator[ParallelState]:
+    """Yields the state of a simulated rank whose device is the stand-in. place: see simulated_rank.
+
+    The offloaded tensors take the way that they take on CUDA.
+    """
+    if not hasattr(torch, NAME):
+        backends._setup_privateuseone_for_python_backend(NAME, _Module())
+    patch.setattr(state, "choose_device", lambda *_: torch.device(NAME, 0))
+    patch.setattr(Stores, "copy_streams", property(_copy_streams))
+    with simulated_rank(config.parallel, fake, seed=1, **place) as parallel:
+        yield parallel
+
+
+def _copy_streams(self: Stores) -> CudaCopyStreams:
+    return self.__dict__.setdefault("copy_streams", CudaCopyStreams(self.device))
+
+
+def run_watched(
+    config: RunConfig, rank: int, *, world_size: int, num_microbatches: int, steps: int = 1
+) -> Counter[str]:
+    """Runs training steps of one rank on the stand-in. Returns the faults, and how often each was.
+
+    config: with a vocabulary size. Building the model and the optimizer is not watched.
+    """
+    fake = SimulatedTensors()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Streams.in_place_of_cuda(patch) as streams,
+        rank_on_the_device(config, patch, fake, rank=rank, world_size=world_size) as parallel,
+        fake,
+        # A dispatch mode belongs to its thread.
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        watch = Watch(streams)
+        host_state, show = torch.get_rng_state(), torch._tensor_str._str
+
+        def noted(tensor: Tensor, **options: Any) -> str:
+            if not watch.inside:
+                streams.fault("a tensor is printed")
+            return show(tensor, **options)
+
+        patch.setattr(torch._tensor_str, "_str", noted)
+        patch.setattr(torch, "get_rng_state", lambda: fake.from_tensor(host_state))
+        patch.setattr(torch, "set_rng_state", lambda _: None)
+        samples = torch.zeros(sample_shape(config), dtype=torch.int64, device=parallel.device)
+        model = build_stages(config, parallel)
+        optimizer = build_optimizer(config, parallel, model)
+        fuse_weight_gradients_(config.training, parallel, model, optimizer)
+        runner = StageRunner.of(config, model, parallel)
+        batches = SameTokens(samples, num_microbatches, parallel, document_rules(config))
+        with watch:
+            for _ in range(steps):
+                train_step(runner, optimizer, batches, learning_rate=1e-6)
+            optimizer.finish()
+        streams.finish()
+        return streams.faults
