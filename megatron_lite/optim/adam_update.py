@@ -145,7 +145,8 @@ class TorchAdamW:
             adamw(
                 masters,
                 [master.grad for master in masters],
-                *([state[part] for state in states] for part in (0, 1)),
+                [exp_avg for exp_avg, _, _ in states],
+                [exp_avg_sq for _, exp_avg_sq, _ in states],
                 [],
                 [step for _, _, step in states],
                 fused=True,
