@@ -40,7 +40,7 @@ arguments.build_parser = functools.cache(arguments.build_parser)
 
 # Hypothesis: no limit in seconds may fail a test on a slow machine.
 if settings is not None:
-    for profile, examples in (("quick", 30), ("thorough", 120)):
+    for profile, examples in (("quick", 20), ("thorough", 80)):
         settings.register_profile(
             profile,
             max_examples=examples,

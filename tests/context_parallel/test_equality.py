@@ -90,8 +90,8 @@ def check_gradients(layout: Layout) -> None:
             )
 
 
-# What a default run has: either exchange, two and four ranks, with and without tensor parallelism.
-DEFAULT = {Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather"), Layout(4, 2, 2, True)}
+# What a default run has: either exchange.
+DEFAULT = {Layout(2, 1, 2), Layout(2, 1, 2, cp_comm_type="allgather")}
 
 
 def marked(layouts: list[Layout], default: set[Layout]) -> list[Any]:
