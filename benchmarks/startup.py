@@ -29,7 +29,7 @@ RUN = (
     "--tensor-model-parallel-size 2 --sequence-parallel --distributed-backend gloo --mock-data "
     "--vocab-size 4095 --log-interval 1 --eval-iters 0 --log-peak-memory"
 )
-FIRST = "iteration        1/"
+FIRST = " 1/1 "
 
 
 def main() -> int:

@@ -145,9 +145,10 @@ class TorchAdamW:
             adamw(
                 masters,
                 [master.grad for master in masters],
-                *([state[part] for state in states] for part in (0, 1)),
-                [],
-                [step for _, _, step in states],
+                exp_avgs=[exp_avg for exp_avg, _, _ in states],
+                exp_avg_sqs=[exp_avg_sq for _, exp_avg_sq, _ in states],
+                max_exp_avg_sqs=[],
+                state_steps=[step for _, _, step in states],
                 fused=True,
                 found_inf=skipped,
                 amsgrad=False,
