@@ -159,7 +159,7 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         else:
             for part in panel:
                 part.set_axis_off()
-    handles = [
+    handles: list[Any] = [
         Patch(color=CATEGORY_COLORS[category], label=CATEGORY_LABELS[category])
         for category in CATEGORIES
     ]

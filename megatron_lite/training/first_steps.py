@@ -17,9 +17,9 @@ from megatron_lite.training.step import TrainingError
 class FirstSteps:
     """Chooses what observes each step of a run. Every rank makes the same calls.
 
-    The first step measures the kept bytes of a micro-batch, unless --torch-compile decides what is
-    kept. The second one records the memory timeline, if the user asked for one: its memory is that
-    of all later steps.
+    The first step measures the kept bytes of a micro-batch, unless the compiler of whole layers
+    decides what is kept. The second one records the memory timeline, if the user asked for one: its
+    memory is that of all later steps.
 
     activation_bytes: the bytes that the first micro-batch keeps for backward, once they are known.
     timeline_is_due: whether a timeline has been asked for and has not been recorded yet.

@@ -130,7 +130,7 @@ class Trainer:
     def activation_bytes(self) -> ActivationBytes | None:
         """The bytes that the run's first micro-batch keeps for backward.
 
-        None before it, and under --torch-compile.
+        None before it, and under --activation-memory-budget.
         """
         return self._first_steps.activation_bytes
 

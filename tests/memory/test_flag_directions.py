@@ -193,12 +193,9 @@ TWO_RANKS = (
 FLIPS = (*ONE_RANK, *TWO_RANKS)
 # One of each kind. Two runs take a second on an idle machine.
 IN_EVERY_RUN = (
-    "swiglu",
     "attention_backend",
     "micro_batch_size",
     "bf16",
-    "loss_chunk_size",
-    "optimizer",
     "recompute_granularity",
     "use_distributed_optimizer",
 )

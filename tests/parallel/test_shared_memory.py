@@ -40,8 +40,11 @@ from megatron_lite.parallel.shared_memory import CHANNELS, channel_of
 from megatron_lite.parallel.shared_memory_setup import shared_memory_of
 from megatron_lite.parallel.timeouts import set_timeout
 from megatron_lite.parallel.waiting import WAITING, timed_waiting
+from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.limits import HANG_S
+from tests.support.programs import run_program
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.runs import rows, step_bytes
 
 DTYPES = tuple(shared_memory.DTYPES)
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
@@ -94,10 +97,10 @@ def results(rows: int, dtype: torch.dtype, group: ProcessGroup) -> list[Tensor]:
 
 
 def compare_with_gloo(
-    rank: int, group: ProcessGroup, rows: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    rank: int, group: ProcessGroup, lengths: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
     channel = CHANNELS[group]
-    for number, dtype in itertools.product(rows, dtypes):
+    for number, dtype in itertools.product(lengths, dtypes):
         through_memory = results(number, dtype, group)
         del CHANNELS[group]
         through_gloo = results(number, dtype, group)
@@ -169,11 +172,12 @@ def in_flight(rank: int, group: ProcessGroup, number: int = 20) -> None:
         assert torch.equal(scattered, torch.full((2, 2), expected.sum().item() / (2 * size)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_collectives_in_flight_do_not_mix(size: int) -> None:
     on_ranks(in_flight, size)
 
 
+@pytest.mark.long
 def test_ranks_at_different_speeds_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of 40 sums, each of several chunks, in which each rank once waits for another."""
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", 64)
@@ -248,7 +252,7 @@ def test_a_wait_for_another_rank_is_timed() -> None:
     assert on_ranks(work)[0] > 0.0
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_that_is_killed_ends_the_waits_of_the_others(size: int) -> None:
     def work(rank: int, group: ProcessGroup) -> None:
         all_reduce_(torch.ones(2), group)
@@ -357,3 +361,24 @@ def test_the_shared_bytes_of_a_rank_are_a_region_for_each_group() -> None:
     assert config.shared_region_bytes(1) == 2 * SHARED_REGION_BYTES
     assert config.shared_region_bytes(2) == 4 * SHARED_REGION_BYTES
     assert ParallelConfig().shared_region_bytes(1) == 0
+
+
+def test_a_run_has_the_same_metrics_and_checkpoints_as_through_gloo(tmp_path: Path) -> None:
+    """With sequence parallelism, which all-gathers and reduce-scatters, and with 2 x 2 ranks."""
+    found = []
+    for way, flags in (("shared", []), ("gloo", ["--no-shared-memory-collectives"])):
+        folder = tmp_path / way
+        run_program(
+            *SMALL_RUN,
+            *MOCK,
+            *("--train-iters", "3", "--save-interval", "3", "--tensor-model-parallel-size", "2"),
+            *("--sequence-parallel", "--save", str(folder), "--metrics-jsonl", f"{folder}.rows"),
+            *flags,
+            ranks=4,
+        )
+        found.append((rows(Path(f"{folder}.rows")), step_bytes(folder, 3)))
+    (shared_rows, shared_files), (gloo_rows, gloo_files) = found
+    assert shared_rows == gloo_rows != []
+    weights = {name for name in gloo_files if name.endswith(".safetensors")}
+    assert weights and shared_files.keys() == gloo_files.keys()
+    assert all(shared_files[name] == gloo_files[name] for name in weights)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.parallel.rng import RngStreams
-from tests.support import pairs
+from tests.support import pairs, ranks
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 STATIC = (staticmethod, classmethod)
@@ -88,7 +88,8 @@ def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, **more_fixtures
 
     A test that walks through a grid has the cases of a default run, in .ci/run too.
     """
-    monkeypatch.setattr(pairs, "FULL_GRIDS", False)
+    for module in (pairs, ranks):
+        monkeypatch.setattr(module, "FULL_GRIDS", False)
     fixtures = {
         "rng": RngStreams(torch.device("cpu"), seed=3),
         "monkeypatch": monkeypatch,

@@ -53,7 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-ITERATIONS = 15
+ITERATIONS = 8
 
 
 def _train_each(rank: int, world_size: int, folder: Path) -> None:
