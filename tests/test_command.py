@@ -171,7 +171,7 @@ def test_train_runs_on_two_ranks_as_a_module() -> None:
         *words,
         *("--tensor-model-parallel-size", "2"),
     )
-    assert "iteration       12/      12" in log
+    assert "finished at iteration 12 of 12" in log
 
 
 def run(*words: str, cwd: Path = ROOT) -> str:
