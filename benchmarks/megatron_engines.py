@@ -1,12 +1,15 @@
 """megatron-core's GPT on a CPU, for benchmarks/side_by_side.py.
 
 megatron-core 0.16.1 asks for CUDA devices. `on_cpu` gives it the CPU in these places, in this
-process only: the current device, the causal mask, and the random states of its checkpoints. What it
-computes stays the same. It is loaded with the weights of megatron_lite, whose names are the same.
+process only: the current device, the causal mask, and the random states of its checkpoints. It also
+lets torch's norm, which it refuses under sequence parallelism, run on a part of the tokens. It sums
+the gradients of such norms after backward, in a step that is not timed. What it computes stays the
+same. It is loaded with the weights of megatron_lite, whose names are the same.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from contextlib import nullcontext
@@ -48,13 +51,21 @@ def on_cpu(tp_size: int) -> None:
         warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random
-        from megatron.core.transformer import utils
+        from megatron.core.transformer import torch_norm, utils
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     utils.torch = _TorchOnCpu()
     random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     random._get_all_rng_states = lambda: (torch.get_rng_state(), None, None)
     random._set_all_rng_states = lambda state, *_: torch.set_rng_state(state)
+    make = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls: type, config: Any, *args: Any, **options: Any) -> nn.Module:
+        config = copy.copy(config)
+        config.sequence_parallel = False
+        return make(cls, config, *args, **options)
+
+    torch_norm.WrappedTorchNorm.__new__ = norm
     parallel_state.initialize_model_parallel(tp_size)
 
 

@@ -115,8 +115,8 @@ def build_contestants(
             continue
         try:
             found += build()
-        except ImportError as reason:
-            skipped[name] = str(reason)
+        except (ImportError, torch.OutOfMemoryError) as reason:
+            skipped[name] = str(reason).splitlines()[0]
     return found, skipped
 
 
